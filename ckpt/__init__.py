@@ -1,0 +1,70 @@
+"""Checkpoints of large PyTorch training jobs: saved in the background, whole or absent, restored anywhere.
+
+Importing this package is cheap: neither torch nor tensorstore is imported before they are needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointTimeoutError,
+    FormatVersionError,
+    SaveAbandonedError,
+    StateError,
+    StateMismatchError,
+    StorageError,
+    WriterError,
+)
+
+if TYPE_CHECKING:
+    from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
+    from ckpt.checkpointer import Checkpointer
+    from ckpt.loading.opened import open_checkpoint as open
+    from ckpt.planning.leaves import PerRank
+
+__all__ = [
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointTimeoutError",
+    "Checkpointer",
+    "DistributedAsyncCaller",
+    "FormatVersionError",
+    "PerRank",
+    "SaveAbandonedError",
+    "StateError",
+    "StateMismatchError",
+    "StorageError",
+    "WriterConfig",
+    "WriterError",
+    "open",
+]
+
+_LAZY = {
+    "AsyncCallsQueue": "ckpt.async_calls",
+    "AsyncRequest": "ckpt.async_calls",
+    "DistributedAsyncCaller": "ckpt.async_calls",
+    "WriterConfig": "ckpt.async_calls",
+    "Checkpointer": "ckpt.checkpointer",
+    "PerRank": "ckpt.planning.leaves",
+    "open": "ckpt.loading.opened",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), "open_checkpoint" if name == "open" else name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

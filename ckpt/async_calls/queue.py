@@ -1,0 +1,274 @@
+"""The queue of background calls: scheduled in order, run in parallel writers, finalized strictly in order.
+
+    index    0    1    2    3    4            call i runs in writer i % num_writers
+            done done fail run  run
+             │    │    │
+             │    │    └─ dropped: never finalized, abandoned() called, error raised
+             └────┴────── finalize functions run here, in the trainer, by maybe_finalize_async_calls
+
+A call is *settled* when it is done or failed. With ``no_dist=False`` a call leaves the queue only when it is settled on
+all ranks, and then in the same way on all of them: finalized if it is done everywhere, dropped if it failed anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from ckpt.async_calls.agreement import Agreement, own_rank
+from ckpt.async_calls.config import WriterConfig
+from ckpt.async_calls.fork_server import ForkServer
+from ckpt.async_calls.messages import Event
+from ckpt.async_calls.pending import PendingCall
+from ckpt.async_calls.process import Outcome, WriterProcess, wait_for_any
+from ckpt.async_calls.request import AsyncRequest
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["AsyncCallsQueue"]
+
+_Error = TypeVar("_Error", bound=Exception)
+_NEVER = 2**62  # an index no call has
+
+
+class AsyncCallsQueue:
+    """Runs requests in background processes and finalizes them in the order scheduled.
+
+    All methods are for one thread of the trainer; no collective is ever made unless `maybe_finalize_async_calls` is
+    called with ``no_dist=False``. In a process forked from the trainer every method raises RuntimeError. If the queue
+    is dropped, or the trainer dies, the writers finish what was scheduled and end.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_writers: int = 1,
+        config: WriterConfig | None = None,
+        process_group: ProcessGroup | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Starts no process (see `start`). `timeout_s` is the deadline of every blocking wait for calls."""
+        if num_writers < 1:
+            raise ValueError(f"num_writers must be at least 1, not {num_writers}")
+        self._config = config if config is not None else WriterConfig()
+        self._agreement = Agreement(process_group)
+        self._timeout_s = timeout_s
+        self._owner_pid = os.getpid()
+        self._pending: deque[PendingCall] = deque()  # in order of index, without gaps
+        self._results: deque[Outcome | Event] = deque()  # taken from the writers, not yet given to their calls
+        self._next_index = 0
+        self._server = ForkServer(self._config)
+        self._writers = [WriterProcess(self._config, self._server) for _ in range(num_writers)]
+        self._release = weakref.finalize(self, _release, self._writers, self._server)
+
+    def start(self) -> None:
+        """Have the writer processes started in the background, so that the first request finds them ready. Returns at
+        once.
+
+        Raises OSError when the system starts no process; the requests then fail one by one, so it can be ignored.
+        """
+        self._check_usable()
+        for writer in self._writers:
+            writer.start()
+
+    def schedule_async_request(self, request: AsyncRequest) -> int:
+        """Queue `request` and return its index (0, 1, ...). Never waits: costs pickling the arguments and one message.
+
+        Raises what pickling raises, and then has queued nothing. All other failures are the call's, and raised when it
+        would be finalized.
+        """
+        self._check_usable()
+        self.pump()
+        index, fn = self._next_index, request.async_fn
+        if fn is not None:
+            writer = self._writers[index % len(self._writers)]
+            writer.submit(index, fn, request.async_fn_args, request.async_fn_kwargs)
+        self._pending.append(PendingCall(index, request.freeze()))
+        self._next_index += 1
+        return index
+
+    def get_num_unfinalized_calls(self) -> int:
+        return len(self._pending)
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True) -> list[int]:
+        """Finalize the calls that are done, in order, and return their indices.
+
+        `blocking` first waits for all calls scheduled so far, at most `timeout_s`. With ``no_dist=False`` all ranks
+        must call this together; it makes one all_reduce of two numbers (and one small all_gather if a call failed), and
+        all ranks finalize or drop the same calls.
+
+        A failed call is dropped, and its error raised after the calls before it are finalized: a CheckpointError,
+        `WriterError` or what the call's `abandoned` made of it, the traceback of the writer as its cause.
+        CheckpointTimeoutError if the wait reached its deadline; the calls stay queued. An exception of a finalize
+        function is raised after all others have run; its call counts as finalized.
+        """
+        self._check_usable()
+        self.pump()
+        distributed = not no_dist and own_rank() is not None
+        if blocking:
+            self._wait_until_settled(stop_at_failure=not distributed)
+        settled, failed = self._leading()
+        if distributed:
+            settled, failed = self._agreement.minimum(settled, failed)
+        finalized, error = self._finalize_before(min(settled, failed))
+        if failed < settled:
+            error = self._drop_first(distributed, error)
+        elif blocking and settled < self._next_index:
+            error = self._timeout_error(settled, error)
+        if error is None:
+            return finalized
+        if isinstance(error, CheckpointError):
+            error.finalized = finalized
+        else:
+            error.add_note(f"finalized in this call: {finalized}")
+        raise error
+
+    def pump(self) -> None:
+        """Take in what the writers said, without waiting and without finalizing: events reach `on_event`, failures
+        `abandoned`.
+        """
+        self._check_usable()
+        for writer in self._writers:
+            self._results.extend(writer.poll())
+        calls = {call.index: call for call in self._pending}
+        while self._results:
+            result = self._results.popleft()
+            if (call := calls.get(result.index)) is None:
+                continue
+            if isinstance(result, Event):
+                call.take_event(result.event)
+            else:
+                call.take_outcome(result.error)
+
+    def wait_for_events(self, timeout_s: float) -> None:
+        """Wait until a writer says something or dies, at most `timeout_s`, then `pump`."""
+        self._check_usable()
+        wait_for_any(self._writers, timeout_s)
+        self.pump()
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for all calls and finalize them, end all processes, then raise the first failure. Idempotent.
+
+        With `abort` the writers are killed instead: no call that has not settled completes, `abandoned` is called for
+        every call still in the queue, no finalize function runs, and nothing is raised. Makes no collective: to
+        finalize in step with other ranks do so before.
+        """
+        if not self._release.alive:
+            return
+        self._check_usable()
+        try:
+            failure = None if abort else self._drain()
+            if abort:
+                self._abort()
+            self._stop_writers()
+            self._server.close()
+        finally:
+            self._release()
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close`; after an exception wait for nothing: the writers finish what was scheduled and end by themselves."""
+        if error is None:
+            self.close()
+        elif os.getpid() == self._owner_pid:
+            self._release()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise RuntimeError("AsyncCallsQueue belongs to the process that created it; this is a fork of that process")
+        if not self._release.alive:
+            raise RuntimeError("AsyncCallsQueue is closed")
+
+    def _leading(self) -> tuple[int, int]:
+        """The index up to which all calls are settled, and the index of the first failed call among these."""
+        failed = _NEVER
+        for call in self._pending:
+            if not call.settled:
+                return call.index, failed
+            if call.error is not None:
+                failed = min(failed, call.index)
+        return self._next_index, failed
+
+    def _wait_until_settled(self, stop_at_failure: bool) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            settled, failed = self._leading()
+            if settled == self._next_index or (stop_at_failure and failed < settled):
+                return
+            self.wait_for_events(remaining_s)
+
+    def _finalize_before(self, end: int) -> tuple[list[int], Exception | None]:
+        finalized: list[int] = []
+        first: Exception | None = None
+        while self._pending and self._pending[0].index < end:
+            call = self._pending.popleft()
+            finalized.append(call.index)
+            error = call.request.finalize()
+            first = first or error
+        return finalized, first
+
+    def _drop_first(self, distributed: bool, finalize_error: Exception | None) -> CheckpointError:
+        """Remove the first call, which failed here or on another rank. Returns the error to raise."""
+        call = self._pending.popleft()
+        if distributed:
+            call.take_failures(self._agreement.exchange(call.own_failure()))
+        assert call.error is not None
+        return _with_note(call.error, finalize_error)
+
+    def _timeout_error(self, settled: int, finalize_error: Exception | None) -> CheckpointTimeoutError:
+        error = CheckpointTimeoutError(
+            f"background calls {settled} to {self._next_index - 1} are not done after {self._timeout_s:g} s, "
+            "here or on another rank. "
+            "They stay queued; wait again, or give them up with close(abort=True)",
+            rank=own_rank(),
+        )
+        return _with_note(error, finalize_error)
+
+    def _drain(self) -> Exception | None:
+        first: Exception | None = None
+        while self._pending:
+            try:
+                self.maybe_finalize_async_calls(blocking=True)
+            except CheckpointTimeoutError as error:
+                self._abort()
+                return first or error
+            except Exception as error:
+                first = first or error
+        return first
+
+    def _abort(self) -> None:
+        for writer in self._writers:
+            writer.kill()
+        self._stop_writers()
+        while self._pending:
+            call = self._pending.popleft()
+            message = f"background call {call.index} was aborted: its queue was closed"
+            call.abandon(WriterError(message, rank=own_rank()))
+
+    def _stop_writers(self) -> None:
+        for writer in self._writers:
+            writer.close(self._config.close_timeout_s)
+
+
+def _release(writers: list[WriterProcess], server: ForkServer) -> None:
+    for writer in writers:
+        writer.release()
+    server.release()
+
+
+def _with_note(error: _Error, finalize_error: Exception | None) -> _Error:
+    if finalize_error is not None:
+        error.add_note(f"besides, a finalize function of an earlier call raised {finalize_error!r}")
+    return error

@@ -1,0 +1,75 @@
+"""What to run in the background, and what to run in the trainer when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from ckpt.errors import CheckpointError
+
+__all__ = ["AsyncRequest", "RecoverableCall"]
+
+
+@runtime_checkable
+class RecoverableCall(Protocol):
+    """An `async_fn` that wants to know in the trainer when its call can no longer be finalized.
+
+    The object itself stays in the trainer; a pickled copy of it runs in the writer. It may also define
+    ``on_event(event: dict) -> None``, which the trainer calls with every event that the running copy sends by
+    `WriterContext.report`, in order, from within a method of the queue.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def abandoned(self, error: CheckpointError) -> CheckpointError | None:
+        """The call failed, its writer died or was killed, or (`no_dist=False`) it failed on another rank. Returns the
+        error to raise, or None if the call had done its work all the same: then it is finalized like any other.
+
+        Called once, in the trainer, from whichever method of the queue notices. No finalize function of the request
+        will run.
+        """
+        ...
+
+
+class AsyncRequest(NamedTuple):
+    """One background call and the functions that finalize it.
+
+    `async_fn` runs in a writer process with `async_fn_args` and `async_fn_kwargs`; None runs nothing. When it has
+    returned, on all ranks if so asked, `finalize_fns` run in the trainer in order.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: Mapping[str, Any] = {}
+    is_frozen: bool = False
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Append `fn`. Raises RuntimeError when the request is frozen, which it is once scheduled."""
+        if self.is_frozen:
+            raise RuntimeError("cannot add a finalize function: the request is frozen, its call may already be running")
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Run everything here and now, in this process: the function, then the finalize functions.
+
+        Raises what they raise.
+        """
+        if self.async_fn is not None:
+            self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
+        if (error := self.finalize()) is not None:
+            raise error
+
+    def freeze(self) -> AsyncRequest:
+        """A copy that accepts no more finalize functions."""
+        return self._replace(finalize_fns=list(self.finalize_fns), is_frozen=True)
+
+    def finalize(self) -> Exception | None:
+        """Run all finalize functions in order, whatever they raise. Returns the first exception."""
+        first: Exception | None = None
+        for fn in self.finalize_fns:
+            try:
+                fn()
+            except Exception as error:
+                first = first or error
+        return first

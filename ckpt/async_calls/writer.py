@@ -1,0 +1,126 @@
+"""The loop of a writer process.
+
+    socket --▶ receive --▶ Attach / Detach: table of mapped regions
+                  │
+                  └──────▶ Run: started --▶ load --▶ function(*args) --▶ Finished
+                                                       │
+                            control page ◀- progress() ┴ report() --▶ Event
+
+One thread, one call at a time, in the order sent. The end of the socket means that the trainer is done with this
+writer, or dead: what is already in the socket is still run, then the process exits. An exception of a function is an
+answer, never the end of the loop. Nothing the loop sends can block it: a trainer that is busy for an hour finds all
+answers waiting.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import traceback
+from typing import Any
+
+from ckpt.async_calls import payload
+from ckpt.async_calls.context import WriterContext
+from ckpt.async_calls.messages import Attach, Channel, Detach, Event, Finished, Message, Ready, Run, clip
+from ckpt.shared_memory import SharedMemory
+
+__all__ = ["CONTROL_PAGE", "ControlPage", "WriterLoop"]
+
+CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
+_MAX_ERROR_BYTES = 4 << 10
+_MAX_TRACEBACK_BYTES = 32 << 10
+
+
+class ControlPage:
+    """Three words that trainer and writer share without a message, so that they are true however the writer ends.
+
+    The writer's: a progress counter, and the last call started. The trainer's: the abort flag.
+    """
+
+    SIZE = 4096
+
+    def __init__(self, region: SharedMemory) -> None:
+        self._words = region.buffer.cast("Q")  # aligned 8-byte stores: never seen half written
+
+    @property
+    def progress(self) -> int:
+        return self._words[0]
+
+    def advance(self) -> None:
+        self._words[0] = (self._words[0] + 1) % 2**64
+
+    @property
+    def aborted(self) -> bool:
+        return self._words[1] != 0
+
+    def has_started(self, index: int) -> bool:
+        """Whether the call can have had effects. Calls reach a writer in the order of their indices."""
+        return index < self._words[2]
+
+    def start(self, index: int) -> None:
+        self._words[2] = index + 1
+        self.advance()
+
+    def abort(self) -> None:
+        """No call that has not started will ever start, even in a writer that is only just being forked."""
+        self._words[1] = 1
+
+
+class WriterLoop:
+    """Runs in the main thread of a writer process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._regions: dict[str, SharedMemory] = {}
+        self._page: ControlPage | None = None
+
+    def run(self) -> None:
+        """Returns when the trainer is gone, or wants no more, and everything it had sent is done."""
+        self._channel.send(Ready(os.getpid()))
+        while (received := self._next()) is not None:
+            message, fd = received
+            if isinstance(message, Attach) and fd is not None:
+                self._attach(message, fd)
+            elif isinstance(message, Detach):
+                self._regions.pop(message.region_id).close()
+            elif isinstance(message, Run) and fd is not None and self._page is not None:
+                if self._page.aborted:
+                    return
+                self._channel.send(self._call(message.index, fd, self._page))
+                os.close(fd)
+
+    def _next(self) -> tuple[Message, int | None] | None:
+        poll = select.poll()
+        while True:
+            self._channel.flush()
+            try:
+                return self._channel.receive()
+            except BlockingIOError:
+                poll.register(self._channel, self._channel.poll_events)
+                poll.poll()  # no deadline: the trainer's death ends it
+
+    def _attach(self, message: Attach, fd: int) -> None:
+        region = SharedMemory(fd, message.size, message.name, message.region_id)
+        self._regions[message.region_id] = region
+        if message.region_id == CONTROL_PAGE:
+            self._page = ControlPage(region)
+
+    def _call(self, index: int, fd: int, page: ControlPage) -> Finished:
+        page.start(index)
+        context = WriterContext(index, page.advance, lambda event: self._channel.send(Event(index, event)))
+        try:
+            fn, args, kwargs = payload.load(fd, self._regions)
+            with context.entered():
+                fn(*args, **kwargs)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a function are not ours to obey either
+            return _failure(index, error)
+        return Finished(index)
+
+
+def _failure(index: int, error: BaseException) -> Finished:
+    lines: list[Any] = traceback.format_exception(error)
+    summary = traceback.format_exception_only(error)[-1].strip()
+    traceback.clear_frames(error.__traceback__)  # they hold the arguments, and with them views of shared memory
+    gc.collect()
+    return Finished(index, clip(summary, _MAX_ERROR_BYTES), clip("".join(lines), _MAX_TRACEBACK_BYTES))

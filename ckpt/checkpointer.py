@@ -1,0 +1,207 @@
+"""`Checkpointer`: what most users need, over one root."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import urllib.parse
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
+from ckpt.errors import CheckpointError, StorageError
+from ckpt.loading.load import restore
+from ckpt.planning.grid import GridOptions
+from ckpt.planning.state_dict import flatten
+from ckpt.ranks import Ranks
+from ckpt.saving.publish import Retention, recover
+from ckpt.saving.save import Saver, StagingOptions
+from ckpt.saving.write import SaveOptions
+from ckpt.storage.commit import CheckpointRoot
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Checkpointer"]
+
+_GRID = GridOptions()
+_log = logging.getLogger("ckpt")
+
+
+class Checkpointer:
+    """Saves the state of a training job without stopping it, and restores it on any number of ranks.
+
+    Every rank makes one, with the same arguments, and calls the same methods in the same order. All methods are for the
+    thread that trains. In the training loop::
+
+        checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
+        checkpointer.maybe_finalize()            # each iteration
+
+    Guarantees: a step is published as a whole or not at all, and by all ranks; an error of a background save is raised
+    by `maybe_finalize` on every rank as a `CheckpointError`, and training can go on.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        queue: AsyncCallsQueue | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        process_group: ProcessGroup | None = None,
+        slots: int = 2,
+        max_host_bytes: int | None = None,
+        overlap: bool = False,
+        compression: str | None = None,
+        threads: int = 6,
+        timeout: timedelta = timedelta(minutes=10),
+        file_bytes: int = _GRID.file_bytes,
+        inner_bytes: int = _GRID.inner_bytes,
+        pack_below_bytes: int = _GRID.pack_below_bytes,
+    ) -> None:
+        """Nothing is started or written yet.
+
+        `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: it stays
+        open on `close`. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. `process_group`
+        spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
+        most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
+        wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
+        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. The sizes are
+        those of files, of their inner chunks, and of tensors that are packed together.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1, not {keep_every}")
+        if compression not in (None, "zstd"):
+            raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
+        self._root = CheckpointRoot(_local_path(root))
+        self._ranks = Ranks(process_group)
+        self._owns_queue = queue is None
+        self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
+        self._timeout_s = timeout.total_seconds()
+        options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every), recover=True)
+        grid = GridOptions(pack_below_bytes, file_bytes, inner_bytes)
+        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
+        self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
+        self._finalized: list[int] = []  # steps whose finalize function has run, not yet reported by maybe_finalize
+        self._closed = False
+
+    @property
+    def queue(self) -> AsyncCallsQueue:
+        """The queue that runs the saves."""
+        return self._queue
+
+    def save_request(self, state: Any, step: int) -> AsyncRequest:
+        """Copy this rank's share of `state` into shared memory and return the request that writes it.
+
+        The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step). Waits only
+        when all slots are in use. The first call for a structure of state makes two small collectives, later ones none;
+        no file is touched. Raises StateError, naming the key path, for a leaf that cannot be stored, and on all ranks
+        when ranks contradict each other; then nothing was started.
+        """
+        begin = time.perf_counter()
+        self._check_open()
+        request = self._saver.request(state, step, begin)
+        request.add_finalize_fn(lambda: self._finalized.append(step))
+        return request
+
+    def async_save(self, state: Any, step: int) -> int:
+        """Stage `state` and schedule its save; returns the index of the call. Errors come from `maybe_finalize`."""
+        return self._queue.schedule_async_request(self.save_request(state, step))
+
+    def save(self, state: Any, step: int) -> None:
+        """Save `state`; published when it returns. Raises what `maybe_finalize` raises. Earlier saves are finalized,
+        too."""
+        self.async_save(state, step)
+        self.maybe_finalize(blocking=True)
+
+    def maybe_finalize(self, blocking: bool = False) -> list[int]:
+        """Finalize the saves that are decided; returns their steps. With `blocking` waits for all. Makes no collective.
+
+        Raises the `CheckpointError` of a save that was abandoned: it names rank, step and cause. Its `finalized` are
+        the calls finalized before it.
+        """
+        self._check_open()
+        self._queue.maybe_finalize_async_calls(blocking=blocking)
+        steps, self._finalized = self._finalized, []
+        return steps
+
+    def restore(self, state: Any, step: int | None = None, strict: bool = True) -> int | None:
+        """Put the newest published step (or `step`) into `state`, in place, and return it; None when there is none.
+
+        Collective. Works for any world size and sharding. Tensors are read into the memory they have; numbers and
+        strings are replaced in their dicts and lists; objects get `load_state_dict`. Saves that an earlier run left
+        complete are published first, the others abandoned. Without `step`, a damaged step is skipped with a warning, on
+        all ranks.
+
+        Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
+        ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
+        """
+        self._check_open()
+        if self._ranks.rank == 0:
+            recover(self._root, self._timeout_s, _log.warning)
+        restored = restore(self._root, state, step, strict, self._ranks)
+        self._saver.recover_first(False)
+        self.warmup(state)
+        return restored
+
+    def warmup(self, state: Any) -> None:
+        """Plan, map the staging memory and start the writers now, so that the first save costs what the tenth does.
+        Collective."""
+        self._check_open()
+        self._saver.warmup(flatten(state))
+
+    def latest_step(self) -> int | None:
+        """The newest published step, None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """All published steps, ascending."""
+        return self._root.steps()
+
+    def close(self) -> None:
+        """Finalize what is pending, end the writers, give memory back. Idempotent. Raises the first failure after all
+        of that."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._owns_queue:
+                self._queue.close()
+            else:
+                self._queue.maybe_finalize_async_calls(blocking=True)
+        finally:
+            self._saver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close`; after an exception the writers finish what was scheduled by themselves, and nothing is waited
+        for."""
+        if error is None:
+            self.close()
+            return
+        self._closed = True
+        if self._owns_queue:
+            self._queue.__exit__(kind, error, trace)
+        self._saver.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("this Checkpointer is closed")
+
+
+def _local_path(root: str | os.PathLike[str]) -> str:
+    text = os.fspath(root)
+    if "://" not in text:
+        return os.path.abspath(text)
+    url = urllib.parse.urlsplit(text)
+    if url.scheme != "file" or url.netloc not in ("", "localhost"):
+        raise StorageError(f"{text}: only local paths and file:// URLs are supported as checkpoint roots so far")
+    return os.path.abspath(urllib.parse.unquote(url.path))

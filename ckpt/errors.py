@@ -1,0 +1,87 @@
+"""The error family of the checkpoint service.
+
+Every error says what happened, where (rank, step, tensor, file) and what to do next. All derive from `CheckpointError`,
+so a training loop that should survive a failed save needs one ``except`` clause.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointTimeoutError",
+    "FormatVersionError",
+    "RemoteTraceback",
+    "SaveAbandonedError",
+    "StateError",
+    "StateMismatchError",
+    "StorageError",
+    "WriterError",
+]
+
+
+class CheckpointError(Exception):
+    """Base of all errors raised by `ckpt`.
+
+    `rank` and `step` are set where they are known. `finalized` holds the call indices that were finalized by the very
+    call that raised this error, so that a caller who catches it loses nothing.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.finalized: list[int] = []
+
+
+class StateError(CheckpointError):
+    """The state handed to a save cannot be stored: a leaf of an unknown type, or ranks that contradict each other."""
+
+
+class StateMismatchError(CheckpointError):
+    """The state handed to a restore does not fit the checkpoint: missing, unexpected or differently shaped names."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Bytes of a published checkpoint are missing or not those that were written."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no published checkpoint at this step or path."""
+
+
+class CheckpointExistsError(CheckpointError):
+    """The step is already published with other content."""
+
+
+class FormatVersionError(CheckpointError):
+    """The checkpoint was written in a newer format than this version can read."""
+
+
+class StorageError(CheckpointError):
+    """The file system refused: not there, not a directory, not writable, full."""
+
+
+class CheckpointTimeoutError(CheckpointError):
+    """A wait reached its deadline."""
+
+
+class WriterError(CheckpointError):
+    """A background call failed: its function raised, or its writer process died or made no progress."""
+
+
+class SaveAbandonedError(CheckpointError):
+    """A pending save was given up, on all ranks, and can never be published."""
+
+
+class RemoteTraceback(Exception):
+    """Carries the text of a traceback from another process as the ``__cause__`` of an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text

@@ -1,0 +1,16 @@
+"""The name of a leaf: the keys that lead to it through the nesting of the state."""
+
+from __future__ import annotations
+
+__all__ = ["Path", "display"]
+
+Path = tuple[str | int, ...]
+
+
+def display(path: Path) -> str:
+    """The name of the leaf at `path` for messages: its keys joined by "/", on one line."""
+    return "/".join(_printable(str(key)) for key in path) or "(the state itself)"
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,99 @@
+"""Chunk grids: how a tensor is cut into files such that each file belongs to exactly one rank.
+
+Every boundary between two ranks' boxes must lie on the (regular) grid. Where the boxes are those of an even division
+the grid is the boxes themselves. Otherwise the greatest common divisor of all boundaries may give a grid of reasonable
+chunks; if it does not, each box becomes an array of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt.planning.boxes import Box
+
+__all__ = ["GridOptions", "Grid", "common_grid", "refine"]
+
+
+@dataclass(frozen=True, slots=True)
+class GridOptions:
+    """Sizes that shape the files of a checkpoint, in bytes.
+
+    Tensors of at most `pack_below_bytes` share one file per rank. Files have about `file_bytes` at most, and are
+    divided into inner chunks of about `inner_bytes`, so that a restore to another sharding reads little more than it
+    needs.
+    """
+
+    pack_below_bytes: int = 16 << 10
+    file_bytes: int = 64 << 20
+    inner_bytes: int = 4 << 20
+    smallest_split_bytes: int = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Chunks of `chunk_shape`; each a shard of inner chunks when `inner_chunk_shape` is given, which divides it."""
+
+    chunk_shape: tuple[int, ...]
+    inner_chunk_shape: tuple[int, ...] | None = None
+
+
+def common_grid(shape: tuple[int, ...], boxes: Sequence[Box], itemsize: int) -> tuple[int, ...] | None:
+    """The largest chunk shape with every boundary of `boxes` on its grid; None if that would make unreasonably many
+    chunks."""
+    chunk = tuple(
+        _common_size(size, {box.offset[dim] for box in boxes} | {box.offset[dim] + box.shape[dim] for box in boxes})
+        for dim, size in enumerate(shape)
+    )
+    chunks = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
+    small = math.prod(chunk) * itemsize < 1 << 20
+    return None if small and chunks > 4 * len(boxes) else chunk
+
+
+def _common_size(size: int, boundaries: Iterable[int]) -> int:
+    return math.gcd(*(b for b in boundaries if 0 < b < size)) or max(size, 1)
+
+
+def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target_bytes: int, inner_bytes: int) -> Grid:
+    """Cut the chunks of a grid into smaller ones of about `target_bytes`, and give big ones inner chunks.
+
+    Only leading dimensions are cut, so that every piece is one run of memory in a C-ordered tensor.
+    """
+    bounded = [part < size for part, size in zip(chunk, shape, strict=True)]
+    pieces = _cut(chunk, bounded, itemsize, min(target_bytes, inner_bytes))
+    if math.prod(pieces) * itemsize >= math.prod(chunk) * itemsize:
+        return Grid(chunk)
+    outer, inner = list(pieces), tuple(pieces)
+    for dim in reversed(range(len(chunk))):
+        outer[dim] = _several(pieces[dim], chunk[dim], bounded[dim], target_bytes // (math.prod(outer) * itemsize))
+        if outer[dim] < chunk[dim]:
+            break
+    return Grid(tuple(outer), inner if tuple(outer) != inner else None)
+
+
+def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_bytes: int) -> tuple[int, ...]:
+    """The largest part of a chunk, in leading dimensions, of at most `target_bytes` (or one element)."""
+    part = list(chunk)
+    for dim, size in enumerate(chunk):
+        row = math.prod(chunk[dim + 1 :]) * itemsize
+        wanted = max(1, target_bytes // max(row, 1))
+        if wanted >= size:
+            break
+        part[dim] = _divisor(size, wanted) if bounded[dim] else -(-size // -(-size // wanted))
+        if row <= target_bytes:
+            break
+    return tuple(part)
+
+
+def _several(part: int, size: int, bounded: bool, times: int) -> int:
+    """The largest multiple of `part`, at most `times` it, that fits the grid: divides `size`, or just covers it."""
+    count = -(-size // part)
+    if not bounded:
+        return part * min(count, -(-count // -(-count // max(times, 1))))
+    return part * _divisor(count, max(times, 1))
+
+
+def _divisor(size: int, at_most: int) -> int:
+    """The largest divisor of `size` that is at most `at_most`."""
+    return next(d for d in range(min(size, at_most), 0, -1) if size % d == 0)

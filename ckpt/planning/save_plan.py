@@ -1,0 +1,295 @@
+"""Who writes what: one plan for the whole job, the same on every rank, computed without communication from the
+descriptions."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ckpt.errors import StateError
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box, Sharding, local_boxes
+from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.planning.grid import Grid, GridOptions, common_grid, refine
+
+__all__ = ["ArrayPlan", "PackedTensor", "SavePlan", "make_save_plan"]
+
+_PACK_ALIGNMENT = 16
+_BALANCE = 20  # a rank's share is cut into at least so many chunks, so ranks end within 1/20 of each other
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayPlan:
+    """One array to write: a tensor, or one box of it where no common grid exists (`box`), or one rank's own (`rank`).
+
+    `owners` are the ranks that write its chunks, in C order of the grid.
+    """
+
+    path: Path
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    grid: Grid
+    owners: tuple[int, ...]
+    box: Box
+    tensor_shape: tuple[int, ...]
+    box_number: int | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A small tensor in its owner's part of the pack, `offset` bytes from the start of that part."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    owner: int
+    offset: int
+    box: Box
+    tensor_shape: tuple[int, ...]
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Everything the ranks of a save agree on. Without a `pack_grid` there is nothing to pack; its chunks are the
+    owners' parts."""
+
+    world_size: int
+    arrays: tuple[ArrayPlan, ...]
+    packed: tuple[PackedTensor, ...]
+    pack_owners: tuple[int, ...]
+    pack_grid: Grid | None
+    value_owners: dict[Path, int]
+    per_rank_values: dict[Path, tuple[int, ...]]
+    aliases: dict[Path, Path]
+
+    def chunks_of(self, rank: int) -> Iterator[tuple[int, ArrayPlan, int]]:
+        """The chunks `rank` writes: array number, array, chunk number."""
+        for number, array in enumerate(self.arrays):
+            for chunk, owner in enumerate(array.owners):
+                if owner == rank:
+                    yield number, array, chunk
+
+    @property
+    def pack_bytes(self) -> int:
+        """The size of each owner's part of the pack."""
+        return self.pack_grid.chunk_shape[0] if self.pack_grid is not None else 0
+
+    @cached_property
+    def digest(self) -> str:
+        """Differs between plans that differ."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True)
+class _Unit:
+    """A box that is not yet cut and assigned, with the ranks that hold it."""
+
+    path: Path
+    spec: TensorSpec
+    box: Box
+    holders: tuple[int, ...]
+
+
+def make_save_plan(descriptions: Sequence[StateDescription], options: GridOptions) -> SavePlan:
+    """Cut every tensor into chunks and give each to one of the ranks that hold it, evenly by bytes.
+
+    `descriptions` are by rank, with equal ones being one object. Deterministic. Raises StateError when the ranks' boxes
+    of a tensor overlap partly or leave a gap.
+    """
+    world_size = len(descriptions)
+    tensors = _holders(descriptions)
+    units = [(path, spec, _boxes_with_holders(path, spec, holders)) for (path, spec), holders in tensors.items()]
+    share = sum(spec.itemsize * math.prod(spec.shape) for _, spec, _ in units) / max(world_size, 1)
+    target = options.file_bytes
+    if world_size > 1:
+        target = min(target, max(options.smallest_split_bytes, int(share / _BALANCE)))
+    loads = [0] * world_size
+    drafts: list[tuple[ArrayPlan, tuple[tuple[int, ...], ...]]] = []
+    small: list[_Unit] = []
+    for path, spec, boxes in units:
+        if math.prod(spec.shape) * spec.itemsize <= options.pack_below_bytes:
+            small += [_Unit(path, spec, box, holders) for box, holders in boxes.items()]
+        else:
+            drafts += _cut(path, spec, boxes, target, options)
+    arrays = _assign(drafts, loads)
+    packed, pack_owners, pack_grid = _pack(small, loads, max(options.inner_bytes, options.pack_below_bytes))
+    values, per_rank_values = _value_owners(descriptions)
+    aliases = {path: target for description in descriptions for path, target in description.aliases.items()}
+    return SavePlan(world_size, arrays, packed, pack_owners, pack_grid, values, per_rank_values, aliases)
+
+
+def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, TensorSpec], tuple[int, ...]]:
+    """The ranks that name each tensor. Tensors that are per rank are one entry for each rank's own."""
+    groups: dict[int, tuple[StateDescription, list[int]]] = {}
+    for rank, description in enumerate(descriptions):
+        groups.setdefault(id(description), (description, []))[1].append(rank)
+    holders: dict[tuple[Path, TensorSpec], list[int]] = {}
+    for description, ranks in groups.values():
+        for path, spec in description.tensors.items():
+            key = path, replace(spec, sharding=None) if spec.per_rank else spec
+            holders.setdefault(key, []).extend(ranks)
+    return {key: tuple(sorted(ranks)) for key, ranks in holders.items()}
+
+
+def _boxes_with_holders(path: Path, spec: TensorSpec, ranks: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    """The distinct boxes of a tensor with the ranks that hold each. A per-rank tensor is a whole one, for each of
+    `ranks`."""
+    if spec.sharding is None or spec.per_rank:
+        return {Box.whole(spec.shape): ranks}
+    return _sharded_boxes(path, spec.shape, spec.sharding, ranks)
+
+
+def _sharded_boxes(
+    path: Path, shape: tuple[int, ...], sharding: Sharding, ranks: tuple[int, ...]
+) -> dict[Box, tuple[int, ...]]:
+    present = set(ranks)
+    holders: dict[Box, list[int]] = {}
+    for rank, coordinate in sharding.coordinates().items():
+        if rank in present:
+            for box, _ in local_boxes(shape, sharding, coordinate):
+                holders.setdefault(box, []).append(rank)
+    covered = sum(box.elements for box in holders)
+    if covered != math.prod(shape):
+        raise StateError(
+            f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(shape)} elements; "
+            f"every rank "
+            "of its mesh must save it"
+        )
+    return {box: tuple(sorted(ranks)) for box, ranks in sorted(holders.items())} or {Box.whole(shape): ranks}
+
+
+_Draft = tuple[ArrayPlan, tuple[tuple[int, ...], ...]]
+
+
+def _cut(
+    path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]], target: int, options: GridOptions
+) -> list[_Draft]:
+    """The arrays of one tensor, each with the possible owners of its chunks."""
+    whole = Box.whole(spec.shape)
+    if spec.per_rank:
+        grid = refine(spec.shape, _at_least_one(spec.shape), spec.itemsize, options.file_bytes, options.inner_bytes)
+        return [_draft(path, spec, whole, grid, {whole: (rank,)}, rank=rank) for rank in boxes[whole]]
+    chunk = common_grid(spec.shape, list(boxes), spec.itemsize)
+    if chunk is not None:
+        return [_draft(path, spec, whole, refine(spec.shape, chunk, spec.itemsize, target, options.inner_bytes), boxes)]
+    drafts = []
+    for number, (box, holders) in enumerate(boxes.items()):
+        grid = refine(box.shape, box.shape, spec.itemsize, target, options.inner_bytes)
+        drafts.append(_draft(path, spec, box, grid, {box: holders}, number=number))
+    return drafts
+
+
+def _draft(
+    path: Path,
+    spec: TensorSpec,
+    box: Box,
+    grid: Grid,
+    boxes: dict[Box, tuple[int, ...]],
+    number: int | None = None,
+    rank: int | None = None,
+) -> _Draft:
+    array = ArrayPlan(path, spec.dtype, spec.itemsize, box.shape, grid, (), box, spec.shape, number, rank)
+    counts = tuple(-(-size // part) for size, part in zip(box.shape, grid.chunk_shape, strict=True))
+    if len(boxes) == 1:
+        (holders,) = boxes.values()
+        return array, (holders,) * math.prod(counts)
+    candidates: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for part, holders in boxes.items():  # boundaries lie on the grid, so each chunk is in exactly one box
+        first = tuple(o // c for o, c in zip(part.offset, grid.chunk_shape, strict=True))
+        last = tuple(-(-(o + n) // c) for o, n, c in zip(part.offset, part.shape, grid.chunk_shape, strict=True))
+        for index in _indices(first, last):
+            candidates[index] = holders
+    return array, tuple(candidates[index] for index in _indices((0,) * len(counts), counts))
+
+
+def _indices(first: tuple[int, ...], last: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not first:
+        yield ()
+        return
+    for index in range(first[0], last[0]):
+        for rest in _indices(first[1:], last[1:]):
+            yield (index, *rest)
+
+
+def _at_least_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(max(size, 1) for size in shape)
+
+
+class _Balance:
+    """Gives work to the least loaded of a set of ranks; `loads` is shared between sets, so a heap entry may be out of
+    date."""
+
+    def __init__(self, loads: list[int]) -> None:
+        self._loads = loads
+        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def give(self, holders: tuple[int, ...], nbytes: int) -> int:
+        heap = self._heaps.get(holders)
+        if heap is None:
+            heap = self._heaps[holders] = [(self._loads[rank], rank) for rank in holders]
+            heapq.heapify(heap)
+        while heap[0][0] != self._loads[heap[0][1]]:
+            heapq.heapreplace(heap, (self._loads[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        self._loads[rank] += nbytes
+        heapq.heapreplace(heap, (self._loads[rank], rank))
+        return rank
+
+
+def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
+    """Give every chunk an owner: those with no choice first, then the biggest first, always to the least loaded
+    holder."""
+    work = []
+    for number, (array, candidates) in enumerate(drafts):
+        nbytes = math.prod(array.grid.chunk_shape) * array.itemsize
+        work += [(len(holders) > 1, -nbytes, number, chunk, holders) for chunk, holders in enumerate(candidates)]
+    balance = _Balance(loads)
+    owners = [[0] * len(candidates) for _, candidates in drafts]
+    for _, negative_bytes, number, chunk, holders in sorted(work):
+        owners[number][chunk] = balance.give(holders, -negative_bytes)
+    return tuple(replace(array, owners=tuple(own)) for (array, _), own in zip(drafts, owners, strict=True))
+
+
+def _pack(
+    small: list[_Unit], loads: list[int], inner_bytes: int
+) -> tuple[tuple[PackedTensor, ...], tuple[int, ...], Grid | None]:
+    """Give every small box to a rank, and lay each rank's out one after the other, none across two inner chunks."""
+    balance = _Balance(loads)
+    ends: dict[int, int] = {}
+    packed = []
+    for unit in small:
+        spec, nbytes = unit.spec, unit.box.elements * unit.spec.itemsize
+        for owner in unit.holders if spec.per_rank else (balance.give(unit.holders, nbytes),):
+            offset = -(-ends.get(owner, 0) // _PACK_ALIGNMENT) * _PACK_ALIGNMENT
+            if offset // inner_bytes != (offset + max(nbytes, 1) - 1) // inner_bytes:
+                offset = -(-offset // inner_bytes) * inner_bytes
+            ends[owner] = offset + nbytes
+            rank = owner if spec.per_rank else None
+            packed.append(
+                PackedTensor(unit.path, spec.dtype, unit.box.shape, nbytes, owner, offset, unit.box, spec.shape, rank)
+            )
+    size = max(ends.values(), default=0)
+    grid = Grid((size,)) if size else None
+    if size > inner_bytes:
+        grid = Grid((-(-size // inner_bytes) * inner_bytes,), (inner_bytes,))
+    return tuple(packed), tuple(sorted(owner for owner in ends if size)), grid
+
+
+def _value_owners(descriptions: Sequence[StateDescription]) -> tuple[dict[Path, int], dict[Path, tuple[int, ...]]]:
+    owners: dict[Path, int] = {}
+    per_rank: dict[Path, list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        for path, own in description.values.items():
+            if own:
+                per_rank.setdefault(path, []).append(rank)
+            else:
+                owners.setdefault(path, rank)
+    return owners, {path: tuple(ranks) for path, ranks in per_rank.items()}

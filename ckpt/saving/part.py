@@ -1,0 +1,246 @@
+"""A rank's part of a save: which arrays it describes, which chunk files it writes, and where in the slot their bytes
+are.
+
+Made once from the plan and used for every save of the same structure. The half that the writer needs (`PartPlan`) is
+free of torch and is sent as one block of bytes; the half that the trainer needs are the copies (`CopyOp`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ckpt.errors import StateError
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box
+from ckpt.planning.save_plan import ArrayPlan, PackedTensor, SavePlan
+from ckpt.staging.copy_op import CopyOp
+from ckpt.storage.metadata import ArrayMeta, FileLayout
+from ckpt.storage.names import PACK_DIRECTORY, directory
+
+__all__ = ["Image", "PackedEntry", "Part", "PartPlan", "make_part"]
+
+LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One chunk file of this rank: of array number `array`, chunk `index`; its image is at `offset` in the slot of its
+    `piece`.
+
+    A save that fits one slot has one piece, number 0.
+    """
+
+    array: int
+    index: tuple[int, ...]
+    offset: int
+    image_bytes: int
+    piece: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry:
+    """Where in the pack a small tensor (or a box of one) is, in bytes from the start of the array."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
+    box_offset: tuple[int, ...]
+    offset: int
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What a rank's writer does in every save of this structure.
+
+    `described` are the numbers of the arrays whose metadata this rank writes; `slot_bytes` is what each piece needs at
+    most.
+    """
+
+    rank: int
+    world_size: int
+    plan_digest: str
+    directories: tuple[str, ...]
+    metas: tuple[ArrayMeta, ...]
+    described: tuple[int, ...]
+    images: tuple[Image, ...]
+    packed: tuple[PackedEntry, ...]
+    aliases: tuple[tuple[Path, Path], ...]
+    slot_bytes: int
+    pieces: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part: the writer's half, and the copies that fill each piece."""
+
+    plan: PartPlan
+    copies: tuple[tuple[CopyOp, ...], ...]
+
+
+def array_directory(array: ArrayPlan) -> str:
+    """Where the array is in the step. Names that begin with two underscores never come out of a key."""
+    base = directory(array.path)
+    if array.rank is not None:
+        return f"{base}/__rank_{array.rank:05d}"
+    return base if array.box_number is None else f"{base}/__box_{array.box_number:05d}"
+
+
+def array_meta(array: ArrayPlan, compression: str | None) -> ArrayMeta:
+    """The array as Zarr sees it. The attribute ``ckpt`` has the exact name, and what the array is when it is not a
+    whole tensor."""
+    about: dict[str, object] = {"name": list(array.path)}
+    if array.rank is not None:
+        about["rank"] = array.rank
+    if array.box_number is not None:
+        about["box_offset"] = list(array.box.offset)
+        about["tensor_shape"] = list(array.tensor_shape)
+    grid = array.grid
+    return ArrayMeta(array.shape, array.dtype, grid.chunk_shape, grid.inner_chunk_shape, compression, {"ckpt": about})
+
+
+def make_part(
+    plan: SavePlan, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, compression: str | None
+) -> Part:
+    """Lay out this rank's files in slots of at most `max_slot_bytes`.
+
+    Raises StateError when a single file does not fit a slot.
+    """
+    builder = _Builder(rank, local_boxes, max_slot_bytes, compression)
+    for array in plan.arrays:
+        if rank in array.owners:
+            builder.add_array(array)
+    if plan.pack_grid is not None and rank in plan.pack_owners:
+        builder.add_pack(plan)
+    packed = tuple(_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank)
+    aliases = tuple(plan.aliases.items()) if rank == 0 else ()
+    return builder.build(plan, packed, aliases)
+
+
+def _packed_entry(entry: PackedTensor, plan: SavePlan) -> PackedEntry:
+    start = plan.pack_owners.index(entry.owner) * plan.pack_bytes if plan.pack_bytes else 0
+    offset = start + entry.offset
+    return PackedEntry(entry.path, entry.dtype, entry.shape, entry.tensor_shape, entry.box.offset, offset, entry.rank)
+
+
+class _Builder:
+    """Places one image after the other; begins a new piece when a slot is full."""
+
+    def __init__(self, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, compression: str | None) -> None:
+        self._rank = rank
+        self._local_boxes = local_boxes
+        self._limit = max_slot_bytes
+        self._compression = compression
+        self._directories: list[str] = []
+        self._metas: list[ArrayMeta] = []
+        self._described: list[int] = []
+        self._images: list[Image] = []
+        self._copies: list[list[CopyOp]] = [[]]
+        self._next = 0
+        self._slot_bytes = 0
+
+    def build(self, plan: SavePlan, packed: tuple[PackedEntry, ...], aliases: tuple[tuple[Path, Path], ...]) -> Part:
+        part_plan = PartPlan(
+            self._rank,
+            plan.world_size,
+            plan.digest,
+            tuple(self._directories),
+            tuple(self._metas),
+            tuple(self._described),
+            tuple(self._images),
+            packed,
+            aliases,
+            self._slot_bytes,
+            len(self._copies),
+        )
+        return Part(part_plan, tuple(map(tuple, self._copies)))
+
+    def add_array(self, array: ArrayPlan) -> None:
+        meta = array_meta(array, self._compression)
+        number = self._add_meta(array_directory(array), meta, described=array.owners[0] == self._rank)
+        for index, owner in zip(meta.chunk_indices(), array.owners, strict=True):
+            if owner != self._rank:
+                continue
+            layout = meta.layout(index)
+            offset = self._place(number, index, layout, array.path)
+            for piece in layout.pieces:
+                box = Box(tuple(o + p for o, p in zip(array.box.offset, piece.origin, strict=True)), piece.shape)
+                self._copy(array.path, array.itemsize, box, offset + piece.offset, layout.full_shape)
+
+    def add_pack(self, plan: SavePlan) -> None:
+        assert plan.pack_grid is not None
+        position = plan.pack_owners.index(self._rank)
+        shape = (plan.pack_bytes * len(plan.pack_owners),)
+        inner = plan.pack_grid.inner_chunk_shape
+        meta = ArrayMeta(shape, "uint8", plan.pack_grid.chunk_shape, inner, self._compression, {"ckpt": {"pack": True}})
+        number = self._add_meta(PACK_DIRECTORY, meta, described=position == 0)
+        layout = meta.layout((position,))
+        offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
+        for entry in plan.packed:
+            if entry.owner == self._rank and entry.nbytes:
+                self._copy_packed(entry, offset, layout, position * plan.pack_bytes)
+
+    def _copy_packed(self, entry: PackedTensor, offset: int, layout: FileLayout, start: int) -> None:
+        """The pack is laid out such that no tensor lies across two inner chunks."""
+        position = start + entry.offset
+        piece = next(p for p in layout.pieces if p.origin[0] <= position < p.origin[0] + p.shape[0])
+        source, local = self._local(entry.path, entry.box)
+        target = offset + piece.offset + position - piece.origin[0]
+        itemsize = entry.nbytes // math.prod(entry.shape)
+        flat = _flat(source, local, entry.shape)
+        self._copies[-1].append(CopyOp(entry.path, source, flat, target, entry.shape, itemsize))
+
+    def _add_meta(self, where: str, meta: ArrayMeta, described: bool) -> int:
+        self._directories.append(where)
+        self._metas.append(meta)
+        if described:
+            self._described.append(len(self._metas) - 1)
+        return len(self._metas) - 1
+
+    def _place(self, number: int, index: tuple[int, ...], layout: FileLayout, path: Path) -> int:
+        if self._limit is not None and self._next + layout.image_bytes > self._limit:
+            if layout.image_bytes > self._limit:
+                raise StateError(
+                    f"{display(path)}: a file of {layout.image_bytes} bytes does not fit a staging slot of "
+                    f"{self._limit} "
+                    f"bytes; raise max_host_bytes to at least {2 * layout.image_bytes}, or lower file_bytes"
+                )
+            if self._next:
+                self._copies.append([])
+                self._next = 0
+        offset = self._next
+        self._next += layout.image_bytes
+        self._slot_bytes = max(self._slot_bytes, self._next)
+        self._images.append(Image(number, index, offset, layout.image_bytes, len(self._copies) - 1))
+        return offset
+
+    def _copy(self, path: Path, itemsize: int, box: Box, offset: int, full_shape: tuple[int, ...]) -> None:
+        source, local = self._local(path, box)
+        inside = box.shape[1:] == full_shape[1:]
+        flat = _flat(source, local, box.shape) if inside else None
+        self._copies[-1].append(CopyOp(path, source, flat, offset, full_shape, itemsize))
+
+    def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+        """Where `box` of the global tensor is in the local one, and the shape of the local one."""
+        boxes = self._local_boxes[path]
+        ends = zip(*((tuple(o + n for o, n in zip(at, own.shape, strict=True))) for own, at in boxes), strict=True)
+        shape = tuple(max(dim) for dim in ends)
+        for own, at in boxes:
+            if own.intersection(box) == box:
+                low = tuple(a + o - b for a, o, b in zip(at, box.offset, own.offset, strict=True))
+                return tuple(slice(a, a + n) for a, n in zip(low, box.shape, strict=True)), shape
+        raise AssertionError(f"{display(path)}: the plan gives this rank {box}, which it does not hold")
+
+
+def _flat(source: tuple[slice, ...], local: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The box as one run of elements of a contiguous local tensor; None if it is not one.
+
+    It is one if, behind the first dimension in which it has several indices, it has all there are.
+    """
+    several = [dim for dim, size in enumerate(shape) if size > 1]
+    if several and shape[several[0] + 1 :] != local[several[0] + 1 :]:
+        return None
+    strides = [math.prod(local[dim + 1 :]) for dim in range(len(local))]
+    return sum(s.start * stride for s, stride in zip(source, strides, strict=True)), math.prod(shape)

@@ -1,0 +1,302 @@
+"""The writer's half of a save: write this rank's chunk files, say so, and wait until the save is decided.
+
+Runs in a writer process, without torch. Read `PartWriter.__call__` from top to bottom; what a crash leaves after each
+step:
+
+    begin / join      a directory with an intent and no part: abandoned by whoever looks next
+    write and sync    the same, with files
+    part manifest     as good as written: if every rank gets here the step will be published, also after the death of
+    all trainers publish           the coordinator renames the directory; a crash just before it leaves a complete save,
+    adopted at the next start
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt.async_calls import context
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointTimeoutError,
+    RemoteTraceback,
+    SaveAbandonedError,
+    StorageError,
+)
+from ckpt.saving.part import Image, PackedEntry, PartPlan
+from ckpt.saving.publish import Retention, is_published, publish, recover, retain
+from ckpt.shared_memory import SharedMemory
+from ckpt.storage import files
+from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Published, Reason, SaveId
+from ckpt.storage.locks import DirectoryLock
+from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
+
+__all__ = ["PartWriter", "SaveOptions"]
+
+_COORDINATOR = 0
+_CHUNKS_PER_EVENT = 200
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a writer works. `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one
+    process."""
+
+    threads: int = 6
+    commit_timeout_s: float = 600.0
+    retention: Retention = field(default_factory=Retention)
+    recover: bool = False
+
+
+@dataclass
+class PartWriter:
+    """One rank's part of one save (or a piece of it), to be run by a writer process; the trainer keeps the original.
+
+    `plan` is a pickled PartPlan, made once. `region` holds the images of piece number `piece`. `values` are the
+    (encoded) leaves that are not tensors, `times` what the trainer measured. The images are complete when the 8 bytes
+    at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `earlier` are the chunks that
+    were written with earlier pieces.
+    """
+
+    root: str
+    save: SaveId
+    rank: int
+    plan: bytes
+    region: SharedMemory
+    flag_offset: int
+    generation: int
+    trainer_pid: int
+    piece: int
+    last: bool
+    values: list[Any]
+    times: dict[str, float]
+    options: SaveOptions
+    earlier: list[tuple[str, str, int, int]] = field(default_factory=list)
+    on_slot_free: Callable[[], None] | None = None
+    on_written: Callable[[list[tuple[str, str, int, int]]], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "on_slot_free": None, "on_written": None}
+
+    def __call__(self) -> None:
+        """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end."""
+        plan: PartPlan = pickle.loads(self.plan)  # our own bytes, made by the trainer of this writer
+        pending = PendingSave(CheckpointRoot(self.root), self.save)
+        lock: DirectoryLock | None = None
+        try:
+            self._wait_until_staged()
+            lock = self._begin(pending, plan)
+            written, times = self._write(pending, plan)
+            self._report_slot_free(written)
+            if not self.last:
+                return
+            pending.write_part(self.rank, self._manifest(plan, written, times))
+            outcome = self._decide(pending, plan)
+        except Exception as error:
+            outcome = self._give_up(pending, error)
+        finally:
+            if lock is not None:
+                lock.close()
+        if not is_published(outcome):
+            raise _error_for(self.save, outcome)
+        if self.rank == _COORDINATOR:
+            retain(pending.root, self.options.retention, self.save.step)
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Trainer: the writer said what it has written, or that nothing reads the slot any more."""
+        if self.on_written is not None and "written" in event:
+            self.on_written([(str(d), str(key), int(size), int(crc)) for d, key, size, crc in event["written"]])
+        if "slot_free" in event:
+            self._free_slot()
+
+    def abandoned(self, error: CheckpointError) -> CheckpointError | None:
+        """Trainer: the call cannot complete. Makes sure the save is decided on all ranks; None if it was published
+        after all."""
+        self._free_slot()
+        pending = PendingSave(CheckpointRoot(self.root), self.save)
+        outcome = self._give_up(pending, error)
+        if is_published(outcome) and self.last:
+            return None
+        result = _error_for(self.save, outcome)
+        result.__cause__ = result.__cause__ or error
+        return result
+
+    def _free_slot(self) -> None:
+        callback, self.on_slot_free = self.on_slot_free, None
+        if callback is not None:
+            callback()
+
+    def _report_slot_free(self, written: list[WrittenChunk]) -> None:
+        running = context.current()
+        report = self.on_event if running is None else running.report
+        if not self.last:
+            for first in range(0, len(written), _CHUNKS_PER_EVENT):
+                report({"written": [_record(chunk) for chunk in written[first : first + _CHUNKS_PER_EVENT]]})
+        report({"slot_free": True})
+
+    # -- the steps -----------------------------------------------------------------------------------------------------
+
+    def _wait_until_staged(self) -> None:
+        """The flag is copied behind the data on the same CUDA stream, so it arrives last."""
+        flag = self.region.buffer[self.flag_offset : self.flag_offset + 8]
+        for _ in self._pauses("the copies from the device"):
+            if int.from_bytes(flag, "little") == self.generation:
+                return
+            if not os.path.exists(f"/proc/{self.trainer_pid}"):
+                raise StorageError(f"the trainer of rank {self.rank} died before its state was staged")
+
+    def _begin(self, pending: PendingSave, plan: PartPlan) -> DirectoryLock | None:
+        """The coordinator opens the save; the others wait until it has."""
+        if self.rank == _COORDINATOR and self.piece == 0:
+            if self.options.recover:
+                recover(pending.root, self.options.commit_timeout_s, lambda message: None)
+            return pending.begin(plan.world_size, plan.plan_digest)
+        for _ in self._pauses("the coordinator (rank 0) to begin the save"):
+            lock = pending.join()
+            if lock is not None:
+                return lock
+            if isinstance(pending.outcome(), Abandoned):
+                break
+        raise StorageError(f"save {self.save.name} is not open any more")
+
+    def _write(self, pending: PendingSave, plan: PartPlan) -> tuple[list[WrittenChunk], dict[str, float]]:
+        begin = time.time()
+        compressed = any(meta.compression for meta in plan.metas)
+        writer: ChunkWriter
+        if compressed:
+            writer = TensorStoreChunkWriter(pending.path, threads=self.options.threads)
+        else:
+            writer = DirectChunkWriter(pending.path, threads=self.options.threads)
+        images = [image for image in plan.images if image.piece == self.piece]
+
+        def write_one(image: Image) -> WrittenChunk:
+            view = self.region.buffer[image.offset : image.offset + image.image_bytes]
+            chunk = writer.write(ChunkJob(plan.metas[image.array], plan.directories[image.array], image.index, view))
+            _progress()
+            return chunk
+
+        with ThreadPoolExecutor(self.options.threads, "ckpt-write") as pool:
+            written = list(pool.map(write_one, images))
+        end = time.time()
+        writer.finish()
+        if self.piece == 0:
+            self._describe(pending, plan)
+        _progress()
+        return written, {"write_begin": begin, "write_s": end - begin, "sync_s": time.time() - end}
+
+    def _describe(self, pending: PendingSave, plan: PartPlan) -> None:
+        """Write the metadata of the arrays this rank is in charge of."""
+        paths, directories = [], set()
+        for number in plan.described:
+            made = files.make_directories(pending.path, plan.directories[number])
+            directories.update(made)
+            paths.append(os.path.join(made[-1], "zarr.json"))
+            files.write_new(paths[-1], plan.metas[number].document_bytes())
+        files.sync_files(paths, directories)
+
+    def _manifest(self, plan: PartPlan, written: list[WrittenChunk], times: dict[str, float]) -> dict[str, Any]:
+        chunks: dict[str, list[list[Any]]] = {}
+        for directory, key, file_bytes, crc32c in [*self.earlier, *map(_record, written)]:
+            chunks.setdefault(directory, []).append([key, file_bytes, crc32c])
+        return {
+            "save": self.save.name,
+            "rank": self.rank,
+            "world_size": plan.world_size,
+            "plan": plan.plan_digest,
+            "arrays": {plan.directories[number]: plan.metas[number].array_document() for number in plan.described},
+            "chunks": chunks,
+            "values": self.values,
+            "packed": [_packed_document(entry) for entry in plan.packed],
+            "aliases": [[list(path), list(target)] for path, target in plan.aliases],
+            "times": {**self.times, **times},
+        }
+
+    def _decide(self, pending: PendingSave, plan: PartPlan) -> Outcome:
+        """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
+        everyone = set(range(plan.world_size))
+        for _ in self._pauses("all ranks to finish their parts"):
+            outcome = pending.outcome()
+            if outcome is not None:
+                return outcome
+            failure = pending.failure()
+            if failure is not None:
+                return pending.abandon(failure)
+            if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
+                return publish(pending, _progress)
+        raise AssertionError("unreachable")
+
+    def _pauses(self, what: str) -> Iterator[None]:
+        """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`."""
+        deadline = time.monotonic() + self.options.commit_timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while time.monotonic() < deadline:
+            yield
+            _progress()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise CheckpointTimeoutError(
+            f"step {self.save.step}: rank {self.rank} waited {self.options.commit_timeout_s:g} s for {what}; look for "
+            f"ranks that "
+            "died or did not save this step, or raise commit_timeout_s",
+            rank=self.rank,
+            step=self.save.step,
+        )
+
+    def _give_up(self, pending: PendingSave, error: BaseException) -> Outcome:
+        """Make sure the save is decided: abandoned for `error`, unless somebody decided before."""
+        text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
+        text = text or "".join(traceback.format_exception(error))
+        reason = Reason(self.rank, type(error).__name__, str(error), text)
+        try:
+            outcome = pending.abandon(reason)
+            if outcome is None:
+                pending.write_error(self.rank, reason)
+        except CheckpointError as problem:
+            error.add_note(f"and the save could not be marked as abandoned: {problem}")
+            return Abandoned(reason)
+        return outcome or Abandoned(reason)
+
+
+def _progress() -> None:
+    running = context.current()
+    if running is not None:
+        running.progress()
+
+
+def _record(chunk: WrittenChunk) -> tuple[str, str, int, int]:
+    directory, _, key = chunk.file.rpartition("/")
+    return directory, key, chunk.file_bytes, chunk.crc32c
+
+
+def _packed_document(entry: PackedEntry) -> dict[str, Any]:
+    document = asdict(entry)
+    if entry.rank is None:
+        del document["rank"]
+    if entry.shape == entry.tensor_shape:
+        del document["tensor_shape"], document["box_offset"]
+    return document
+
+
+def _error_for(save: SaveId, outcome: Outcome) -> CheckpointError:
+    """What the trainer raises for a save that is not published."""
+    assert not isinstance(outcome, Published)
+    reason = outcome.reason if outcome is not None else Reason(None, "SaveAbandonedError", "its outcome is not known")
+    where = "" if reason.rank is None else f"rank {reason.rank}: "
+    kind = CheckpointExistsError if reason.kind == "CheckpointExistsError" else SaveAbandonedError
+    error = kind(
+        f"the save of step {save.step} was abandoned on all ranks: {where}{reason.kind}: {reason.message} "
+        "(training can go on; the next save is not affected)",
+        rank=reason.rank,
+        step=save.step,
+    )
+    if reason.traceback:
+        error.__cause__ = RemoteTraceback(reason.traceback)
+    return error

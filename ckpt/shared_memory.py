@@ -1,0 +1,127 @@
+"""Anonymous shared memory, passed between processes by file descriptor.
+
+A region is a memfd: it has no name in any file system, so there is nothing to unlink, nothing that a crash can leave
+behind, and no dependence on the size of ``/dev/shm``. The kernel frees it when the last descriptor and the last mapping
+are gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from types import TracebackType
+from typing import NoReturn, Self
+
+__all__ = ["SharedMemory"]
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_PREFAULT_BYTES = 64 << 20  # madvise() holds the GIL: other threads get their turn after every so many bytes
+
+
+class SharedMemory:
+    """A fixed-size shared region, zero-filled when created. One process creates it, others attach to its descriptor.
+
+    It crosses a process boundary only as an argument of a background call, where it is replaced by its `region_id` and
+    the receiver maps the same pages; pickling it anywhere else raises TypeError. Not thread-safe except for access to
+    the mapped bytes.
+    """
+
+    def __init__(self, fd: int, size: int, name: str, region_id: str) -> None:
+        """Take ownership of `fd`. Use `create` for a new region."""
+        self.fd = fd
+        self.size = size
+        self.name = name
+        self.region_id = region_id
+        self._map: mmap.mmap | None = None
+        self._buffer: memoryview | None = None
+
+    @classmethod
+    def create(cls, name: str, size: int) -> Self:
+        """A new region of `size` bytes; `name` shows up in ``/proc/<pid>/maps`` only.
+
+        No memory is used until it is touched (see `prefault`). Raises ValueError for a size below 1, OSError when the
+        kernel refuses.
+        """
+        if size < 1:
+            raise ValueError(f"shared memory {name!r}: size must be at least 1 byte, not {size}")
+        region = cls(os.memfd_create(name, os.MFD_CLOEXEC), size, name, secrets.token_hex(16))
+        try:
+            os.ftruncate(region.fd, size)
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    @property
+    def closed(self) -> bool:
+        return self.fd < 0
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes, writable, mapped at first use. Raises ValueError after `close`."""
+        self._mapping()
+        assert self._buffer is not None
+        return self._buffer
+
+    def prefault(self) -> None:
+        """Give every page its memory now, so that the first copy into the region does not pay for it. Contents stay.
+
+        Raises OSError when there is not enough memory; on a cgroup limit the kernel may kill the process instead.
+        """
+        mapping = self._mapping()
+        try:
+            for start in range(0, self.size, _PREFAULT_BYTES):
+                mapping.madvise(_MADV_POPULATE_WRITE, start, min(_PREFAULT_BYTES, self.size - start))
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14
+                raise
+            first_bytes = self.buffer[:: mmap.PAGESIZE]
+            first_bytes[:] = bytes(first_bytes)
+
+    def close(self) -> None:
+        """Give up the descriptor and the mapping. Idempotent.
+
+        Views that are still in use keep the mapping (not the descriptor) alive until they are gone.
+        """
+        if self.closed:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        buffer, mapping, self._buffer, self._map = self._buffer, self._map, None, None
+        try:
+            if buffer is not None:
+                buffer.release()
+            if mapping is not None:
+                mapping.close()
+        except BufferError:
+            pass  # a view is in use: the last one to go unmaps
+
+    def _mapping(self) -> mmap.mmap:
+        if self.closed:
+            raise ValueError(f"shared memory {self.name!r} is closed")
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED)
+            self._buffer = memoryview(self._map)
+        return self._map
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"shared memory {self.name!r} can only be passed to another process as an argument of a background call"
+        )
+
+    def __repr__(self) -> str:
+        return f"SharedMemory(name={self.name!r}, size={self.size}, {'closed' if self.closed else f'fd={self.fd}'})"

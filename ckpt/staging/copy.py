@@ -1,0 +1,96 @@
+"""Copy the boxes this rank owns from its tensors into a slot.
+
+CPU tensors are copied by PyTorch's own kernels, which release the GIL, use its intra-op threads and run at the speed of
+memory. CUDA tensors go over a side stream into pinned memory: the copies wait for the work already queued on the
+current stream, and `Staged.wait` waits for the copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ckpt.paths import Path
+from ckpt.staging.copy_op import CopyOp
+
+__all__ = ["Staged", "stage"]
+
+
+class Staged:
+    """The copies of one save. On the CPU they are done at once; on CUDA when their event has passed."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream | None, event: torch.cuda.Event | None, keep: list[torch.Tensor]
+    ) -> None:
+        self._stream = stream
+        self._event = event
+        self._keep = keep  # temporaries of strided tensors must live until they are copied
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte has arrived in the slot."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Block this thread until every byte has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._keep.clear()
+
+    def then_set(self, flag: torch.Tensor, value: int) -> None:
+        """Set a flag in pinned memory behind the copies: whoever sees it sees all of them."""
+        if self._stream is None or self._event is None:
+            flag.fill_(value)
+            return
+        with torch.cuda.stream(self._stream):
+            source = torch.full_like(flag, value, device=self._stream.device)
+            flag.copy_(source, non_blocking=True)
+            self._keep.append(source)
+            self._event.record(self._stream)
+
+    def order_before(self, stream: torch.cuda.Stream) -> None:
+        """Make work queued on `stream` from now on run after the copies, without blocking this thread."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+def stage(
+    ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, stream: torch.cuda.Stream | None
+) -> Staged:
+    """Copy every box. `slot` is uint8, 1-d. With a `stream` the copies of CUDA tensors are queued there."""
+    keep: list[torch.Tensor] = []
+    if stream is None:
+        _copy_all(ops, tensors, slot, keep)
+        return Staged(None, None, [])
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        _copy_all(ops, tensors, slot, keep)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return Staged(stream, event, keep)
+
+
+def _copy_all(
+    ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, keep: list[torch.Tensor]
+) -> None:
+    flat_bytes: dict[Path, torch.Tensor] = {}
+    for op in ops:
+        tensor = tensors[op.path]
+        if op.flat is not None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            source = flat_bytes.get(op.path)
+            if source is None:
+                source = flat_bytes[op.path] = tensor.reshape(-1).view(torch.uint8)
+            first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
+            slot[op.offset : op.offset + count].copy_(source[first : first + count], non_blocking=True)
+        else:
+            box = tensor[op.source].resolve_conj().resolve_neg().contiguous()
+            keep.append(box)
+            source = box.reshape(-1).view(torch.uint8).view(*box.shape, op.itemsize)
+            _corner(slot, op, box.shape).copy_(source, non_blocking=True)
+
+
+def _corner(slot: torch.Tensor, op: CopyOp, shape: torch.Size) -> torch.Tensor:
+    strides = [math.prod(op.full_shape[dim + 1 :]) * op.itemsize for dim in range(len(shape))]
+    return slot.as_strided((*shape, op.itemsize), (*strides, 1), op.offset)

@@ -1,0 +1,32 @@
+"""CRC-32C (Castagnoli), the checksum of the format.
+
+A CRC of anything that ends with its own CRC is a constant. A file that carries its checksums is therefore identified by
+the checksum of these, not of its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import google_crc32c
+import numpy as np
+
+__all__ = ["CHECKSUM_BYTES", "crc32c", "crc32c_of_checksums", "packed"]
+
+CHECKSUM_BYTES = 4
+
+
+def crc32c(data: bytes | memoryview, initial: int = 0) -> int:
+    """Return the CRC-32C of `data`, which continues a stream whose checksum is `initial`. Makes no copy."""
+    return int(google_crc32c.extend(initial, np.frombuffer(data, np.uint8)))
+
+
+def packed(checksum: int) -> bytes:
+    """Return the form of a checksum in a file: little-endian."""
+    return struct.pack("<I", checksum)
+
+
+def crc32c_of_checksums(checksums: Iterable[int]) -> int:
+    """Return one checksum that stands for what all of these, in this order, stand for."""
+    return crc32c(b"".join(map(packed, checksums)))

@@ -1,0 +1,111 @@
+"""How each torch dtype is stored in a Zarr array.
+
+A dtype is stored as itself where Zarr has a registered name for it that its common readers know. Every other one is
+stored as its raw bytes (``uint8``, with one more trailing dimension when an element has several), and the array's
+attribute ``torch_dtype`` says what they are. Dtypes go by torch's names without the ``torch.``; nothing here needs
+torch, except `torch_dtype` when it is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from ckpt.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["StoredDtype", "names", "native_name", "stored", "torch_dtype", "torch_dtype_name"]
+
+
+@dataclass(frozen=True)
+class StoredDtype:
+    """How one torch dtype is stored.
+
+    `numpy_dtype` is the dtype of the stored elements. If `raw`, these are ``uint8``, `itemsize` of them for each
+    element of the tensor; else one for each.
+    """
+
+    zarr_name: str
+    numpy_dtype: np.dtype[Any]
+    itemsize: int
+    raw: bool
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """The dimensions that the stored array has after those of the tensor."""
+        return (self.itemsize,) if self.raw and self.itemsize > 1 else ()
+
+    @property
+    def fill_value(self) -> bool | int | float | str | list[float]:
+        """The JSON form of the element whose bytes are all zero."""
+        match self.numpy_dtype.kind:
+            case "b":
+                return False
+            case "i" | "u":
+                return 0
+            case "c":
+                return [0.0, 0.0]
+            case _ if self.zarr_name == "float8_e8m0fnu":
+                return "0x00"  # has no zero: these bits are 2**-127
+            case _:
+                return 0.0
+
+
+_NATIVE = MappingProxyType(
+    {name: np.dtype(name) for name in ("bool", "float16", "float32", "float64", "complex64", "complex128")}
+    | {f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+    | {
+        name: np.dtype(getattr(ml_dtypes, name))
+        for name in ("bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+    }
+)
+"""Stored under their own names."""
+
+_RAW = MappingProxyType(
+    {"complex32": 4, "bits16": 2, "qint32": 4}
+    | dict.fromkeys(("float8_e4m3fn", "float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1)
+    | dict.fromkeys(("qint8", "quint8", "quint4x2", "quint2x4"), 1)
+    | {f"{kind}{bits}": 1 for kind in ("int", "uint") for bits in range(1, 8)}
+)
+"""Stored as raw bytes, so many for each element."""
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all dtypes that can be stored."""
+    return (*_NATIVE, *_RAW)
+
+
+def stored(dtype_name: str) -> StoredDtype:
+    """Return how `dtype_name` is stored; `StateError` if it is not a known dtype."""
+    if dtype_name in _NATIVE:
+        dtype = _NATIVE[dtype_name]
+        return StoredDtype(dtype_name, dtype, dtype.itemsize, raw=False)
+    if dtype_name in _RAW:
+        return StoredDtype("uint8", np.dtype(np.uint8), _RAW[dtype_name], raw=True)
+    raise StateError(f"tensors of dtype {dtype_name!r} cannot be stored; convert them to one of {', '.join(names())}")
+
+
+def native_name(zarr_name: str) -> str | None:
+    """Return the torch name of a Zarr data type that stores a torch dtype as itself."""
+    return zarr_name if zarr_name in _NATIVE else None
+
+
+def torch_dtype(dtype_name: str) -> torch.dtype:
+    """Return the dtype with this name; `StateError` if this version of torch has none. Imports torch."""
+    import torch
+
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"torch {torch.__version__} has no dtype {dtype_name!r}; a newer version may have")
+    return dtype
+
+
+def torch_dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype`."""
+    return str(dtype).removeprefix("torch.")

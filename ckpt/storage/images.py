@@ -1,0 +1,62 @@
+"""The image of a chunk file in memory: where its elements go, and what is filled in before it is written.
+
+Staging copies the elements to `piece_array`, in the trainer; `seal` adds all that is not elements, in the writer.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, crc32c_of_checksums, packed
+from ckpt.storage.metadata import ArrayMeta, FileLayout, Piece
+
+__all__ = ["piece_array", "seal"]
+
+_MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
+
+
+def piece_array(meta: ArrayMeta, layout: FileLayout, piece: Piece, image: memoryview) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the elements of `piece`, without padding, as a view of `image`.
+
+    Its shape is ``piece.shape`` (and the trailing dimension of a raw dtype), its dtype the stored one. It need not be
+    aligned to the size of an element.
+    """
+    shape = (*layout.full_shape, *meta.stored.trailing)
+    full: np.ndarray[Any, np.dtype[Any]] = np.ndarray(shape, meta.stored.numpy_dtype, image, piece.offset)
+    inside: tuple[slice | EllipsisType, ...] = (*(slice(size) for size in piece.shape), ...)
+    return full[inside]  # with an ellipsis it is a view also if there is no dimension
+
+
+def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview) -> int:
+    """Fill in padding, checksums and index, so that `image` begins with the chunk's file.
+
+    Returns the checksum of the pieces' checksums, which identifies the content. Reads each byte once. `image` is
+    writable and has at least ``layout.file_bytes`` bytes.
+    """
+    checksums: list[int] = []
+    for piece in layout.pieces:
+        _clear_padding(meta, layout, piece, image)
+        end = piece.offset + layout.piece_bytes
+        checksums.append(crc32c(image[piece.offset : end]))
+        image[end : end + CHECKSUM_BYTES] = packed(checksums[-1])
+    if meta.sharded:
+        entries = [_MISSING] * layout.index_entries
+        for piece in layout.pieces:
+            entries[piece.position] = (piece.offset, layout.piece_bytes + CHECKSUM_BYTES)
+        index = b"".join(struct.pack("<QQ", *entry) for entry in entries)
+        image[layout.index_offset : layout.file_bytes] = index + packed(crc32c(index))
+    return crc32c_of_checksums(checksums)
+
+
+def _clear_padding(meta: ArrayMeta, layout: FileLayout, piece: Piece, image: memoryview) -> None:
+    if piece.shape == layout.full_shape:
+        return
+    raw = np.ndarray((*layout.full_shape, meta.stored.itemsize), np.uint8, image, piece.offset)
+    inside: tuple[slice, ...] = ()
+    for size in piece.shape:
+        raw[(*inside, slice(size, None))] = 0
+        inside += (slice(size),)

@@ -1,0 +1,232 @@
+"""The Zarr v3 documents of a step, and the geometry of its chunk files.
+
+A chunk file is one chunk's elements in C order and their CRC-32C. With inner chunks it is a shard: each inner chunk
+with its CRC-32C, in C order, then the index (offset and length of each, 64-bit) with its CRC-32C:
+
+    plain     | elements | crc |
+    sharded   | inner 0 | crc | inner 1 | crc | ... | index | crc |
+
+All numbers are little-endian. Chunks at the edge of an array have the full size too, padded with zeros; only inner
+chunks that lie outside altogether are left out. The Zarr specification is at
+https://zarr-specs.readthedocs.io/en/latest/v3/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from ckpt.errors import CheckpointCorruptError
+from ckpt.storage.checksums import CHECKSUM_BYTES
+from ckpt.storage.documents import canonical
+from ckpt.storage.dtypes import StoredDtype, native_name, stored
+
+__all__ = ["PAGE_BYTES", "ArrayMeta", "FileLayout", "Piece", "group_document", "groups", "root_document"]
+
+PAGE_BYTES = 4096
+"""Chunk images in memory are aligned and padded to this: what O_DIRECT asks for, and the page size of shared memory."""
+
+INDEX_ENTRY_BYTES = 16
+
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+_ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
+_CRC32C = {"name": "crc32c"}
+_DTYPE_ATTRIBUTE = "torch_dtype"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous run of elements in a chunk file: an inner chunk, or the whole of a chunk that has none.
+
+    It holds the box at `origin` (in the array) of `shape`, without what is padding; its bytes start at `offset` in the
+    file and have the strides of a full piece. `position` is its place in the shard's index.
+    """
+
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+    position: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where everything is in the image of one chunk file. `full_shape` is that of a piece with its padding."""
+
+    pieces: tuple[Piece, ...]
+    full_shape: tuple[int, ...]
+    piece_bytes: int
+    index_entries: int
+    index_offset: int
+    file_bytes: int
+
+    @property
+    def image_bytes(self) -> int:
+        """The size of the file's image in memory: whole pages."""
+        return -(-self.file_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class ArrayMeta:
+    """A tensor as a Zarr array. All shapes are the tensor's, in elements of its `dtype` (torch's name).
+
+    `inner_chunk_shape`, if any, divides `chunk_shape`. `compression` is None or "zstd".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_shape: tuple[int, ...]
+    inner_chunk_shape: tuple[int, ...] | None = None
+    compression: str | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        inner = self.inner_chunk_shape or self.chunk_shape
+        if not len(self.shape) == len(self.chunk_shape) == len(inner):
+            raise ValueError(f"chunks {self.chunk_shape} and {inner} do not have the dimensions of {self.shape}")
+        if any(size < 0 for size in self.shape) or any(size < 1 for size in (*self.chunk_shape, *inner)):
+            raise ValueError(f"shape {self.shape}, chunks {self.chunk_shape} or {inner} are out of range")
+        if any(outer % size for outer, size in zip(self.chunk_shape, inner, strict=True)):
+            raise ValueError(f"inner chunks {inner} do not divide chunks {self.chunk_shape}")
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"unknown compression {self.compression!r}")
+
+    @property
+    def stored(self) -> StoredDtype:
+        """How the elements are stored."""
+        return stored(self.dtype)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether chunks are shards of inner chunks."""
+        return self.inner_chunk_shape is not None
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        """How many chunks there are along each dimension."""
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+
+    def chunk_indices(self) -> Iterable[tuple[int, ...]]:
+        """Return the index of each chunk, in C order. An array without elements has none."""
+        return product(*map(range, self.grid_shape))
+
+    def chunk_key(self, index: tuple[int, ...]) -> str:
+        """Return the name of a chunk's file in the directory of the array."""
+        return ".".join(["c", *map(str, index), *("0" for _ in self.stored.trailing)])
+
+    def layout(self, index: tuple[int, ...]) -> FileLayout:
+        """Return the geometry of the image of the chunk at `index`; `ValueError` if it is outside the grid.
+
+        The file is as the image, unless the array is compressed.
+        """
+        if len(index) != len(self.shape) or any(not 0 <= i < n for i, n in zip(index, self.grid_shape, strict=True)):
+            raise ValueError(f"chunk {index} is outside the grid {self.grid_shape}")
+        full = self.inner_chunk_shape or self.chunk_shape
+        counts = tuple(chunk // size for chunk, size in zip(self.chunk_shape, full, strict=True))
+        piece_bytes = math.prod(full) * self.stored.itemsize
+        pieces: list[Piece] = []
+        for position, inner in enumerate(product(*map(range, counts))):
+            origin = tuple(i * c + j * s for i, c, j, s in zip(index, self.chunk_shape, inner, full, strict=True))
+            if all(start < end for start, end in zip(origin, self.shape, strict=True)):
+                shape = tuple(min(s, n - o) for s, n, o in zip(full, self.shape, origin, strict=True))
+                pieces.append(Piece(origin, shape, len(pieces) * (piece_bytes + CHECKSUM_BYTES), position))
+        index_entries = math.prod(counts) if self.sharded else 0
+        index_offset = len(pieces) * (piece_bytes + CHECKSUM_BYTES)
+        index_bytes = index_entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES if self.sharded else 0
+        return FileLayout(tuple(pieces), full, piece_bytes, index_entries, index_offset, index_offset + index_bytes)
+
+    def array_document(self) -> dict[str, Any]:
+        """Return the array's ``zarr.json``."""
+        how = self.stored
+        codecs: list[dict[str, Any]] = [_BYTES, *([_ZSTD] if self.compression else []), _CRC32C]
+        if self.inner_chunk_shape is not None:
+            configuration = {
+                "chunk_shape": [*self.inner_chunk_shape, *how.trailing],
+                "codecs": codecs,
+                "index_codecs": [_BYTES, _CRC32C],
+                "index_location": "end",
+            }
+            codecs = [{"name": "sharding_indexed", "configuration": configuration}]
+        grid = {"name": "regular", "configuration": {"chunk_shape": [*self.chunk_shape, *how.trailing]}}
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [*self.shape, *how.trailing],
+            "data_type": how.zarr_name,
+            "chunk_grid": grid,
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": how.fill_value,
+            "codecs": codecs,
+            "attributes": {**self.attributes, **({_DTYPE_ATTRIBUTE: self.dtype} if how.raw else {})},
+        }
+
+    def document_bytes(self) -> bytes:
+        """Return the content of the array's ``zarr.json``: the same bytes for equal arrays."""
+        return canonical(self.array_document())
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], where: str) -> ArrayMeta:
+        """Return the array that `document` describes.
+
+        `CheckpointCorruptError`, naming `where` it is from, unless it is exactly what `array_document` makes of some
+        array.
+        """
+        try:
+            meta = cls._parsed(document)
+            if meta.array_document() == document:
+                return meta
+            why: object = "it differs from what this package writes"
+        except Exception as error:  # whatever a damaged document leads to
+            why = repr(error)
+        raise CheckpointCorruptError(f"{where} does not describe an array of a checkpoint: {why}")
+
+    @classmethod
+    def _parsed(cls, document: Mapping[str, Any]) -> ArrayMeta:
+        attributes = dict(document["attributes"])
+        dtype = attributes.pop(_DTYPE_ATTRIBUTE, None) or native_name(document["data_type"])
+        if dtype is None:
+            raise ValueError(f"data type {document['data_type']!r}")
+        dimensions = len(document["shape"]) - len(stored(dtype).trailing)
+        codecs, inner = document["codecs"], None
+        if codecs[0]["name"] == "sharding_indexed":
+            configuration = codecs[0]["configuration"]
+            codecs, inner = configuration["codecs"], tuple(configuration["chunk_shape"][:dimensions])
+        return cls(
+            shape=tuple(document["shape"][:dimensions]),
+            dtype=dtype,
+            chunk_shape=tuple(document["chunk_grid"]["configuration"]["chunk_shape"][:dimensions]),
+            inner_chunk_shape=inner,
+            compression="zstd" if any(codec["name"] == "zstd" for codec in codecs) else None,
+            attributes=attributes,
+        )
+
+
+def group_document() -> dict[str, Any]:
+    """Return the ``zarr.json`` of a group below the root."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {}}
+
+
+def groups(directories: Iterable[str]) -> list[str]:
+    """Return the groups that arrays in these `directories` are in, sorted, the root itself not included."""
+    parents: set[str] = set()
+    for directory in directories:
+        while (directory := directory.rpartition("/")[0]) and directory not in parents:
+            parents.add(directory)
+    return sorted(parents)
+
+
+def root_document(arrays: Mapping[str, ArrayMeta], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``zarr.json`` of a step, to be sealed by `seal_root`: `summary` is its attribute ``ckpt``.
+
+    `arrays` are keyed by directory; their metadata is inline ("consolidated"), so that a step opens with one read.
+    """
+    nodes = {directory: group_document() for directory in groups(arrays)}
+    nodes |= {directory: meta.array_document() for directory, meta in arrays.items()}
+    return {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {"ckpt": dict(summary)},
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
+    }

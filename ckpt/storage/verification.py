@@ -1,0 +1,42 @@
+"""Verifies the chunk files of a step on a local file system."""
+
+from __future__ import annotations
+
+import os
+from io import FileIO
+
+from ckpt.errors import CheckpointCorruptError
+from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
+from ckpt.storage.files import storage_errors
+from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.writers import WrittenChunk
+
+__all__ = ["verify_chunk"]
+
+
+def verify_chunk(root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...], tensor: str) -> WrittenChunk:
+    """Check that the chunk of the array in `directory` below `root` is there and carries the checksums of its bytes.
+
+    Returns what its writer returned, if the file is the same: compare this with what was recorded. Reads all of the
+    file, in blocks. `CheckpointCorruptError` names tensor, chunk, file and offset; `StorageError` if the file system
+    refuses.
+    """
+    file = f"{directory}/{meta.chunk_key(index)}"
+    path = os.path.join(root, file)
+    try:
+        with storage_errors("read", path), _open(path) as stream:
+            fd = stream.fileno()
+            file_bytes = os.fstat(fd).st_size
+            checksum = check_chunk_file(meta, index, file_bytes, lambda offset, size: os.pread(fd, size, offset))
+    except DamagedFileError as damage:
+        raise CheckpointCorruptError(
+            f"tensor {tensor}, chunk {index}: {path} {damage}; restore from another step or copy"
+        ) from None
+    return WrittenChunk(file, file_bytes, checksum)
+
+
+def _open(path: str) -> FileIO:
+    try:
+        return FileIO(path)
+    except FileNotFoundError:
+        raise DamagedFileError("is missing") from None

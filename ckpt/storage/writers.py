@@ -1,0 +1,161 @@
+"""Two ways to write the chunks of a save, which leave the same files, byte for byte.
+
+`DirectChunkWriter` completes the file's image where it was staged and hands it to the device (O_DIRECT): no copy, no
+page cache. `TensorStoreChunkWriter` goes through tensorstore: for compressed arrays, and for stores that are not a
+local file system.
+
+Both run in a writer process. `write` may be called from several threads at once (4 to 8 keep a local disk busy);
+nothing is durable before `finish`. After an error the save cannot be completed any more; the files are left for
+clean-up.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+
+from ckpt.errors import StorageError
+from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
+from ckpt.storage.files import make_directories, sync_files, write_image
+from ckpt.storage.images import piece_array, seal
+from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.tensorstores import new_context, open_array
+
+__all__ = ["ChunkJob", "ChunkWriter", "DirectChunkWriter", "TensorStoreChunkWriter", "WrittenChunk"]
+
+
+@dataclass(frozen=True)
+class ChunkJob:
+    """A chunk to write: of the array `meta` in `directory` (relative to the save), the one at `index` of the grid.
+
+    `image` is writable, starts at a page boundary and has ``meta.layout(index).image_bytes``. The elements are in the
+    places of the layout's pieces; the rest is undefined, and is filled in by the writer.
+    """
+
+    meta: ArrayMeta
+    directory: str
+    index: tuple[int, ...]
+    image: memoryview
+
+
+@dataclass(frozen=True)
+class WrittenChunk:
+    """A chunk's file, relative to the save: its size, and the checksum of the checksums of its pieces, in C order."""
+
+    file: str
+    file_bytes: int
+    crc32c: int
+
+
+class ChunkWriter(Protocol):
+    """Writes the chunks of one rank's part of a save."""
+
+    def write(self, job: ChunkJob) -> WrittenChunk:
+        """Write one chunk. `StorageError` if the store refuses."""
+        ...
+
+    def finish(self) -> None:
+        """Make all that was written durable, with the directories it is in. `StorageError` if the store refuses."""
+        ...
+
+
+class DirectChunkWriter:
+    """Writes uncompressed chunks below `root`, an existing local directory, straight from their images.
+
+    Falls back to buffered writes on a file system without O_DIRECT. `threads` is the number of parallel syncs.
+    """
+
+    def __init__(self, root: str, *, threads: int = 8) -> None:
+        self._tree = _Tree(root)
+        self._threads = threads
+        self._direct = True
+
+    def write(self, job: ChunkJob) -> WrittenChunk:
+        """Write one chunk. `StorageError` if the file system refuses, or if the chunk is there already."""
+        if job.meta.compression is not None:
+            raise ValueError(f"{job.directory}: compressed chunks are written through tensorstore")
+        layout = job.meta.layout(job.index)
+        checksum = seal(job.meta, layout, job.image)
+        key = job.meta.chunk_key(job.index)
+        path = self._tree.file(job.directory, key)
+        self._direct = write_image(path, job.image[: layout.image_bytes], layout.file_bytes, direct=self._direct)
+        return WrittenChunk(f"{job.directory}/{key}", layout.file_bytes, checksum)
+
+    def finish(self) -> None:
+        """Make all that was written durable, with the directories it is in."""
+        self._tree.sync(self._threads)
+
+
+class TensorStoreChunkWriter:
+    """Writes chunks below `root`, an existing local directory or the URL of a store that tensorstore knows.
+
+    `threads` is the number of parallel writes and syncs.
+    """
+
+    def __init__(self, root: str, *, threads: int = 8) -> None:
+        self._root = root
+        self._tree = None if "://" in root else _Tree(root)
+        self._threads = threads
+        self._context = new_context(threads)
+
+    def write(self, job: ChunkJob) -> WrittenChunk:
+        """Write one chunk. `StorageError` if the store refuses."""
+        key = job.meta.chunk_key(job.index)
+        if self._tree is not None:
+            self._tree.file(job.directory, key)
+        layout = job.meta.layout(job.index)
+        checksum, file_bytes = seal(job.meta, layout, job.image), layout.file_bytes
+        try:
+            store = self._write(job)
+            if job.meta.compression is not None:
+                content = store.kvstore.read(key).result().value
+                file_bytes = len(content)
+                checksum = check_chunk_file(job.meta, job.index, file_bytes, lambda at, size: content[at : at + size])
+        except (ValueError, RuntimeError, OSError, DamagedFileError) as error:
+            raise StorageError(f"cannot write {self._root}/{job.directory}/{key}: {error} (check the store)") from error
+        return WrittenChunk(f"{job.directory}/{key}", file_bytes, checksum)
+
+    def finish(self) -> None:
+        """Make all that was written durable, with the directories it is in. Other stores than files are so at once."""
+        if self._tree is not None:
+            self._tree.sync(self._threads)
+
+    def _write(self, job: ChunkJob) -> Any:
+        import tensorstore as ts
+
+        store = open_array(self._root, job.directory, job.meta, self._context)
+        layout = job.meta.layout(job.index)
+        with ts.Transaction() as transaction:  # one write of the file, whatever the number of its pieces
+            for piece in layout.pieces:
+                box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
+                elements = np.require(piece_array(job.meta, layout, piece, job.image), requirements="A")
+                store.with_transaction(transaction)[box].write(elements).result()
+        return store
+
+
+class _Tree:
+    """The files and directories a writer has made below its root."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._lock = Lock()
+        self._parents: dict[str, list[str]] = {}  # of each array, root included
+        self._files: set[str] = set()
+
+    def file(self, directory: str, name: str) -> str:
+        """Return the path of a file to be written, in a directory that exists."""
+        with self._lock:
+            if directory not in self._parents:
+                self._parents[directory] = make_directories(self._root, directory)
+            path = os.path.join(self._parents[directory][-1], name)
+            self._files.add(path)
+        return path
+
+    def sync(self, threads: int) -> None:
+        with self._lock:
+            directories = {parent for parents in self._parents.values() for parent in parents}
+            sync_files(self._files, directories, threads=threads)

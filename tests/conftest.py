@@ -1,0 +1,27 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import LeakCheck
+
+
+@pytest.fixture
+def leak_check() -> Iterator[LeakCheck]:
+    """Fails the test when it leaves file descriptors, threads, child processes or shared memory behind.
+
+    `leak_check.rebase()` after a warm-up; `leak_check.check()` in the middle of a test.
+    """
+    check = LeakCheck()
+    yield check
+    check.check()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,286 @@
+"""Run a function or a script as N real processes, one per rank, and never leave one behind.
+
+    pytest process                         rank r (own session)
+    launch_ranks() -- subprocess.Popen --> tests.support.rank_main: process group (gloo), call, result file
+         |                                      \\-- whatever it starts inherits TEST_RANKS_ID in its environment
+       wait() <------- pidfd of every rank
+         |
+       close(): SIGKILL to every process with that TEST_RANKS_ID, also when its parent is long gone
+
+Output goes to files, so a process that outlives its rank and still holds its stdout cannot block anybody.
+"""
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARKER = "TEST_RANKS_ID"
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended. `value` is what the function returned, None for a script or a rank that did not return."""
+
+    rank: int
+    returncode: int | None  # negative: the signal that ended it; None: still running when the deadline passed
+    value: Any
+    stdout: str
+    stderr: str
+
+
+class RanksFailed(AssertionError):
+    """A rank ended wrongly, ran past the deadline, or left processes behind. The text has every rank's output."""
+
+    def __init__(self, reason: str, results: Sequence[RankResult]) -> None:
+        parts = [reason]
+        for result in results:
+            parts.append(f"---- rank {result.rank}: exit {result.returncode}, stdout:\n{result.stdout.rstrip()}")
+            parts.append(f"---- rank {result.rank}: stderr:\n{result.stderr.rstrip()}")
+        super().__init__("\n".join(parts))
+        self.results = list(results)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RankGroup:
+    """Ranks that run now. Made by `launch_ranks`; everything here runs in the test's thread."""
+
+    def __init__(
+        self,
+        target: Callable[..., Any] | Path,
+        world_size: int,
+        folder: Path,
+        args: Sequence[Any],
+        env: Mapping[str, str],
+        init_process_group: bool,
+    ) -> None:
+        self.world_size = world_size
+        self._folder = folder
+        self._marker = uuid.uuid4().hex
+        self._processes: list[subprocess.Popen[bytes]] = []
+        if isinstance(target, Path):
+            command = [sys.executable, "-u", str(target), *map(str, args)]
+        else:
+            call = folder / "call.pickle"
+            call.write_bytes(cloudpickle.dumps((target, tuple(args))))
+            command = [sys.executable, "-u", "-m", "tests.support.rank_main", str(folder)]
+        common = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+            "PYTHONFAULTHANDLER": "1",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            MARKER: self._marker,
+            "TEST_RANKS_INIT": "1" if init_process_group else "",
+            **env,
+        }
+        try:
+            for rank in range(world_size):
+                with open(self._file(rank, "stdout"), "wb") as stdout, open(self._file(rank, "stderr"), "wb") as stderr:
+                    self._processes.append(
+                        subprocess.Popen(
+                            command,
+                            cwd=REPOSITORY,
+                            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            stdin=subprocess.DEVNULL,
+                            stdout=stdout,
+                            stderr=stderr,
+                            start_new_session=True,
+                        )
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to the trainer process of one rank, not to what it started."""
+        self._processes[rank].send_signal(signum)
+
+    def stdout(self, rank: int) -> str:
+        return self._file(rank, "stdout").read_text(errors="replace")
+
+    def stderr(self, rank: int) -> str:
+        return self._file(rank, "stderr").read_text(errors="replace")
+
+    def wait_for_output(self, rank: int, pattern: str, timeout: float = 30.0) -> re.Match[str]:
+        """Wait until the rank's stdout matches the regular expression; fail at once when the rank ends without it."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self._processes[rank].poll() is not None
+            if match := re.search(pattern, self.stdout(rank), re.MULTILINE):
+                return match
+            if ended:
+                raise RanksFailed(f"rank {rank} ended without printing {pattern!r}", self.results())
+            if time.monotonic() > deadline:
+                raise RanksFailed(f"rank {rank} did not print {pattern!r} in {timeout} s", self.results())
+            time.sleep(_POLL_S)
+
+    def wait(self, timeout: float = 50.0, returncodes: Mapping[int, int | None] | None = None) -> list[RankResult]:
+        """Wait for all ranks.
+
+        `returncodes` says what each rank must end with; a rank not named must end with 0, and None accepts anything.
+        Once a rank has ended wrongly, the others get 5 s more, because they may wait for it in a collective.
+        """
+        expected = returncodes or {}
+        deadline = time.monotonic() + timeout
+        wrong: list[str] = []
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as pidfds:
+            for rank, process in enumerate(self._processes):
+                pidfd = os.pidfd_open(process.pid) if process.poll() is None else None
+                if pidfd is None:
+                    wrong += self._complaint(rank, expected)
+                    continue
+                pidfds.callback(os.close, pidfd)
+                selector.register(pidfd, selectors.EVENT_READ, rank)
+            if wrong:
+                deadline = min(deadline, time.monotonic() + 5)
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    selector.unregister(key.fd)
+                    self._processes[key.data].wait()
+                    if complaint := self._complaint(key.data, expected):
+                        wrong += complaint
+                        deadline = min(deadline, time.monotonic() + 5)
+            wrong += (
+                [f"rank {key.data} still running after {timeout:g} s" for key in selector.get_map().values()]
+                if not wrong
+                else []
+            )
+        if wrong:
+            self._dump_stacks()
+            raise RanksFailed("; ".join(wrong), self.results())
+        return self.results()
+
+    def results(self) -> list[RankResult]:
+        """What is known now about every rank."""
+        return [
+            RankResult(rank, process.poll(), self._value(rank), self.stdout(rank), self.stderr(rank))
+            for rank, process in enumerate(self._processes)
+        ]
+
+    def survivors(self) -> list[psutil.Process]:
+        """Every living process that descends from a rank and is not a rank itself, orphans included."""
+        trainers = {process.pid for process in self._processes}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in trainers and process.environ().get(MARKER) == self._marker:
+                    found.append(process)
+        return found
+
+    def wait_for_no_survivors(self, timeout: float = 10.0) -> None:
+        """Fail when a process that a rank started is still alive after `timeout`."""
+        deadline = time.monotonic() + timeout
+        while left := self.survivors():
+            if time.monotonic() > deadline:
+                names = []
+                for process in left:
+                    with contextlib.suppress(psutil.Error):
+                        names.append(f"{process.pid} ({' '.join(process.cmdline())[:120]})")
+                raise RanksFailed(f"left running after {timeout:g} s: {', '.join(names)}", self.results())
+            time.sleep(5 * _POLL_S)
+
+    def close(self) -> None:
+        """Kill whatever still runs. Idempotent."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        # A process that is just being forked shows up in the next round.
+        deadline = time.monotonic() + 5
+        while (left := self.survivors()) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(_POLL_S)
+
+    def _file(self, rank: int, kind: str) -> Path:
+        return self._folder / f"rank_{rank:05d}.{kind}"
+
+    def _value(self, rank: int) -> Any:
+        file = self._file(rank, "result")
+        return cloudpickle.loads(file.read_bytes()) if file.exists() else None
+
+    def _complaint(self, rank: int, expected: Mapping[int, int | None]) -> list[str]:
+        code, wanted = self._processes[rank].returncode, expected.get(rank, 0)
+        return [] if wanted is None or code == wanted else [f"rank {rank} ended with {code}, not {wanted}"]
+
+    def _dump_stacks(self) -> None:
+        """Have ranks that hang write their Python stacks to stderr (SIGABRT and faulthandler)."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGABRT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(2)
+
+
+@contextlib.contextmanager
+def launch_ranks(
+    target: Callable[..., Any] | Path,
+    world_size: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    init_process_group: bool = True,
+) -> Iterator[RankGroup]:
+    """Start one process per rank and hand out the running group; on leaving, everything that still runs is killed.
+
+    `target` is a function, called as `target(rank, world_size, *args)` inside an initialized gloo process group unless
+    `init_process_group=False`, or the path of a script, started with `args` and the variables that torchrun sets. A
+    function at the top of a test module is imported in the rank; a local function or lambda travels by value.
+    """
+    with tempfile.TemporaryDirectory(prefix="test_ranks_") as folder:
+        group = RankGroup(target, world_size, Path(folder), args, env or {}, init_process_group)
+        try:
+            yield group
+        finally:
+            group.close()
+
+
+def run_ranks(
+    target: Callable[..., Any] | Path,
+    world_size: int,
+    *args: Any,
+    timeout: float = 50.0,
+    env: Mapping[str, str] | None = None,
+    init_process_group: bool = True,
+    returncodes: Mapping[int, int | None] | None = None,
+    survivors_timeout: float | None = 10.0,
+) -> list[RankResult]:
+    """`launch_ranks`, wait for all ranks, and check that nothing they started outlives them by `survivors_timeout`.
+
+    None there means no check. Raises `RanksFailed` with the output of all ranks when a rank does not end in time with
+    its code in `returncodes` (default 0).
+    """
+    with launch_ranks(target, world_size, *args, env=env, init_process_group=init_process_group) as group:
+        results = group.wait(timeout, returncodes)
+        if survivors_timeout is not None:
+            group.wait_for_no_survivors(survivors_timeout)
+        return results

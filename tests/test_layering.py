@@ -1,0 +1,144 @@
+"""Who may import whom. The layers are in docs and in this table; a change of direction is a change of both."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Unit of ckpt (module or subpackage) -> the units it may import besides itself.
+FOUNDATION = {"errors", "shared_memory"}
+BASE = FOUNDATION | {"paths", "ranks"}
+SIBLINGS = {"planning", "storage", "staging"}
+PIPELINES = {"saving", "loading"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "shared_memory": {"errors"},
+    "paths": {"errors"},
+    "ranks": {"errors"},
+    "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
+    **dict.fromkeys(SIBLINGS, BASE),
+    "saving": BASE | SIBLINGS | {"async_calls"},
+    "loading": BASE | SIBLINGS,
+    "validation": BASE | SIBLINGS | {"loading"},
+    "checkpointer": BASE | SIBLINGS | {"async_calls", "validation"} | PIPELINES,
+    "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,
+}
+
+
+def modules_of(package: str) -> list[Path]:
+    return sorted((REPOSITORY / package).rglob("*.py"))
+
+
+def dotted_name(file: Path) -> str:
+    parts = list(file.relative_to(REPOSITORY).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Every imported module as a full dotted name, also inside functions and for relative imports."""
+    package = dotted_name(file).split(".")
+    if file.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def unit_of(name: str) -> str | None:
+    """`ckpt.storage.names` -> `storage`; None for what is not in ckpt."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "ckpt" and len(parts) > 1 else None
+
+
+def test_ckpt_imports_only_downwards() -> None:
+    wrong = []
+    for file in modules_of("ckpt"):
+        unit = unit_of(dotted_name(file))
+        if unit is None:  # ckpt/__init__.py names what is public, from anywhere
+            continue
+        if unit not in ALLOWED:
+            wrong.append(f"{file.relative_to(REPOSITORY)}: ckpt.{unit} is in no layer; add it to the table")
+            continue
+        for name in imports_of(file):
+            target = unit_of(name)
+            if name == "ckpt" or (target is not None and target not in ALLOWED):
+                wrong.append(f"{file.relative_to(REPOSITORY)} imports {name}: import from the module that defines it")
+            elif target is not None and target != unit and target not in ALLOWED[unit]:
+                wrong.append(f"{file.relative_to(REPOSITORY)} imports {name}: {unit} may not know {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_inprocess_and_ckpt_meet_in_restart_only() -> None:
+    wrong = [
+        f"{file}: {name}"
+        for file in modules_of("inprocess")
+        for name in imports_of(file)
+        if name.split(".")[0] == "ckpt"
+    ]
+    wrong += [
+        f"{file}: {name}"
+        for file in modules_of("ckpt")
+        if unit_of(dotted_name(file)) != "restart"
+        for name in imports_of(file)
+        if name.split(".")[0] == "inprocess"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_libraries_do_not_import_what_is_not_installed() -> None:
+    wrong = [
+        f"{file}: {name}"
+        for package in ("ckpt", "inprocess")
+        for file in modules_of(package)
+        for name in imports_of(file)
+        if name.split(".")[0] in {"tools", "tests", "examples", "rich", "pytest"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    assert answer.returncode == 0, answer.stderr
+    return set(answer.stdout.split())
+
+
+@pytest.mark.parametrize("heavy", ["torch", "tensorstore", "zarr", "numpy"])
+def test_importing_ckpt_is_cheap(heavy: str) -> None:
+    assert heavy not in loaded_by("import ckpt")
+
+
+@pytest.mark.parametrize("module", ["ckpt.async_calls", "ckpt.storage"])
+def test_what_a_writer_imports_does_not_load_torch(module: str) -> None:
+    if not (REPOSITORY / module.replace(".", "/")).is_dir():
+        pytest.skip(f"{module} is not there")
+    assert "torch" not in loaded_by(f"import {module}")
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import ckpt.errors", ["ckpt.errors"]),
+        ("from ckpt.storage import names", ["ckpt.storage.names"]),
+        ("from . import commit", ["ckpt.storage.commit"]),
+        ("from .. import errors", ["ckpt.errors"]),
+        ("def f():\n    from ..save import run", ["ckpt.save.run"]),
+    ],
+)
+def test_the_reader_of_imports_sees_every_form(
+    source: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ckpt" / "storage" / "module.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    monkeypatch.setattr(sys.modules[__name__], "REPOSITORY", tmp_path)
+    assert list(imports_of(file)) == names
