@@ -25,12 +25,26 @@ def current() -> WriterContext | None:
 class WriterContext:
     """Belongs to one call in a writer process; usable from any of its threads, ineffective once the call is over."""
 
-    def __init__(self, index: int, advance: Callable[[], None], report: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        index: int,
+        advance: Callable[[], None],
+        report: Callable[[dict[str, Any]], None],
+        trainer_gone: Callable[[], bool],
+    ) -> None:
         self.index = index
         self._advance = advance
         self._report = report
+        self._trainer_gone = trainer_gone
         self._lock = threading.Lock()
         self._over = False
+
+    def trainer_gone(self) -> bool:
+        """Whether nobody waits for this call any more: the trainer is dead, or has left its queue without draining it.
+
+        A function that waits for others should do so for a short time only, then.
+        """
+        return self._trainer_gone()
 
     def progress(self) -> None:
         """Say that the call is alive; costs one store to shared memory. See `WriterConfig.writer_timeout_s`."""

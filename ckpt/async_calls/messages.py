@@ -191,6 +191,13 @@ class Channel:
             fd = struct.unpack("i", extra[0][2])[0] if extra else None  # recv_fds() would lose the flag
             return (decode(data), fd) if data else None
 
+    @property
+    def peer_gone(self) -> bool:
+        """Whether the other end is closed or its process dead; what it had sent may still be to be received."""
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return any(events & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+
     def end_sending(self) -> None:
         """The peer sees the end after what the socket took so far; it can still answer."""
         self.flush()

@@ -108,7 +108,12 @@ class WriterLoop:
 
     def _call(self, index: int, fd: int, page: ControlPage) -> Finished:
         page.start(index)
-        context = WriterContext(index, page.advance, lambda event: self._channel.send(Event(index, event)))
+        context = WriterContext(
+            index,
+            page.advance,
+            lambda event: self._channel.send(Event(index, event)),
+            lambda: self._channel.peer_gone,
+        )
         try:
             fn, args, kwargs = payload.load(fd, self._regions)
             with context.entered():

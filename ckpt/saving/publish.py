@@ -24,6 +24,9 @@ from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_docume
 __all__ = ["Retention", "is_published", "publish", "recover", "retain"]
 
 
+_RECORDS_STAY_S = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Which published steps stay: the newest `keep_last`, and every multiple of `keep_every`. None keeps all."""
@@ -148,7 +151,7 @@ def retain(root: CheckpointRoot, retention: Retention, newest: int) -> None:
     `newest`."""
     for step in retention.superfluous([step for step in root.steps() if step <= newest]):
         root.remove_step(step)
-    root.clean()
+    root.clean(older_than_s=_RECORDS_STAY_S)
 
 
 def recover(root: CheckpointRoot, timeout_s: float, warn: Callable[[str], None]) -> None:
@@ -164,6 +167,7 @@ def recover(root: CheckpointRoot, timeout_s: float, warn: Callable[[str], None])
             time.sleep(0.01)
         if pending.outcome() is None:
             _adopt(pending, warn)
+    root.clean()
 
 
 def _somebody_works_on(pending: PendingSave) -> bool:

@@ -60,7 +60,6 @@ class _Planned:
     plan_bytes: bytes
     value_owners: dict[tuple[str | int, ...], bool]
     nonce: bytes
-    saves: int = 0
 
 
 class Saver:
@@ -85,6 +84,8 @@ class Saver:
         self._pieces_queue: AsyncCallsQueue | None = None
         self._planned: _Planned | None = None
         self._generation = 0
+        self._last_step = -1
+        self._attempt = 0  # how often in a row the last step was to be saved
         self._stream: torch.cuda.Stream | None = None
         self._hooked: set[int] = set()
         self._overlapping: Staged | None = None
@@ -104,11 +105,12 @@ class Saver:
         """Stage `state`; the request writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {step!r}")
+        self._attempt = self._attempt + 1 if step == self._last_step else 0
+        self._last_step = step
         flat = flatten(state)
         encoded = _encode_values(flat)
         planned = self._plan(flat)
         self._fit_arena(planned)
-        planned.saves += 1
         save = SaveId(step, self._epoch, self._token(planned, step))
         values = [
             [list(path), _rank_of(own, self._ranks.rank), encoded[path]] for path, own in planned.value_owners.items()
@@ -162,8 +164,12 @@ class Saver:
         return self._planned
 
     def _token(self, planned: _Planned, step: int) -> str:
-        """The same on all ranks, for they agreed on the nonce and save in the same order; different for every save."""
-        text = f"{self._epoch}.{planned.saves}.{step}".encode()
+        """Different for every save, and the same on all ranks without communication.
+
+        It depends on the nonce they agreed on and on how often this step was tried, and on nothing that a failed call
+        on one rank could leave different.
+        """
+        text = f"{self._epoch}.{step}.{self._attempt}".encode()
         return hashlib.blake2b(text, key=planned.nonce, digest_size=8).hexdigest()
 
     # -- staging -------------------------------------------------------------------------------------------------------
@@ -204,7 +210,6 @@ class Saver:
             region=slot.region,
             flag_offset=self._arena.slot_bytes - _FLAG_BYTES,
             generation=self._generation,
-            trainer_pid=os.getpid(),
             piece=piece,
             last=piece == planned.part.plan.pieces - 1,
             values=values,

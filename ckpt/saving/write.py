@@ -42,6 +42,7 @@ __all__ = ["PartWriter", "SaveOptions"]
 
 _COORDINATOR = 0
 _CHUNKS_PER_EVENT = 200
+_ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others who do nothing
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
@@ -54,6 +55,10 @@ class SaveOptions:
     commit_timeout_s: float = 600.0
     retention: Retention = field(default_factory=Retention)
     recover: bool = False
+
+
+class _OrphanedError(CheckpointTimeoutError):
+    """Nobody is left who could finish this save now."""
 
 
 @dataclass
@@ -73,7 +78,6 @@ class PartWriter:
     region: SharedMemory
     flag_offset: int
     generation: int
-    trainer_pid: int
     piece: int
     last: bool
     values: list[Any]
@@ -99,7 +103,11 @@ class PartWriter:
             if not self.last:
                 return
             pending.write_part(self.rank, self._manifest(plan, written, times))
-            outcome = self._decide(pending, plan)
+            outcome = self._decide(pending, plan, lock)
+        except _OrphanedError:
+            if self.rank != _COORDINATOR:
+                raise  # the part stays: the next start of the job publishes the save if it is complete
+            outcome = self._give_up(pending, _OrphanedError(f"rank {self.rank}: every trainer died"))
         except Exception as error:
             outcome = self._give_up(pending, error)
         finally:
@@ -150,7 +158,7 @@ class PartWriter:
         for _ in self._pauses("the copies from the device"):
             if int.from_bytes(flag, "little") == self.generation:
                 return
-            if not os.path.exists(f"/proc/{self.trainer_pid}"):
+            if _trainer_gone():
                 raise StorageError(f"the trainer of rank {self.rank} died before its state was staged")
 
     def _begin(self, pending: PendingSave, plan: PartPlan) -> DirectoryLock | None:
@@ -219,10 +227,10 @@ class PartWriter:
             "times": {**self.times, **times},
         }
 
-    def _decide(self, pending: PendingSave, plan: PartPlan) -> Outcome:
+    def _decide(self, pending: PendingSave, plan: PartPlan, lock: DirectoryLock | None) -> Outcome:
         """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
         everyone = set(range(plan.world_size))
-        for _ in self._pauses("all ranks to finish their parts"):
+        for _ in self._pauses("all ranks to finish their parts", lock):
             outcome = pending.outcome()
             if outcome is not None:
                 return outcome
@@ -233,19 +241,28 @@ class PartWriter:
                 return publish(pending, _progress)
         raise AssertionError("unreachable")
 
-    def _pauses(self, what: str) -> Iterator[None]:
-        """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`."""
+    def _pauses(self, what: str, lock: DirectoryLock | None = None) -> Iterator[None]:
+        """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`.
+
+        Without a trainer only as long as somebody else works on the save (holds a lock on it), and a little longer.
+        """
         deadline = time.monotonic() + self.options.commit_timeout_s
+        alone_since: float | None = None
         pause_s = _FIRST_PAUSE_S
-        while time.monotonic() < deadline:
+        while (now := time.monotonic()) < deadline:
             yield
             _progress()
+            if not _trainer_gone() or (lock is not None and lock.shared_with_others):
+                alone_since = None
+            elif alone_since is None:
+                alone_since = now
+            elif now - alone_since > _ORPHAN_GRACE_S:
+                raise _OrphanedError(f"rank {self.rank} waited for {what}, but its trainer and all others are gone")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise CheckpointTimeoutError(
             f"step {self.save.step}: rank {self.rank} waited {self.options.commit_timeout_s:g} s for {what}; look for "
-            f"ranks that "
-            "died or did not save this step, or raise commit_timeout_s",
+            "ranks that died or did not save this step, or raise the timeout",
             rank=self.rank,
             step=self.save.step,
         )
@@ -269,6 +286,11 @@ def _progress() -> None:
     running = context.current()
     if running is not None:
         running.progress()
+
+
+def _trainer_gone() -> bool:
+    running = context.current()
+    return running is not None and running.trainer_gone()
 
 
 def _record(chunk: WrittenChunk) -> tuple[str, str, int, int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,16 +166,18 @@ class CheckpointRoot:
         files.remove_tree(target)
         return True
 
-    def clean(self, keep: Callable[[SaveId], bool] = lambda save: False) -> None:
-        """Remove what abandoned saves and interrupted removals left, except for what `keep` says and what is in use."""
+    def clean(self, older_than_s: float = 0.0) -> None:
+        """Remove what abandoned saves and interrupted removals left, except for what is in use or was decided just now.
+
+        Ranks learn from the record why a save was abandoned, so a clean-up during a run leaves them some time.
+        """
         for name in self._names(self.abandoned_path):
-            save = parse_save_name(name)
-            if save is not None and keep(save):
-                continue
             path = os.path.join(self.abandoned_path, name)
             try:
-                lock = try_lock_exclusive(path) if os.path.isdir(path) else None
-            except StorageError:
+                if time.time() - os.stat(path).st_mtime < older_than_s:
+                    continue
+                lock = try_lock_exclusive(path)
+            except (OSError, StorageError):
                 continue  # somebody else was faster
             if lock is not None:
                 with lock:

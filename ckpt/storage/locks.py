@@ -20,6 +20,21 @@ class DirectoryLock:
         self._fd = fd
         self.enforced = enforced
 
+    @property
+    def shared_with_others(self) -> bool:
+        """Whether somebody else holds a lock on the directory; True where that cannot be known.
+
+        For holders of a shared lock only. It is exclusive for a moment while this looks.
+        """
+        if not self.enforced:
+            return True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        return False
+
     def close(self) -> None:
         """Release the lock. Idempotent."""
         fd, self._fd = self._fd, -1

@@ -115,7 +115,8 @@ def main() -> int:
     try:
         Demo(console).run()
     except DemoError as error:
-        console.print(f"[red]failed[/]: {error}", markup=True, highlight=False)
+        console.print("[red]failed[/]:", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         return 130

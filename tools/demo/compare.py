@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-
 import ckpt
 from tools.demo.training import DemoError
 
@@ -14,7 +12,11 @@ def compare_checkpoints(left: Path, right: Path) -> int:
     if only := set(a) ^ set(b):
         raise DemoError(f"in one of {left} and {right} only: {sorted(only)[:20]}")
     for name in a:
-        x, y = np.asarray(a[name]), np.asarray(b[name])
+        x, y = a[name].read(), b[name].read()
         if (x.shape, x.dtype) != (y.shape, y.dtype) or x.tobytes() != y.tobytes():
             raise DemoError(f"{name} differs between {left} and {right}")
+    if a.values_by_name != b.values_by_name:
+        raise DemoError(f"what is not a tensor differs: {a.values_by_name} and {b.values_by_name}")
+    if not len(a):
+        raise DemoError(f"{left} and {right} hold no array")
     return len(a)

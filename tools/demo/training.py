@@ -118,8 +118,9 @@ class TrainingRun:
         return time.monotonic() - began
 
     def output(self) -> str:
-        """The last lines that torchrun and the trainers printed."""
-        return "\n".join(self._output.read_text(errors="replace").splitlines()[-40:])
+        """What torchrun and the trainers printed; long output is cut in the middle."""
+        lines = self._output.read_text(errors="replace").splitlines()
+        return "\n".join(lines if len(lines) <= 120 else [*lines[:60], "...", *lines[-60:]])
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["event"] == event]
