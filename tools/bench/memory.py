@@ -1,4 +1,4 @@
-"""Memory of a process tree, with what is shared counted once."""
+"""Memory of this process and all it has started, with what is shared counted once."""
 
 import contextlib
 from dataclasses import dataclass
@@ -11,33 +11,26 @@ __all__ = ["Memory", "measure_memory"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `total` is of all processes, shared pages once; `background` of all but this one, without shared memory;
-    `writers` are the processes behind that, `largest` the largest of them."""
+    """Bytes. `total` is of all processes together, shared pages counted once. `background` has the resident bytes of
+    each process but this one, without shared memory: the server process and the writers."""
 
     total: int
-    background: int
-    largest: int
-    writers: int
+    background: list[int]
 
 
 def measure_memory() -> Memory:
-    """This process and all it has started: the server process and the writers."""
-    total = background = largest = count = 0
     me = psutil.Process()
+    total, background = 0, []
     for process in (me, *me.children(recursive=True)):
-        with contextlib.suppress(OSError, psutil.Error):
-            sizes = _proportional(process.pid)
-            total += sizes["Pss"]
+        with contextlib.suppress(OSError, psutil.Error):  # it has just ended
+            total += _sizes(process.pid, "smaps_rollup")["Pss"]  # a page of n processes counts 1/n in each
             if process.pid != me.pid:
-                resident = process.memory_info()
-                private = resident.rss - resident.shared_memory if False else sizes["Pss_Anon"] + sizes["Pss_File"]
-                background += private
-                largest = max(largest, private)
-                count += 1
-    return Memory(total, background, largest, max(0, count - 1))
+                resident = _sizes(process.pid, "status")
+                background.append(resident["RssAnon"] + resident["RssFile"])
+    return Memory(total, background)
 
 
-def _proportional(pid: int) -> dict[str, int]:
-    """The sizes of /proc/<pid>/smaps_rollup, where a page of n processes counts 1/n in each."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {name.rstrip(":"): int(size) * 1024 for name, size, _ in map(str.split, lines)}
+def _sizes(pid: int, name: str) -> dict[str, int]:
+    lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+    fields = [line.split() for line in lines if line.endswith(" kB")]
+    return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields}
