@@ -234,11 +234,14 @@ class Saver:
         return staged
 
     def _side_stream(self, flat: FlatState) -> torch.cuda.Stream | None:
-        """The stream for copies, when any tensor is on a GPU."""
-        device = next((leaf.local.device for leaf in flat.tensors.values() if leaf.local.is_cuda), None)
-        if device is not None and self._stream is None:
+        """The stream for copies when the state is on one GPU; from several they are copied one after the other."""
+        devices = {leaf.local.device for leaf in flat.tensors.values() if leaf.local.is_cuda}
+        if len(devices) != 1:
+            return None
+        (device,) = devices
+        if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
-        return self._stream if device is not None else None
+        return self._stream
 
     def _hook_optimizers(self, flat: FlatState) -> None:
         """Have every optimizer of the state wait, on its stream, for copies still under way before it changes

@@ -62,33 +62,39 @@ def stage(
     """Copy every box. `slot` is uint8, 1-d. With a `stream` the copies of CUDA tensors are queued there."""
     keep: list[torch.Tensor] = []
     if stream is None:
-        _copy_all(ops, tensors, slot, keep)
+        _copy_all(ops, tensors, slot, keep, None)
         return Staged(None, None, [])
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        _copy_all(ops, tensors, slot, keep)
+        _copy_all(ops, tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
     return Staged(stream, event, keep)
 
 
 def _copy_all(
-    ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, keep: list[torch.Tensor]
+    ops: Iterable[CopyOp],
+    tensors: Mapping[Path, torch.Tensor],
+    slot: torch.Tensor,
+    keep: list[torch.Tensor],
+    stream: torch.cuda.Stream | None,
 ) -> None:
     flat_bytes: dict[Path, torch.Tensor] = {}
     for op in ops:
         tensor = tensors[op.path]
+        if stream is not None and tensor.is_cuda:
+            tensor.record_stream(stream)  # its memory is not given to others before the copy has run
         if op.flat is not None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             source = flat_bytes.get(op.path)
             if source is None:
                 source = flat_bytes[op.path] = tensor.reshape(-1).view(torch.uint8)
             first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
-            slot[op.offset : op.offset + count].copy_(source[first : first + count], non_blocking=True)
+            slot[op.offset : op.offset + count].copy_(source[first : first + count], non_blocking=stream is not None)
         else:
             box = tensor[op.source].resolve_conj().resolve_neg().contiguous()
             keep.append(box)
             source = box.reshape(-1).view(torch.uint8).view(*box.shape, op.itemsize)
-            _corner(slot, op, box.shape).copy_(source, non_blocking=True)
+            _corner(slot, op, box.shape).copy_(source, non_blocking=stream is not None)
 
 
 def _corner(slot: torch.Tensor, op: CopyOp, shape: torch.Size) -> torch.Tensor:

@@ -42,9 +42,7 @@ class CopyLimit:
 
     def _move(self, share: list[tuple[int, int, int]]) -> None:
         for number, first, count in share:  # ctypes lets the other thread run meanwhile
-            ctypes.memmove(
-                self._targets[number].data_ptr() + first, self._sources[number].data_ptr() + first, count
-            )
+            ctypes.memmove(self._targets[number].data_ptr() + first, self._sources[number].data_ptr() + first, count)
 
 
 class DiskLimit:

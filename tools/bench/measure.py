@@ -1,122 +1,170 @@
 """The rounds of the benchmark. Each measures limits and saves side by side, so that both see the same machine."""
 
+import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from ckpt import Checkpointer
 from tools.bench.limits import CopyLimit, DiskLimit, torch_save
-from tools.bench.memory import Memory, measure_memory
+from tools.bench.memory import measure_memory
 from tools.bench.state import make_state, tensors
 from tools.bench.training import StepLoop
 
-__all__ = ["Memories", "Results", "Round", "measure"]
+__all__ = ["Benchmark", "Results", "Round", "Saved"]
 
 _POLL_S = 0.001
 _STEP_S = 0.05
-_WINDOW_STEPS = 40
-_SETTLE_S = 0.2
+_WINDOW_STEPS = 20
+_SETTLE_S = 0.1
+_WARM_S = 1.5
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Seconds from the call of `save_request`: until training goes on, until `maybe_finalize` returned the step. `parts`
-    is what the writer says it did."""
+    """Seconds from the call of `save_request`: until training goes on, and until `maybe_finalize` returned the step.
+    `times` is what trainer and writer recorded of the parts of it."""
 
     stall: float
     durable: float
-    parts: dict[str, float]
+    times: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of everything that is measured once in each round. `step` is of one training step alone, `step_saving`
-    of one beside a save, `save_in_steps` what one save adds to a window of steps, its stall included."""
+    """Seconds of everything that is measured once in each round, bytes of memory.
+
+    `step` is a training step by itself, `step_saving` one beside a save, `added` what one save adds to a window of
+    steps, its stall included. `memory` is what all processes need more than this one did without a Checkpointer.
+    """
 
     copy: float
     disk: float
     torch_save: float
+    warmup: float
     first: Saved
     steady: Saved
-    warmup: float
     step: float
     step_saving: float
-    save_in_steps: float
-
-
-@dataclass(frozen=True)
-class Memories:
-    """Before a Checkpointer existed, and the most seen while two saves were in flight."""
-
-    before: int
-    most: int
-    largest_background: int
-    background: int
+    added: float
+    memory: int
+    largest_writer: int
 
 
 @dataclass
 class Results:
-    """Of one run. `staged_bytes` are those of the tensors."""
+    """Of one run; `staged_bytes` are those of the tensors."""
 
     staged_bytes: int
     tensors: int
     slots: int
+    writers: int
     rounds: list[Round] = field(default_factory=list)
-    memories: list[Memories] = field(default_factory=list)
 
 
-def measure(total_bytes: float, rounds: int, folder: Path, tick: Callable[[], None]) -> Results:
-    """Run `rounds` rounds, after one that does not count. `folder` is on the disk to be measured and stays empty."""
-    bench = _Bench(total_bytes, folder)
-    try:
-        bench.round(0)
-        tick()
-        for number in range(1, rounds + 1):
-            bench.results.rounds.append(bench.round(number))
-            tick()
-    finally:
-        bench.close()
-    return bench.results
+class Benchmark:
+    """Holds the state, and the memory of the limits. `folder` is on the disk to be measured."""
 
-
-class _Bench:
     def __init__(self, total_bytes: float, folder: Path) -> None:
         self._folder = folder
         self._state = make_state(total_bytes)
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(self._state)]
-        self.results = Results(sum(sizes), len(sizes), slots=2)
+        self.results = Results(sum(sizes), len(sizes), slots=2, writers=1)
         self._copy = CopyLimit(tensors(self._state))
         self._disk = DiskLimit(folder, sum(sizes))
         self._loop = StepLoop(_STEP_S)
         self._step = 0
 
-    def round(self, number: int) -> Round:
-        """Limits and saves in turns, in the other order in every other round."""
+    def round(self, count: bool = True) -> None:
+        """Limits and saves in turns, every other round in the other order. A round that does not `count` warms up."""
+        gc.collect()
         before = measure_memory().total
-        with self._checkpointer() as checkpointer:
+        with Checkpointer(self._folder, slots=self.results.slots) as checkpointer:
             begin = time.perf_counter()
             checkpointer.warmup(self._state)
             warmup = time.perf_counter() - begin
-            self._until_warm(checkpointer)
+            self._wait_until_warm()
             first = self._save(checkpointer)
-            seconds: dict[str, float] = {}
-            saves: list[Saved] = []
-            turns: list[Callable[[], None]] = [
-                lambda: seconds.update(copy=self._copy.measure()),
-                lambda: saves.append(self._save(checkpointer)),
-                lambda: seconds.update(disk=self._disk.measure()),
-                lambda: seconds.update(peer=torch_save(self._folder, self._state)),
-            ]
-            for turn in turns if number % 2 else reversed(turns):
-                turn()
-                time.sleep(_SETTLE_S)
+            copy, disk, torch_save, steady = self._turns(checkpointer)
             step, step_saving, added = self._train(checkpointer)
-            if number:
-                self.results.memories.append(self._memory(checkpointer, before))
-        return Round(seconds["copy"], seconds["disk"], seconds["peer"], first, saves[0], warmup, step, step_saving, added)
+            memory, largest = self._memory(checkpointer)
+        if count:
+            taken = Round(
+                copy, disk, torch_save, warmup, first, steady, step, step_saving, added, memory - before, largest
+            )
+            self.results.rounds.append(taken)
+
+    def close(self) -> None:
+        self._copy.close()
+        self._disk.close()
+
+    def _turns(self, checkpointer: Checkpointer) -> tuple[float, float, float, Saved]:
+        saved: list[Saved] = []
+        seconds: dict[str, float] = {}
+        turns: dict[str, Callable[[], float]] = {
+            "copy": self._copy.measure,
+            "disk": self._disk.measure,
+            "torch_save": lambda: torch_save(self._folder, self._state),
+        }
+
+        def save() -> float:
+            saved.append(self._save(checkpointer))
+            return 0.0
+
+        turns["save"] = save
+        for name in ("copy", "save", "disk", "torch_save")[:: 1 if len(self.results.rounds) % 2 else -1]:
+            time.sleep(_SETTLE_S)
+            seconds[name] = turns[name]()
+        return seconds["copy"], seconds["disk"], seconds["torch_save"], saved[0]
+
+    def _save(self, checkpointer: Checkpointer) -> Saved:
+        self._step += 1
+        begin = time.perf_counter()
+        checkpointer.queue.schedule_async_request(checkpointer.save_request(self._state, self._step))
+        stall = time.perf_counter() - begin
+        while not checkpointer.maybe_finalize():
+            time.sleep(_POLL_S)
+        durable = time.perf_counter() - begin
+        part = self._step_folder(self._step) / "parts" / "rank_00000.json"
+        times = json.loads(part.read_bytes())["times"]
+        self._remove_steps(checkpointer)
+        return Saved(stall, durable, times)
+
+    def _wait_until_warm(self) -> None:
+        """Until this process stops growing: training would go on meanwhile."""
+        time.sleep(_WARM_S)
+
+    def _train(self, checkpointer: Checkpointer) -> tuple[float, float, float]:
+        """Step alone, step beside a save, and what a save adds to the steps from its begin until it is finalized."""
+        alone = self._loop.run(_WINDOW_STEPS) / _WINDOW_STEPS
+        self._step += 1
+        begin = time.perf_counter()
+        checkpointer.async_save(self._state, self._step)
+        stall = time.perf_counter() - begin
+        steps, seconds = self._loop.run_until(lambda: bool(checkpointer.maybe_finalize()))
+        self._remove_steps(checkpointer)
+        alone = (alone + self._loop.run(_WINDOW_STEPS) / _WINDOW_STEPS) / 2
+        return alone, seconds / steps, stall + seconds - steps * alone
+
+    def _memory(self, checkpointer: Checkpointer) -> tuple[int, int]:
+        """The most seen with both slots in use: bytes of all processes, and of the largest one behind this."""
+        for _ in range(self.results.slots):
+            self._step += 1
+            checkpointer.async_save(self._state, self._step)
+        most, largest = 0, 0
+        while checkpointer.queue.get_num_unfinalized_calls():
+            memory = measure_memory()
+            most, largest = max(most, memory.total), max(largest, *memory.background)
+            checkpointer.maybe_finalize()
+        self._remove_steps(checkpointer)
+        return most, largest
+
+    def _step_folder(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}"
+
+    def _remove_steps(self, checkpointer: Checkpointer) -> None:
+        for step in checkpointer.all_steps():
+            shutil.rmtree(self._step_folder(step))

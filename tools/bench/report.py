@@ -1,0 +1,131 @@
+"""The table, and the same as JSON."""
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from tools.bench.measure import Results, Round
+
+__all__ = ["as_document", "print_report"]
+
+_WRITER_BYTES = 150e6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: values of the rounds, to be read as `show` says; the limit they are compared with; the target."""
+
+    title: str
+    values: list[float]
+    limits: list[float] | None = None
+    target: float | None = None
+    show: Callable[[float], str] = lambda seconds: f"{1e3 * seconds:.0f} ms"
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of the ratios of each round: noise that lasts longer than a round cancels out."""
+        return None if self.limits is None else median(v / n for v, n in zip(self.values, self.limits, strict=True))
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.ratio is None or self.target is None else self.ratio <= self.target
+
+    def cells(self) -> list[str]:
+        numbers = [self.show(pick(self.values)) for pick in (median, min, max)]
+        ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
+        target = "" if self.target is None else f"≤ {self.target:g}"
+        return [self.title, *numbers, ratio, target, {True: "met", False: "missed", None: ""}[self.met]]
+
+
+_HEADERS = ("", "median", "min", "max", "ratio", "target", "")
+
+
+def _rows(results: Results) -> list[Row]:
+    rounds = results.rounds
+
+    def of(pick: Callable[[Round], float]) -> list[float]:
+        return [pick(taken) for taken in rounds]
+
+    copy, disk = of(lambda r: r.copy), of(lambda r: r.disk)
+    memory_limit = [results.slots * results.staged_bytes + 0.0] * len(rounds)
+    allowed = 1.05 * memory_limit[0] + _WRITER_BYTES * results.writers
+    return [
+        Row("limit: copy to warm memory, all threads", copy),
+        Row("limit: O_DIRECT write + fsync, one file", disk),
+        Row("peer: torch.save + fsync (training waits)", of(lambda r: r.torch_save), disk),
+        Row("stall, first save after warm-up", of(lambda r: r.first.stall), copy),
+        Row("stall, steady", of(lambda r: r.steady.stall), copy, 1.5),
+        Row("durable and published, from the call", of(lambda r: r.steady.durable), disk),
+        Row("durable and published, after the stall", of(lambda r: r.steady.durable - r.steady.stall), disk, 1.5),
+        Row("  until the writer begins", of(lambda r: _queued(r.steady.times))),
+        Row("  data", of(lambda r: r.steady.times["write_s"])),
+        Row("  sync, metadata", of(lambda r: r.steady.times["sync_s"])),
+        Row("  manifest, publish, answer", of(lambda r: _published(r))),
+        Row("warm-up call", of(lambda r: r.warmup)),
+        Row("training step, no save in flight", of(lambda r: r.step)),
+        Row("training step, save in flight", of(lambda r: r.step_saving), of(lambda r: r.step)),
+        Row("one save costs training, stall included", of(lambda r: r.added)),
+        Row("memory beside the state", of(lambda r: r.memory), memory_limit, allowed / memory_limit[0], _megabytes),
+        Row("  largest writer, without shared memory", of(lambda r: r.largest_writer), None, None, _megabytes),
+    ]
+
+
+def _queued(times: dict[str, float]) -> float:
+    return times["write_begin"] - times["begin"] - times["stall_s"]
+
+
+def _published(taken: Round) -> float:
+    times = taken.steady.times
+    return taken.steady.durable - taken.steady.stall - _queued(times) - times["write_s"] - times["sync_s"]
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.0f} MB"
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on, without the name of the machine."""
+    packages = ("numpy", "google-crc32c", "zarr", "tensorstore")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    system = {"python": platform.python_version(), "linux": platform.release(), "torch": torch.__version__}
+    return {**system, **versions, "torch threads": torch.get_num_threads()}
+
+
+def as_document(results: Results) -> dict[str, Any]:
+    rows = [
+        {"title": row.title.strip(), "values": row.values, "ratio": row.ratio, "target": row.target, "met": row.met}
+        for row in _rows(results)
+    ]
+    return {"environment": environment(), "rows": rows, **asdict(results)}
+
+
+def print_report(results: Results) -> None:
+    title = (
+        f"{results.staged_bytes / 1e9:.2f} GB in {results.tensors} tensors, world size 1, {len(results.rounds)} rounds; "
+        "ratio: median of the rounds, to the limit in the same round"
+    )
+    _print_table(title, [row.cells() for row in _rows(results)])
+    print(", ".join(f"{name} {value}" for name, value in environment().items()))
+
+
+def _print_table(title: str, lines: Iterable[list[str]]) -> None:
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(title)
+        for line in [list(_HEADERS), *lines]:
+            print(f"{line[0]:<44}" + "".join(f"{cell:>10}" for cell in line[1:]))
+        return
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for number, header in enumerate(_HEADERS):
+        table.add_column(header, justify="right" if number else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table)
