@@ -46,6 +46,12 @@ class LazyTensor:
         Fetch(self._index).read([Wanted(self.name, self._stored, box, result)])
         return result.reshape((*shape, *how.trailing))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        """`numpy.asarray` reads all of it."""
+        if copy is False:
+            raise ValueError("the elements are on disk: an array of them is a copy")
+        return np.asarray(self[...], dtype=dtype)
+
     def read(self) -> np.ndarray[Any, np.dtype[Any]]:
         """Read all of it."""
         return self[...]

@@ -1,7 +1,7 @@
 """zarr-python data types for the floats of ml_dtypes that checkpoints contain.
 
-zarr-python finds them through the entry points of this package (group ``zarr.data_type``); nobody needs to import this.
-Names and fill values are those registered at https://github.com/zarr-developers/zarr-extensions.
+They are entry points of this package (group ``zarr.data_type``). zarr-python up to 3.1 collects these but does not load
+them: call `register` once before it opens such an array. Names and fill values are those registered at https://github.com/zarr-developers/zarr-extensions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
-from zarr.core.dtype import DataTypeValidationError, ZDType
+from zarr.core.dtype import DataTypeValidationError, ZDType, data_type_registry
 from zarr.core.dtype.common import HasItemSize
 
-__all__ = ["BFloat16", "Float8E4M3FNUZ", "Float8E5M2", "Float8E5M2FNUZ", "Float8E8M0FNU"]
+__all__ = ["BFloat16", "Float8E4M3FNUZ", "Float8E5M2", "Float8E5M2FNUZ", "Float8E8M0FNU", "register"]
 
 _SPECIAL = ("NaN", "Infinity", "-Infinity")
 
@@ -117,3 +117,9 @@ class Float8E8M0FNU(_Float):
     _zarr_v3_name = "float8_e8m0fnu"
     native = np.dtype(ml_dtypes.float8_e8m0fnu)
     dtype_cls = type(native)
+
+
+def register() -> None:
+    """Make these data types known to zarr-python in this process. Idempotent."""
+    for data_type in (BFloat16, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ, Float8E8M0FNU):
+        data_type_registry.register(data_type._zarr_v3_name, data_type)

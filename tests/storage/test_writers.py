@@ -142,10 +142,8 @@ def test_tensorstore_reads_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def registered_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the entry points of an installed package do it."""
-    for name in zarr_plugin.__all__:
-        data_type = getattr(zarr_plugin, name)
-        monkeypatch.setitem(data_type_registry.contents, data_type._zarr_v3_name, data_type)
+    monkeypatch.setattr(data_type_registry, "contents", dict(data_type_registry.contents))
+    zarr_plugin.register()
 
 
 @pytest.mark.usefixtures("registered_plugin")
@@ -163,7 +161,7 @@ def test_zarr_python_reads_it(tmp_path: Path, consolidated: bool) -> None:
 
 @pytest.mark.usefixtures("registered_plugin")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # zarr-python compares nan with the fill value
-@pytest.mark.parametrize("name", [getattr(zarr_plugin, name)._zarr_v3_name for name in zarr_plugin.__all__])
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"])
 def test_zarr_python_writes_the_types_of_the_plugin(tmp_path: Path, name: str) -> None:
     array = elements(ArrayMeta((300,), name, (300,)))
     zarr.create_array(str(tmp_path / "a"), data=array)

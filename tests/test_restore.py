@@ -1,0 +1,64 @@
+"""What was saved on any number of ranks, in any layout, is restored bit for bit on any other number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank
+from tests import layouts
+from tests.support import run_ranks
+
+SAVED_ON = (1, 2, 4)
+
+
+def _per_rank(rank: int) -> dict[str, Any]:
+    return {
+        "position": PerRank(100 + rank),
+        "ragged": PerRank(torch.arange(5 + 3 * rank) + 1000 * rank),
+        "nested": PerRank({"words": [f"rank {rank}", None], "seed": torch.tensor([rank, 7])}),
+    }
+
+
+def _save(rank: int, world_size: int, root: Path) -> None:
+    state = layouts.build(world_size)
+    with Checkpointer(root, file_bytes=2048, inner_bytes=512, pack_below_bytes=128) as checkpointer:
+        checkpointer.save({"layouts": state, **_per_rank(rank)}, 3)
+
+
+def _restore(rank: int, world_size: int, roots: dict[int, Path]) -> list[str]:
+    expected = layouts.build(world_size)
+    state = layouts.build(world_size)
+    wrong = []
+    with AsyncCallsQueue() as queue:
+        for saved_on, root in roots.items():
+            layouts.clear(state)
+            own = _per_rank(rank + 50)
+            kept = _per_rank(rank if rank < saved_on else rank + 50)
+            if rank < saved_on:
+                own["ragged"] = PerRank(torch.zeros_like(kept["ragged"].value))
+            with Checkpointer(root, queue=queue) as checkpointer:
+                assert checkpointer.restore({"layouts": state, **own}) == 3
+            wrong += [f"from {saved_on}: {name}" for name in layouts.differences(state, expected)]
+            for name in kept:
+                if str(own[name].value) != str(kept[name].value):
+                    wrong.append(f"from {saved_on}: {name} is {own[name].value}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
+    folder = tmp_path_factory.mktemp("saved")
+    for world_size in SAVED_ON:
+        run_ranks(_save, world_size, folder / str(world_size))
+    yield {world_size: folder / str(world_size) for world_size in SAVED_ON}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_layout_comes_back(roots: dict[int, Path], world_size: int) -> None:
+    for result in run_ranks(_restore, world_size, roots):
+        assert result.value == []
