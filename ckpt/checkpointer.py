@@ -11,10 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
-from ckpt.errors import CheckpointError, StorageError
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
 from ckpt.loading.load import restore
 from ckpt.planning.grid import GridOptions
-from ckpt.planning.state_dict import flatten
 from ckpt.ranks import Ranks
 from ckpt.saving.publish import Retention, recover
 from ckpt.saving.save import Saver, StagingOptions
@@ -110,7 +109,12 @@ class Checkpointer:
 
     def async_save(self, state: Any, step: int) -> int:
         """Stage `state` and schedule its save; returns the index of the call. Errors come from `maybe_finalize`."""
-        return self._queue.schedule_async_request(self.save_request(state, step))
+        request = self.save_request(state, step)
+        try:
+            return self._queue.schedule_async_request(request)
+        except Exception as error:
+            self._saver.not_scheduled(request, step, error)
+            raise
 
     def save(self, state: Any, step: int) -> None:
         """Save `state`; published when it returns. Raises what `maybe_finalize` raises. Earlier saves are finalized,
@@ -141,10 +145,10 @@ class Checkpointer:
         ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
         """
         self._check_open()
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and self._saver.recovers_first:
             recover(self._root, self._timeout_s, _log.warning)
         restored = restore(self._root, state, step, strict, self._ranks)
-        self._saver.recover_first(False)
+        self._saver.recovered()
         self.warmup(state)
         return restored
 
@@ -152,7 +156,7 @@ class Checkpointer:
         """Plan, map the staging memory and start the writers now, so that the first save costs what the tenth does.
         Collective."""
         self._check_open()
-        self._saver.warmup(flatten(state))
+        self._saver.warmup(state)
 
     def latest_step(self) -> int | None:
         """The newest published step, None if there is none."""
@@ -172,9 +176,22 @@ class Checkpointer:
             if self._owns_queue:
                 self._queue.close()
             else:
-                self._queue.maybe_finalize_async_calls(blocking=True)
+                self._drain()
         finally:
             self._saver.close()
+
+    def _drain(self) -> None:
+        """Finalize all calls of a queue that stays open."""
+        first: Exception | None = None
+        while self._queue.get_num_unfinalized_calls():
+            try:
+                self._queue.maybe_finalize_async_calls(blocking=True)
+            except CheckpointTimeoutError as error:
+                raise first or error from None
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def __enter__(self) -> Self:
         return self

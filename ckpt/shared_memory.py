@@ -7,17 +7,19 @@ are gone.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import secrets
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn, Self
 
 __all__ = ["SharedMemory"]
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
-_PREFAULT_BYTES = 64 << 20  # madvise() holds the GIL: other threads get their turn after every so many bytes
+_PREFAULT_BYTES = 16 << 20  # at once: so long may another thread wait that maps or unmaps memory
 
 
 class SharedMemory:
@@ -65,20 +67,26 @@ class SharedMemory:
         assert self._buffer is not None
         return self._buffer
 
-    def prefault(self) -> None:
+    def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Give every page its memory now, so that the first copy into the region does not pay for it. Contents stay.
 
-        Raises OSError when there is not enough memory; on a cgroup limit the kernel may kill the process instead.
+        Lets other threads run meanwhile, and ends early when `stopped`, which is asked every few milliseconds; nobody
+        may close the region before it has returned. Raises OSError when there is not enough memory; on a cgroup limit
+        the kernel may kill the process instead.
         """
-        mapping = self._mapping()
-        try:
-            for start in range(0, self.size, _PREFAULT_BYTES):
-                mapping.madvise(_MADV_POPULATE_WRITE, start, min(_PREFAULT_BYTES, self.size - start))
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14
-                raise
-            first_bytes = self.buffer[:: mmap.PAGESIZE]
-            first_bytes[:] = bytes(first_bytes)
+        libc = ctypes.CDLL(None, use_errno=True)  # madvise() of a mmap object would hold the GIL
+        whole = (ctypes.c_char * self.size).from_buffer(self._mapping())
+        for start in range(0, self.size, _PREFAULT_BYTES):
+            size = min(_PREFAULT_BYTES, self.size - start)
+            if stopped():
+                return
+            address = ctypes.c_void_p(ctypes.addressof(whole) + start)
+            if libc.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
+                number = ctypes.get_errno()
+                if number != errno.EINVAL:  # EINVAL: a kernel before 5.14
+                    raise OSError(number, f"{os.strerror(number)} (shared memory {self.name!r}, {self.size} bytes)")
+                first_bytes = self.buffer[start : start + size : mmap.PAGESIZE]
+                first_bytes[:] = bytes(first_bytes)
 
     def close(self) -> None:
         """Give up the descriptor and the mapping. Idempotent.

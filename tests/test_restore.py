@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,11 @@ def _restore(rank: int, world_size: int, roots: dict[int, Path]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("saved")
     for world_size in SAVED_ON:
         run_ranks(_save, world_size, folder / str(world_size))
-    yield {world_size: folder / str(world_size) for world_size in SAVED_ON}
+    return {world_size: folder / str(world_size) for world_size in SAVED_ON}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
-from ckpt.errors import CheckpointCorruptError
+from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.loading.index import CheckpointIndex, StoredBox, StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
@@ -21,6 +23,8 @@ __all__ = ["Fetch", "Wanted"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _PACK_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 8 << 20
+_WINDOW_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +70,41 @@ class Fetch:
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill every destination. Raises CheckpointCorruptError naming tensor, chunk and file; destinations are
-        undefined then."""
-        reads: list[ArrayRead] = []
+        undefined then. Nothing writes to them any more when this returns or raises."""
         packed: list[_Packed] = []
-        for want in wanted:
-            covered = 0
-            for box in want.tensor.boxes:
-                overlap = want.box.intersection(Box(box.box_offset, box.shape))
-                if overlap is None:
-                    continue
-                covered += overlap.elements
-                destination = _part(want.destination, overlap.slices(want.box.offset))
-                self.bytes_read += destination.nbytes
-                if box.pack_offset is not None:
-                    packed.append(_Packed(want.name, box, want.tensor.dtype, overlap, destination))
-                else:
-                    offset = tuple(o - b for o, b in zip(overlap.offset, box.box_offset, strict=True))
-                    reads.append(self._reader.read_into(box.meta, box.directory, want.name, offset, destination))
-            if covered != want.box.elements:
-                raise CheckpointCorruptError(
-                    f"{self._index.path}: {want.name} has {covered} of {want.box.elements} elements stored"
-                )
-        self._read_packed(packed)
-        for read in reads:
-            read.result(self._timeout_s)
+        window = _Window(self._timeout_s)
+        try:
+            for want in wanted:
+                self._start(want, window, packed)
+            self._read_packed(packed)
+        except BaseException:
+            window.give_up()
+            raise
+        window.finish()
+
+    def _start(self, want: Wanted, window: _Window, packed: list[_Packed]) -> None:
+        covered = 0
+        for box in want.tensor.boxes:
+            overlap = want.box.intersection(Box(box.box_offset, box.shape))
+            if overlap is None:
+                continue
+            covered += overlap.elements
+            destination = _part(want.destination, overlap.slices(want.box.offset))
+            self.bytes_read += destination.nbytes
+            if box.pack_offset is not None:
+                packed.append(_Packed(want.name, box, want.tensor.dtype, overlap, destination))
+                continue
+            inside = Box(tuple(o - b for o, b in zip(overlap.offset, box.box_offset, strict=True)), overlap.shape)
+            unit = box.meta.inner_chunk_shape or box.meta.chunk_shape
+            for block in _blocks(inside, unit, _BLOCK_BYTES // box.meta.stored.itemsize):
+                part = _part(destination, block.slices(inside.offset))
+                window.make_room(part.nbytes)
+                read = self._reader.read_into(box.meta, box.directory, want.name, block.offset, part)
+                window.add(read, part.nbytes)
+        if covered != want.box.elements:
+            raise CheckpointCorruptError(
+                f"{self._index.path}: {want.name} has {covered} of {want.box.elements} elements stored"
+            )
 
     def _read_packed(self, packed: list[_Packed]) -> None:
         """Read the pack in blocks of some MB that cover what is wanted, and take the tensors out of them."""
@@ -107,6 +122,57 @@ class Fetch:
             for entry in packed[:count]:
                 _take(entry, block[entry.start - start : entry.end - start])
             packed = packed[count:]
+
+
+class _Window:
+    """The reads under way, oldest first; so many bytes at most, for each takes as much memory until it is done."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._reads: deque[tuple[ArrayRead, int]] = deque()
+        self._bytes = 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until `nbytes` more may be read. Raises what a read raises."""
+        while self._reads and self._bytes + nbytes > _WINDOW_BYTES:
+            self._wait_for_oldest()
+
+    def add(self, read: ArrayRead, nbytes: int) -> None:
+        self._reads.append((read, nbytes))
+        self._bytes += nbytes
+
+    def finish(self) -> None:
+        """Wait for all; when one fails, wait for the others too, then raise its error."""
+        try:
+            while self._reads:
+                self._wait_for_oldest()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Wait until nothing is under way, whatever becomes of it."""
+        while self._reads:
+            with contextlib.suppress(CheckpointError):
+                self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        read, nbytes = self._reads.popleft()
+        self._bytes -= nbytes
+        read.result(self._timeout_s)
+
+
+def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:
+    """Cut a box, only between units of a grid, into parts of at most so many elements (or one unit)."""
+    if box.elements > elements:
+        for dim, (start, size, step) in enumerate(zip(box.offset, box.shape, unit, strict=True)):
+            middle = max((start + size // 2) // step, start // step + 1) * step
+            if middle < start + size:
+                offset = (*box.offset[:dim], middle, *box.offset[dim + 1 :])
+                for first, length in ((box.offset, middle - start), (offset, start + size - middle)):
+                    yield from _blocks(Box(first, (*box.shape[:dim], length, *box.shape[dim + 1 :])), unit, elements)
+                return
+    yield box
 
 
 def _take(entry: _Packed, data: Array) -> None:

@@ -56,6 +56,11 @@ class CheckpointIndex:
         """The training step."""
         return int(self.summary["step"])
 
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return int(self.summary["world_size"])
+
     def tensor(self, path: Path, rank: int | None = None) -> StoredTensor | None:
         """The tensor of this name, or of the name it is an alias of; with a `rank`, the one that is that rank's own."""
         path = self.aliases.get(path, path)

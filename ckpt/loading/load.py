@@ -8,16 +8,27 @@ Nothing is written to the state before every rank has found that everything fits
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, StateMismatchError
+from ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointTimeoutError,
+    FormatVersionError,
+    StateError,
+    StateMismatchError,
+    StorageError,
+)
 from ckpt.loading.fetch import Fetch, Wanted
 from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
 from ckpt.loading.optimizers import fill_fresh_optimizer, keep_dtypes
@@ -76,11 +87,14 @@ def _candidates(root: CheckpointRoot, step: int | None, ranks: Ranks) -> list[in
 def _restore_step(root: CheckpointRoot, state: Any, step: int, strict: bool, ranks: Ranks) -> None:
     path = root.step_path(step)
     attempt = _Attempt(ranks, step)
-    with attempt.together("look at"):
-        attempt.lock = lock_shared(path)
-        attempt.index = read_index(path)
-        attempt.match(state, strict)
     try:
+        with attempt.together("look at"):
+            attempt.lock = lock_shared(path)
+            attempt.index = read_index(path)
+        with attempt.together("match"):
+            attempt.match(state)
+        with attempt.together("fit"):
+            attempt.check(strict)
         with attempt.together("read"):
             attempt.read()
         with attempt.together("load"):
@@ -91,11 +105,13 @@ def _restore_step(root: CheckpointRoot, state: Any, step: int, strict: bool, ran
 
 @dataclass
 class _Match:
-    """What to do, and what does not fit."""
+    """What to do, and what does not fit. `unknown` are the stored names that this rank's state does not have; another
+    rank's may have them."""
 
     reads: list[tuple[str, StoredTensor, TensorLeaf]] = field(default_factory=list)
     assignments: list[Callable[[], None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unknown: list[Path] = field(default_factory=list)
 
 
 class _Attempt:
@@ -112,16 +128,18 @@ class _Attempt:
     def together(self, what: str) -> _Together:
         return _Together(self._ranks, self._step, what)
 
-    def match(self, state: Any, strict: bool) -> None:
-        """Flatten the state and pair every leaf with what is stored. Raises StateMismatchError listing all that does
-        not fit."""
-        self._flat = flatten(
-            state, expand=lambda path, owner, value: fill_fresh_optimizer(self.index, path, owner, value)
-        )
+    def match(self, state: Any) -> None:
+        """Flatten the state and pair every leaf with what is stored."""
+        self._flat = flatten(state, expand=partial(fill_fresh_optimizer, self.index, self._ranks.rank))
         self._match = _match(self.index, self._flat, self._ranks.rank)
-        problems = self._match.problems
+
+    def check(self, strict: bool) -> None:
+        """Raise StateMismatchError listing all that does not fit; log it if not `strict`. Collective."""
+        unexpected = _known_to_nobody(self._match.unknown, self._ranks)
+        problems = [*self._match.problems, *(f"unexpected: {display(path)}" for path in unexpected)]
         if not problems:
             return
+        problems.sort(key=lambda problem: (problem.split(":")[0], problem))
         listed = "\n  ".join(problems[:_SHOWN])
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         text = f"{len(problems)} name(s) of the state do not fit step {self._step}:\n  {listed}{more}"
@@ -159,7 +177,10 @@ class _Attempt:
 
 
 class _Together:
-    """A phase that fails on all ranks if it fails on one; each rank raises its own error, or says which rank failed."""
+    """A phase that fails on all ranks if it fails on one, everywhere with the same kind of error.
+
+    The first rank that failed decides the kind; a rank that failed in that way raises its own error.
+    """
 
     def __init__(self, ranks: Ranks, step: int, what: str) -> None:
         self._ranks = ranks
@@ -174,13 +195,28 @@ class _Together:
             return
         own = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
         reports = self._ranks(own)
-        if error is not None or not any(reports):
+        if not any(reports):
             return
         rank, report = next((rank, report) for rank, report in enumerate(reports) if report)
         name, text = json.loads(report)
-        kinds = {"CheckpointCorruptError": CheckpointCorruptError, "StateMismatchError": StateMismatchError}
+        if error is not None and type(error).__name__ == name:
+            return
         message = f"rank {rank} could not {self._what} step {self._step}: {name}: {text}"
-        raise kinds.get(name, CheckpointError)(message, rank=rank, step=self._step)
+        raise _SAID.get(name, CheckpointError)(message, rank=rank, step=self._step) from error
+
+
+_SAID: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointCorruptError,
+        CheckpointNotFoundError,
+        CheckpointTimeoutError,
+        FormatVersionError,
+        StateError,
+        StateMismatchError,
+        StorageError,
+    )
+}
 
 
 def _match(index: CheckpointIndex, flat: FlatState, rank: int) -> _Match:
@@ -189,11 +225,11 @@ def _match(index: CheckpointIndex, flat: FlatState, rank: int) -> _Match:
         _match_tensor(match, index, path, leaf, rank)
     for path, value in flat.values.items():
         if value.per_rank:
-            own = index.per_rank_values.get(path)
-            if own is None:
-                match.problems.append(f"missing: {display(path)} (a value of each rank)")
-            elif rank in own:
+            own = index.per_rank_values.get(path, {})
+            if rank in own:
                 match.assignments.append(_assignment(value.assign, own[rank]))
+            elif rank < index.world_size:
+                match.problems.append(f"missing: {display(path)} (a value of this rank)")
         elif path in index.values:
             match.assignments.append(_assignment(value.assign, index.values[path]))
         else:
@@ -202,19 +238,26 @@ def _match(index: CheckpointIndex, flat: FlatState, rank: int) -> _Match:
         if index.tensor(path) is None and path not in index.per_rank_tensors:
             match.problems.append(f"missing: {display(path)}")
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
-    stored_names = (
-        index.tensors.keys() | index.values.keys() | index.per_rank_tensors.keys() | index.per_rank_values.keys()
-    )
-    match.problems += [
-        f"unexpected: {display(path)}" for path in (stored_names | index.aliases.keys()) if path not in known
-    ]
-    match.problems.sort(key=lambda problem: (problem.split(":")[0], problem))
+    names = index.tensors.keys() | index.values.keys() | index.aliases.keys()
+    match.unknown = sorted((path for path in names if path not in known), key=repr)
+    own_names = {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
+    match.problems += [f"unexpected: {display(path)} (of this rank)" for path in own_names if path not in known]
     return match
+
+
+def _known_to_nobody(unknown: list[Path], ranks: Ranks) -> list[Path]:
+    """Those of the names a rank does not know that no other rank knows either. Collective."""
+    own = json.dumps(unknown).encode()
+    digests = ranks(hashlib.blake2b(own, digest_size=16).digest())
+    if len(set(digests)) == 1:
+        return unknown
+    lists = [{tuple(path) for path in json.loads(data)} for data in ranks(own)]
+    return [path for path in unknown if all(path in others for others in lists)]
 
 
 def _match_tensor(match: _Match, index: CheckpointIndex, path: Path, leaf: TensorLeaf, rank: int) -> None:
     spec = leaf.spec
-    if spec.per_rank and path in index.per_rank_tensors and rank not in index.per_rank_tensors[path]:
+    if spec.per_rank and rank >= index.world_size:
         return  # the checkpoint is of fewer ranks; this one keeps what it has
     tensor = index.tensor(path, rank if spec.per_rank else None)
     if tensor is None:
@@ -225,6 +268,8 @@ def _match_tensor(match: _Match, index: CheckpointIndex, path: Path, leaf: Tenso
         match.problems.append(
             f"shape: {display(path)} is {list(tensor.shape)} in the checkpoint, {list(spec.shape)} in the state"
         )
+    elif not leaf.writeable:
+        match.problems.append(f"read-only: {display(path)} is an array that cannot be written to")
     else:
         match.reads.append((display(path), tensor, leaf))
 
@@ -236,12 +281,12 @@ def _assignment(assign: Callable[[Any], None], value: Any) -> Callable[[], None]
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     """The memory of a CPU tensor as an array of its stored dtype (with the trailing dimension of raw ones)."""
     how = stored(str(tensor.dtype).removeprefix("torch."))
-    if tensor.dtype == torch.complex32:
-        return torch.view_as_real(tensor).view(torch.uint8).numpy()
-    if how.raw or how.numpy_dtype.kind == "V" or how.numpy_dtype.isbuiltin != 1:
-        as_integer = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
-        return tensor.view(as_integer).numpy().view(how.numpy_dtype)
-    return tensor.numpy()
+    if not how.raw and how.numpy_dtype.isbuiltin == 1:
+        return tensor.numpy()
+    bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    if how.trailing:
+        bits = bits.unsqueeze(-1).view(torch.uint8)
+    return bits.numpy().view(how.numpy_dtype)
 
 
 def _read_to_device(fetch: Fetch, name: str, tensor: StoredTensor, box: Box, target: torch.Tensor) -> None:

@@ -73,13 +73,16 @@ def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target
 
 
 def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_bytes: int) -> tuple[int, ...]:
-    """The largest part of a chunk, in leading dimensions, of at most `target_bytes` (or one element)."""
+    """A large part of a chunk, in leading dimensions, of about `target_bytes` at most (or one element).
+
+    A bounded dimension is divided evenly, so where its size has few divisors the part may be bigger.
+    """
     part = list(chunk)
     for dim, size in enumerate(chunk):
         row = math.prod(chunk[dim + 1 :]) * itemsize
-        wanted = max(1, target_bytes // max(row, 1))
-        if wanted >= size:
+        if size * row <= target_bytes:
             break
+        wanted = max(1, target_bytes // row)
         part[dim] = _divisor(size, wanted) if bounded[dim] else -(-size // -(-size // wanted))
         if row <= target_bytes:
             break
@@ -87,13 +90,21 @@ def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_
 
 
 def _several(part: int, size: int, bounded: bool, times: int) -> int:
-    """The largest multiple of `part`, at most `times` it, that fits the grid: divides `size`, or just covers it."""
+    """A multiple of `part`, about `times` it, that fits the grid: divides `size`, or just covers it."""
     count = -(-size // part)
     if not bounded:
         return part * min(count, -(-count // -(-count // max(times, 1))))
     return part * _divisor(count, max(times, 1))
 
 
-def _divisor(size: int, at_most: int) -> int:
-    """The largest divisor of `size` that is at most `at_most`."""
-    return next(d for d in range(min(size, at_most), 0, -1) if size % d == 0)
+def _divisor(size: int, wanted: int) -> int:
+    """A divisor of `size` near `wanted`: not above it, unless the next one below is much too small."""
+    if wanted >= size:
+        return size
+    low = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+    divisors = [*low, *(size // d for d in reversed(low))]
+    below = max(d for d in divisors if d <= wanted)
+    return below if below * _TOO_SMALL > wanted else min(d for d in divisors if d >= wanted)
+
+
+_TOO_SMALL = 8

@@ -106,7 +106,12 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     """
     world_size = len(descriptions)
     tensors = _holders(descriptions)
-    units = [(path, spec, _boxes_with_holders(path, spec, holders)) for (path, spec), holders in tensors.items()]
+    aliases = _aliases(descriptions, tensors)
+    units = [
+        (path, spec, _boxes_with_holders(path, spec, holders))
+        for (path, spec), holders in tensors.items()
+        if path not in aliases
+    ]
     share = sum(spec.itemsize * math.prod(spec.shape) for _, spec, _ in units) / max(world_size, 1)
     target = options.file_bytes
     if world_size > 1:
@@ -122,48 +127,78 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     arrays = _assign(drafts, loads)
     packed, pack_owners, pack_grid = _pack(small, loads, max(options.inner_bytes, options.pack_below_bytes))
     values, per_rank_values = _value_owners(descriptions)
-    aliases = {path: target for description in descriptions for path, target in description.aliases.items()}
     return SavePlan(world_size, arrays, packed, pack_owners, pack_grid, values, per_rank_values, aliases)
 
 
-def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, TensorSpec], tuple[int, ...]]:
-    """The ranks that name each tensor. Tensors that are per rank are one entry for each rank's own."""
+_Holders = dict[Sharding | None, tuple[int, ...]]
+
+
+def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, TensorSpec], _Holders]:
+    """The ranks that name each tensor (whose spec is without sharding here), by how it is sharded over them.
+
+    There may be several shardings of one tensor, each over a mesh of its own: replicas of a tensor-parallel model have
+    one each. Tensors that are per rank are one entry for each rank's own shape.
+    """
     groups: dict[int, tuple[StateDescription, list[int]]] = {}
     for rank, description in enumerate(descriptions):
         groups.setdefault(id(description), (description, []))[1].append(rank)
-    holders: dict[tuple[Path, TensorSpec], list[int]] = {}
+    holders: dict[tuple[Path, TensorSpec], dict[Sharding | None, list[int]]] = {}
     for description, ranks in groups.values():
         for path, spec in description.tensors.items():
-            key = path, replace(spec, sharding=None) if spec.per_rank else spec
-            holders.setdefault(key, []).extend(ranks)
-    return {key: tuple(sorted(ranks)) for key, ranks in holders.items()}
+            by_sharding = holders.setdefault((path, replace(spec, sharding=None)), {})
+            by_sharding.setdefault(spec.sharding, []).extend(ranks)
+    return {
+        key: {sharding: tuple(sorted(ranks)) for sharding, ranks in by_sharding.items()}
+        for key, by_sharding in holders.items()
+    }
 
 
-def _boxes_with_holders(path: Path, spec: TensorSpec, ranks: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    """The distinct boxes of a tensor with the ranks that hold each. A per-rank tensor is a whole one, for each of
-    `ranks`."""
-    if spec.sharding is None or spec.per_rank:
-        return {Box.whole(spec.shape): ranks}
-    return _sharded_boxes(path, spec.shape, spec.sharding, ranks)
+def _aliases(
+    descriptions: Sequence[StateDescription], tensors: dict[tuple[Path, TensorSpec], _Holders]
+) -> dict[Path, Path]:
+    """The names that are another tensor wherever anybody holds some of it.
+
+    A rank with an empty shard cannot tell that two names are one tensor. A rank that holds a tensor by itself, whatever
+    others say, saves it.
+    """
+    aliases: dict[Path, Path] = {}
+    for description in descriptions:
+        aliases.update(description.aliases)
+    if aliases:
+        for (path, spec), holders in tensors.items():
+            if path in aliases and _distinct_boxes(spec, holders):
+                del aliases[path]
+    return aliases
 
 
-def _sharded_boxes(
-    path: Path, shape: tuple[int, ...], sharding: Sharding, ranks: tuple[int, ...]
-) -> dict[Box, tuple[int, ...]]:
-    present = set(ranks)
-    holders: dict[Box, list[int]] = {}
-    for rank, coordinate in sharding.coordinates().items():
-        if rank in present:
-            for box, _ in local_boxes(shape, sharding, coordinate):
-                holders.setdefault(box, []).append(rank)
-    covered = sum(box.elements for box in holders)
-    if covered != math.prod(shape):
+def _boxes_with_holders(path: Path, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
+    """The distinct boxes of a tensor with the ranks that hold each. A per-rank tensor is a whole one, for each of its
+    ranks."""
+    everyone = tuple(sorted({rank for ranks in holders.values() for rank in ranks}))
+    if spec.per_rank:
+        return {Box.whole(spec.shape): everyone}
+    boxes = _distinct_boxes(spec, holders)
+    covered = sum(box.elements for box in boxes)
+    if covered != math.prod(spec.shape):
         raise StateError(
-            f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(shape)} elements; "
-            f"every rank "
-            "of its mesh must save it"
+            f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(spec.shape)} "
+            "elements; every rank of its mesh must save it"
         )
-    return {box: tuple(sorted(ranks)) for box, ranks in sorted(holders.items())} or {Box.whole(shape): ranks}
+    return boxes or {Box.whole(spec.shape): everyone}
+
+
+def _distinct_boxes(spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
+    boxes: dict[Box, set[int]] = {}
+    for sharding, ranks in holders.items():
+        if sharding is None:
+            boxes.setdefault(Box.whole(spec.shape), set()).update(ranks)
+            continue
+        coordinates = sharding.coordinates()
+        for rank in ranks:
+            if rank in coordinates:
+                for box, _ in local_boxes(spec.shape, sharding, coordinates[rank]):
+                    boxes.setdefault(box, set()).add(rank)
+    return {box: tuple(sorted(ranks)) for box, ranks in sorted(boxes.items())}
 
 
 _Draft = tuple[ArrayPlan, tuple[tuple[int, ...], ...]]

@@ -29,13 +29,14 @@ class TensorLeaf:
     offset).
 
     `after` runs when new bytes are in `local`; it is set where `local` is a stand-in for the user's object (a numpy
-    array that torch cannot alias).
+    array that torch cannot alias). Not `writeable`: that object is read-only and can only be saved.
     """
 
     local: torch.Tensor
     spec: TensorSpec
     boxes: list[tuple[Box, tuple[int, ...]]]
     after: Callable[[], None] | None = None
+    writeable: bool = True
 
 
 @dataclass(slots=True)
@@ -74,11 +75,11 @@ class FlatState:
                 raise StateError(f"{display(path)}: {type(owner).__name__}.load_state_dict failed: {error}") from error
 
 
-def flatten(state: Any, *, expand: Callable[[Path, Any, Any], Any] | None = None) -> FlatState:
+def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None = None) -> FlatState:
     """Name every leaf of `state`; the tensors alias the user's memory where that is possible.
 
-    `expand(path, owner, state_dict)` may return another state dict for a stateful object (a restore gives a fresh
-    optimizer the tensors it does not have yet). Raises StateError, naming the key path, for a leaf that cannot be
+    `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object (a restore gives a
+    fresh optimizer the tensors it does not have yet). Raises StateError, naming the key path, for a leaf that cannot be
     stored.
     """
     flat = FlatState()
@@ -93,7 +94,7 @@ def _cannot_assign(value: Any) -> None:
 class _Walk:
     """One pass over a state. `_seen` finds tensors that are the same memory."""
 
-    def __init__(self, flat: FlatState, expand: Callable[[Path, Any, Any], Any] | None) -> None:
+    def __init__(self, flat: FlatState, expand: Callable[[Path, Any, Any, bool], Any] | None) -> None:
         self._flat = flat
         self._expand = expand
         self._seen: dict[tuple[Any, ...], Path] = {}
@@ -113,7 +114,7 @@ class _Walk:
         elif callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None)):
             state_dict = node.state_dict()
             if self._expand is not None:
-                state_dict = self._expand(path, node, state_dict)
+                state_dict = self._expand(path, node, state_dict, per_rank)
             self.visit(path, state_dict, per_rank, _cannot_assign)
             self._flat.owners.append((path, node, state_dict))
         else:
@@ -139,13 +140,17 @@ class _Walk:
             raise StateError(f"{display(path)}: numpy arrays of dtype {array.dtype} cannot be stored")
         self._tensor(path, local, per_rank)
         if path in self._flat.tensors:
-            self._flat.tensors[path].after = lambda: np.copyto(array, contiguous)
+            leaf = self._flat.tensors[path]
+            leaf.after = lambda: np.copyto(array, contiguous)
+            leaf.writeable = array.flags.writeable
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
         tensor = tensor.detach()
         sharding = _sharding(path, tensor)
         local = tensor.to_local() if sharding is not None else tensor  # type: ignore[attr-defined]
         _check_tensor(path, local)
+        if per_rank:  # what this rank has of a DTensor is its own
+            sharding, tensor = None, local
         shape = tuple(tensor.shape)
         identity = _identity(local, shape, sharding, per_rank)
         if identity is not None and self._seen.setdefault(identity, path) != path:
@@ -163,7 +168,7 @@ class _Walk:
                     f"{tensor.placements} are not supported"  # type: ignore[attr-defined]
                 )
         name = str(local.dtype).removeprefix("torch.")
-        spec = TensorSpec(name, local.element_size(), shape, None if per_rank else sharding, per_rank)
+        spec = TensorSpec(name, local.element_size(), shape, sharding, per_rank)
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes)
 
 

@@ -24,7 +24,7 @@ from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_docume
 __all__ = ["Retention", "is_published", "publish", "recover", "retain"]
 
 
-_RECORDS_STAY_S = 60.0
+_BEGIN_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def retain(root: CheckpointRoot, retention: Retention, newest: int) -> None:
     `newest`."""
     for step in retention.superfluous([step for step in root.steps() if step <= newest]):
         root.remove_step(step)
-    root.clean(older_than_s=_RECORDS_STAY_S)
+    root.clean()
 
 
 def recover(root: CheckpointRoot, timeout_s: float, warn: Callable[[str], None]) -> None:
@@ -173,12 +173,13 @@ def recover(root: CheckpointRoot, timeout_s: float, warn: Callable[[str], None])
 def _somebody_works_on(pending: PendingSave) -> bool:
     try:
         lock = try_lock_exclusive(pending.path)
-    except CheckpointError:
+        if lock is None:
+            return True
+        lock.close()
+        changed_ago_s = time.time() - os.stat(pending.path).st_mtime
+        return pending.intent() is None and changed_ago_s < _BEGIN_GRACE_S  # another job may be just beginning it
+    except (CheckpointError, OSError):
         return False
-    if lock is None:
-        return True
-    lock.close()
-    return False
 
 
 def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:
@@ -188,8 +189,6 @@ def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:
     problem = None
     if intent is None:
         problem = "it has no intent"
-    elif failure := pending.failure():
-        problem = f"rank {failure.rank} failed: {failure.message}"
     elif missing := sorted(set(range(intent["world_size"])) - pending.parts_present()):
         problem = f"the parts of ranks {missing} are missing"
     else:

@@ -8,18 +8,20 @@ Nothing here touches storage. Runs in the trainer's thread that trains.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import pickle
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
-from ckpt.errors import CheckpointTimeoutError, StateError
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, StateError
 from ckpt.paths import display
 from ckpt.planning.description import StateDescription, exchange
 from ckpt.planning.grid import GridOptions
@@ -30,7 +32,7 @@ from ckpt.saving.part import Part, make_part
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
-from ckpt.storage.commit import SaveId
+from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
 from ckpt.storage.documents import encode_value
 
 __all__ = ["Saver", "StagingOptions"]
@@ -90,15 +92,20 @@ class Saver:
         self._hooked: set[int] = set()
         self._overlapping: Staged | None = None
 
-    def recover_first(self, needed: bool) -> None:
-        """Whether the coordinator's next save first decides what an earlier run left."""
-        self._options = replace(self._options, recover=needed)
+    @property
+    def recovers_first(self) -> bool:
+        """Whether the coordinator's next save first decides what an earlier run left; false once there was a save."""
+        return self._options.recover
 
-    def warmup(self, flat: FlatState) -> None:
+    def recovered(self) -> None:
+        """What an earlier run left is decided."""
+        self._options = replace(self._options, recover=False)
+
+    def warmup(self, state: Any) -> None:
         """Plan, map and fault in the arena, and have the writers started. Collective, like the first save of a
         structure."""
         self._queue.start()
-        planned = self._plan(flat)
+        _, _, planned = self._prepare(state)
         self._fit_arena(planned)
 
     def request(self, state: Any, step: int, begin: float) -> AsyncRequest:
@@ -107,27 +114,26 @@ class Saver:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {step!r}")
         self._attempt = self._attempt + 1 if step == self._last_step else 0
         self._last_step = step
-        flat = flatten(state)
-        encoded = _encode_values(flat)
-        planned = self._plan(flat)
-        self._fit_arena(planned)
-        save = SaveId(step, self._epoch, self._token(planned, step))
-        values = [
-            [list(path), _rank_of(own, self._ranks.rank), encoded[path]] for path, own in planned.value_owners.items()
-        ]
-        earlier: list[tuple[str, str, int, int]] = []
-        pieces = planned.part.plan.pieces
-        for piece in range(pieces):
-            last = piece == pieces - 1
-            writer = self._stage_piece(planned, flat, save, piece, values if last else [], begin)
-            writer.earlier = earlier if last else []
-            if not last:
-                writer.on_written = earlier.extend
-                self._write_piece_now(writer)
-            elif pieces > 1:
-                self._finish_pieces()
-        self._options = replace(self._options, recover=False)
+        try:
+            flat, encoded, planned = self._prepare(state)
+            self._fit_arena(planned)
+            save = SaveId(step, self._epoch, self._token(planned, step))
+            values = [
+                [list(path), _rank_of(own, self._ranks.rank), encoded[path]]
+                for path, own in planned.value_owners.items()
+            ]
+            writer = self._stage_all(planned, flat, save, values, begin)
+        except Exception as error:
+            self._tell_others(step, error)
+            raise
+        self.recovered()
         return AsyncRequest(writer, (), [])
+
+    def not_scheduled(self, request: AsyncRequest, step: int, error: Exception) -> None:
+        """The queue refused `request`: nobody will run it."""
+        if isinstance(request.async_fn, PartWriter):
+            request.async_fn.free_slot()
+        self._tell_others(step, error)
 
     def close(self) -> None:
         """Give the arena back. The queue is the Checkpointer's."""
@@ -135,14 +141,42 @@ class Saver:
             self._pieces_queue.close(abort=True)
         self._arena.close()
 
+    def _tell_others(self, step: int, error: Exception) -> None:
+        """This rank will have no part in a save the others may have scheduled: abandon it, so that they learn why."""
+        if self._planned is None or self._ranks.world_size == 1:
+            return
+        save = SaveId(step, self._epoch, self._token(self._planned, step))
+        text = "".join(traceback.format_exception(error))
+        with contextlib.suppress(CheckpointError):  # then they learn it from their own wait
+            reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
+            PendingSave(CheckpointRoot(self._root), save).abandon(reason)
+
     # -- planning ------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, state: Any) -> tuple[FlatState, dict[tuple[str | int, ...], Any], _Planned]:
+        """The leaves, the encoded values, and the plan. The first time all ranks learn what was wrong on any."""
+        try:
+            flat = flatten(state)
+            encoded = _encode_values(flat)
+        except Exception as error:
+            if self._planned is None:
+                self._ranks(_FAILED + f"{type(error).__name__}: {error}".encode())
+            raise
+        return flat, encoded, self._plan(flat)
 
     def _plan(self, flat: FlatState) -> _Planned:
         description = flat.describe()
         if self._planned is not None and self._planned.description == description:
             return self._planned
+        seeds = self._ranks(_FINE + os.urandom(8))
+        for rank, seed in enumerate(seeds):
+            if seed.startswith(_FAILED):
+                problem = seed.removeprefix(_FAILED).decode(errors="replace")
+                raise StateError(
+                    f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank
+                )
+        nonce = hashlib.blake2b(b"".join(seeds), digest_size=16).digest()
         descriptions = exchange(description, self._ranks)
-        nonce = hashlib.blake2b(b"".join(self._ranks(os.urandom(8))), digest_size=16).digest()
         plan = make_save_plan(descriptions, self._staging.grid)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
@@ -180,6 +214,26 @@ class Saver:
             while self._arena.in_use():
                 self._wait_for_slot(time.monotonic() + self._staging.slot_timeout_s)
             self._arena.resize(-(-needed // _FLAG_BYTES) * _FLAG_BYTES)
+
+    def _stage_all(
+        self, planned: _Planned, flat: FlatState, save: SaveId, values: list[Any], begin: float
+    ) -> PartWriter:
+        """Stage this rank's part. Of one that does not fit a slot, all pieces but the last are written when this
+        returns."""
+        earlier: list[tuple[str, str, int, int]] = []
+        last = planned.part.plan.pieces - 1
+        for piece in range(last):
+            writer = self._stage_piece(planned, flat, save, piece, [], begin)
+            writer.on_written = earlier.extend
+            self._write_piece_now(writer)
+        writer = self._stage_piece(planned, flat, save, last, values, begin)
+        try:
+            self._finish_pieces()
+        except BaseException:
+            writer.free_slot()
+            raise
+        writer.earlier = earlier
+        return writer
 
     def _stage_piece(
         self, planned: _Planned, flat: FlatState, save: SaveId, piece: int, values: list[Any], begin: float
@@ -281,10 +335,16 @@ class Saver:
         self._pieces_queue.schedule_async_request(AsyncRequest(writer, (), []))
 
     def _finish_pieces(self) -> None:
-        assert self._pieces_queue is not None
-        self._pieces_queue.maybe_finalize_async_calls(blocking=True)
+        while self._pieces_queue is not None and self._pieces_queue.get_num_unfinalized_calls():
+            try:
+                self._pieces_queue.maybe_finalize_async_calls(blocking=True)
+            except CheckpointTimeoutError:
+                raise
+            except CheckpointError as error:  # the save is abandoned: its last piece finds out and fails like any other
+                _log.debug("a piece was not written: %s", error)
 
 
+_FINE, _FAILED = b"+", b"-"
 _FLAG_BYTES = 4096  # a page behind the images, for the flag
 
 

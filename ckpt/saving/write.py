@@ -12,7 +12,8 @@ step:
 
 from __future__ import annotations
 
-import os
+import contextlib
+import logging
 import pickle
 import time
 import traceback
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt.async_calls import context
+from ckpt.async_calls.messages import clip
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -33,16 +35,18 @@ from ckpt.errors import (
 from ckpt.saving.part import Image, PackedEntry, PartPlan
 from ckpt.saving.publish import Retention, is_published, publish, recover, retain
 from ckpt.shared_memory import SharedMemory
-from ckpt.storage import files
-from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Published, Reason, SaveId
+from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Reason, SaveId
 from ckpt.storage.locks import DirectoryLock
 from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
 
 __all__ = ["PartWriter", "SaveOptions"]
 
+_log = logging.getLogger("ckpt")
 _COORDINATOR = 0
 _CHUNKS_PER_EVENT = 200
 _ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others who do nothing
+_FIRST_PROBE_S = 1.0
+_TRACEBACK_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
@@ -86,6 +90,7 @@ class PartWriter:
     earlier: list[tuple[str, str, int, int]] = field(default_factory=list)
     on_slot_free: Callable[[], None] | None = None
     on_written: Callable[[list[tuple[str, str, int, int]]], None] | None = None
+    reported: Reason | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "on_slot_free": None, "on_written": None}
@@ -93,7 +98,7 @@ class PartWriter:
     def __call__(self) -> None:
         """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end."""
         plan: PartPlan = pickle.loads(self.plan)  # our own bytes, made by the trainer of this writer
-        pending = PendingSave(CheckpointRoot(self.root), self.save)
+        pending = self._pending()
         lock: DirectoryLock | None = None
         try:
             self._wait_until_staged()
@@ -107,48 +112,61 @@ class PartWriter:
         except _OrphanedError:
             if self.rank != _COORDINATOR:
                 raise  # the part stays: the next start of the job publishes the save if it is complete
-            outcome = self._give_up(pending, _OrphanedError(f"rank {self.rank}: every trainer died"))
+            outcome = self._give_up(pending, self._reason(_OrphanedError("every trainer died")))
         except Exception as error:
-            outcome = self._give_up(pending, error)
+            outcome = self._give_up(pending, self._reason(error))
         finally:
             if lock is not None:
                 lock.close()
-        if not is_published(outcome):
-            raise _error_for(self.save, outcome)
+            if context.current() is None:  # run by `execute_sync`, no `abandoned` will follow
+                self.free_slot()
+        if isinstance(outcome, Abandoned) and not is_published(outcome):
+            _report_or(self.on_event, {"abandoned": outcome.reason.to_document()})
+            with contextlib.suppress(CheckpointError):
+                pending.root.clean()
+            raise _error_for(self.save, outcome.reason)
         if self.rank == _COORDINATOR:
             retain(pending.root, self.options.retention, self.save.step)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """Trainer: the writer said what it has written, or that nothing reads the slot any more."""
+        """Trainer: the writer said what it has written, that nothing reads the slot any more, or why it gave up."""
         if self.on_written is not None and "written" in event:
             self.on_written([(str(d), str(key), int(size), int(crc)) for d, key, size, crc in event["written"]])
         if "slot_free" in event:
-            self._free_slot()
+            self.free_slot()
+        if "abandoned" in event:
+            self.reported = Reason.from_document(event["abandoned"])
 
     def abandoned(self, error: CheckpointError) -> CheckpointError | None:
         """Trainer: the call cannot complete. Makes sure the save is decided on all ranks; None if it was published
         after all."""
-        self._free_slot()
-        pending = PendingSave(CheckpointRoot(self.root), self.save)
-        outcome = self._give_up(pending, error)
-        if is_published(outcome) and self.last:
+        self.free_slot()
+        outcome = self._give_up(self._pending(), self.reported or self._reason(error))
+        if isinstance(outcome, Abandoned) and not is_published(outcome):
+            result = _error_for(self.save, outcome.reason)
+        elif self.last:
+            _log.warning("step %d is published, but its writer failed afterwards: %s", self.save.step, error)
             return None
-        result = _error_for(self.save, outcome)
+        else:
+            result = error
         result.__cause__ = result.__cause__ or error
         return result
 
-    def _free_slot(self) -> None:
+    def _pending(self) -> PendingSave:
+        return PendingSave(CheckpointRoot(self.root), self.save)
+
+    def free_slot(self) -> None:
+        """Trainer: nobody reads the slot any more. Idempotent."""
         callback, self.on_slot_free = self.on_slot_free, None
         if callback is not None:
             callback()
 
     def _report_slot_free(self, written: list[WrittenChunk]) -> None:
-        running = context.current()
-        report = self.on_event if running is None else running.report
         if not self.last:
             for first in range(0, len(written), _CHUNKS_PER_EVENT):
-                report({"written": [_record(chunk) for chunk in written[first : first + _CHUNKS_PER_EVENT]]})
-        report({"slot_free": True})
+                records = [_record(chunk) for chunk in written[first : first + _CHUNKS_PER_EVENT]]
+                _report_or(self.on_event, {"written": records})
+        _report_or(self.on_event, {"slot_free": True})
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
@@ -166,14 +184,15 @@ class PartWriter:
         if self.rank == _COORDINATOR and self.piece == 0:
             if self.options.recover:
                 recover(pending.root, self.options.commit_timeout_s, lambda message: None)
+            pending.root.clean()
             return pending.begin(plan.world_size, plan.plan_digest)
         for _ in self._pauses("the coordinator (rank 0) to begin the save"):
             lock = pending.join()
             if lock is not None:
                 return lock
-            if isinstance(pending.outcome(), Abandoned):
+            if pending.outcome() is not None:
                 break
-        raise StorageError(f"save {self.save.name} is not open any more")
+        raise StorageError(f"save {self.save.name} was decided before this rank could write its part")
 
     def _write(self, pending: PendingSave, plan: PartPlan) -> tuple[list[WrittenChunk], dict[str, float]]:
         begin = time.time()
@@ -184,31 +203,26 @@ class PartWriter:
         else:
             writer = DirectChunkWriter(pending.path, threads=self.options.threads)
         images = [image for image in plan.images if image.piece == self.piece]
+        images.sort(key=lambda image: -image.image_bytes)  # no thread is left alone with a large one at the end
+        described = plan.described if self.piece == 0 else ()
+        running = context.current()  # the threads of the pool have none of their own
 
         def write_one(image: Image) -> WrittenChunk:
             view = self.region.buffer[image.offset : image.offset + image.image_bytes]
             chunk = writer.write(ChunkJob(plan.metas[image.array], plan.directories[image.array], image.index, view))
-            _progress()
+            if running is not None:
+                running.progress()
             return chunk
 
         with ThreadPoolExecutor(self.options.threads, "ckpt-write") as pool:
-            written = list(pool.map(write_one, images))
+            chunks = pool.map(write_one, images)
+            documents = pool.map(lambda n: writer.describe(plan.directories[n], plan.metas[n]), described)
+            written = list(chunks)
+            list(documents)
         end = time.time()
         writer.finish()
-        if self.piece == 0:
-            self._describe(pending, plan)
         _progress()
         return written, {"write_begin": begin, "write_s": end - begin, "sync_s": time.time() - end}
-
-    def _describe(self, pending: PendingSave, plan: PartPlan) -> None:
-        """Write the metadata of the arrays this rank is in charge of."""
-        paths, directories = [], set()
-        for number in plan.described:
-            made = files.make_directories(pending.path, plan.directories[number])
-            directories.update(made)
-            paths.append(os.path.join(made[-1], "zarr.json"))
-            files.write_new(paths[-1], plan.metas[number].document_bytes())
-        files.sync_files(paths, directories)
 
     def _manifest(self, plan: PartPlan, written: list[WrittenChunk], times: dict[str, float]) -> dict[str, Any]:
         chunks: dict[str, list[list[Any]]] = {}
@@ -231,12 +245,9 @@ class PartWriter:
         """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
         everyone = set(range(plan.world_size))
         for _ in self._pauses("all ranks to finish their parts", lock):
-            outcome = pending.outcome()
+            outcome = pending.decided()
             if outcome is not None:
                 return outcome
-            failure = pending.failure()
-            if failure is not None:
-                return pending.abandon(failure)
             if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
                 return publish(pending, _progress)
         raise AssertionError("unreachable")
@@ -245,13 +256,21 @@ class PartWriter:
         """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`.
 
         Without a trainer only as long as somebody else works on the save (holds a lock on it), and a little longer.
+        StorageError when the root cannot be written to: then the others cannot tell, either.
         """
-        deadline = time.monotonic() + self.options.commit_timeout_s
+        root = CheckpointRoot(self.root)
+        begin = time.monotonic()
+        probe_at, probe_pause_s = begin + _FIRST_PROBE_S, _FIRST_PROBE_S
+        deadline = begin + self.options.commit_timeout_s
         alone_since: float | None = None
         pause_s = _FIRST_PAUSE_S
         while (now := time.monotonic()) < deadline:
             yield
             _progress()
+            if now >= probe_at:
+                root.check_writable()
+                probe_pause_s *= 2  # a thousand waiting ranks must not keep the metadata server busy
+                probe_at = now + probe_pause_s
             if not _trainer_gone() or (lock is not None and lock.shared_with_others):
                 alone_since = None
             elif alone_since is None:
@@ -267,19 +286,23 @@ class PartWriter:
             step=self.save.step,
         )
 
-    def _give_up(self, pending: PendingSave, error: BaseException) -> Outcome:
-        """Make sure the save is decided: abandoned for `error`, unless somebody decided before."""
-        text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
-        text = text or "".join(traceback.format_exception(error))
-        reason = Reason(self.rank, type(error).__name__, str(error), text)
+    def _give_up(self, pending: PendingSave, reason: Reason) -> Outcome:
+        """Make sure the save is decided: abandoned for `reason`, unless somebody decided before."""
         try:
-            outcome = pending.abandon(reason)
-            if outcome is None:
-                pending.write_error(self.rank, reason)
-        except CheckpointError as problem:
-            error.add_note(f"and the save could not be marked as abandoned: {problem}")
+            return pending.abandon(reason)
+        except CheckpointError:  # the storage is unusable; the others find that out by themselves
             return Abandoned(reason)
-        return outcome or Abandoned(reason)
+
+    def _reason(self, error: Exception) -> Reason:
+        text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
+        text = clip(text or "".join(traceback.format_exception(error)), _TRACEBACK_BYTES)
+        return Reason(self.rank, type(error).__name__, clip(str(error), _TRACEBACK_BYTES), text)
+
+
+def _report_or(here: Callable[[dict[str, Any]], None], event: dict[str, Any]) -> None:
+    """Tell the trainer; `here` if this is the trainer."""
+    running = context.current()
+    (here if running is None else running.report)(event)
 
 
 def _progress() -> None:
@@ -307,10 +330,8 @@ def _packed_document(entry: PackedEntry) -> dict[str, Any]:
     return document
 
 
-def _error_for(save: SaveId, outcome: Outcome) -> CheckpointError:
+def _error_for(save: SaveId, reason: Reason) -> CheckpointError:
     """What the trainer raises for a save that is not published."""
-    assert not isinstance(outcome, Published)
-    reason = outcome.reason if outcome is not None else Reason(None, "SaveAbandonedError", "its outcome is not known")
     where = "" if reason.rank is None else f"rank {reason.rank}: "
     kind = CheckpointExistsError if reason.kind == "CheckpointExistsError" else SaveAbandonedError
     error = kind(

@@ -4,12 +4,15 @@
     FREE ----------> STAGING ------------------> WRITING --------------------------------> FREE
 
 A slot is mapped, faulted in and (on CUDA) pinned once, and used again and again. Two slots by default: one may still be
-written while the next save is staged.
+written while the next save is staged. Faulting in and pinning take a while, so a thread does them, one slot after the
+other; whoever acquires a slot waits until that slot is ready, and `close` ends the thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from enum import Enum
 
 import torch
@@ -31,21 +34,33 @@ class Slot:
     """One region of shared memory. `tensor` is all of it as a 1-d uint8 tensor; `step` is the save that is or was in
     it."""
 
-    def __init__(self, number: int, size: int, pin: bool) -> None:
+    def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.state = SlotState.FREE
         self.step: int | None = None
         self.region = SharedMemory.create(f"ckpt-slot-{number}", size)
+        self.tensor = torch.frombuffer(self.region.buffer, dtype=torch.uint8)
+        self._pinned = False
+        self._ready: Future[None] = Future()
+
+    def prepare(self, stopped: Callable[[], bool], device: int | None) -> None:
+        """Fault in, and pin for the GPU `device`. Runs in the arena's thread, once."""
         try:
-            self.region.prefault()
-            self.tensor = torch.frombuffer(self.region.buffer, dtype=torch.uint8)
-            self._pinned = pin and _register(self.tensor)
-        except BaseException:
-            self.region.close()
-            raise
+            self.region.prefault(stopped)
+            if device is not None and not stopped():
+                _register(self.tensor, device)
+                self._pinned = True
+        except Exception as error:
+            self._ready.set_exception(error)
+        else:
+            self._ready.set_result(None)
+
+    def wait_ready(self) -> None:
+        """Wait for `prepare`. Raises what it raised: OSError when the system has not enough memory."""
+        self._ready.result()
 
     def close(self) -> None:
-        """Give the memory back. A writer that still writes from it keeps its own mapping."""
+        """Give the memory back. A writer that still writes from it keeps its own mapping. Not while `prepare` runs."""
         if self._pinned:
             _unregister(self.tensor)
         del self.tensor
@@ -61,27 +76,41 @@ class Arena:
         self._count = slots
         self._pin = pin
         self._slots: list[Slot] = []
+        self._thread: threading.Thread | None = None  # prepares all of `_slots`, and nothing else
+        self._stopped = threading.Event()
         self.max_slot_bytes = None if max_host_bytes is None else max_host_bytes // slots
         self.slot_bytes = 0
 
     def resize(self, size: int) -> None:
         """Give every slot room for `size` bytes. Slots that are in use are replaced; what is in them stays with their
-        users.
-
-        Raises OSError when the system has not enough memory.
+        users. Does not wait until the memory is there.
         """
         if size <= self.slot_bytes:
             return
         self.close()
-        self._slots = [Slot(number, size, self._pin) for number in range(self._count)]
+        for number in range(self._count):
+            self._slots.append(Slot(number, size))
+        device = torch.cuda.current_device() if self._pin and torch.cuda.is_available() else None
+        thread = threading.Thread(target=self._prepare, args=(self._slots, device), name="ckpt-arena", daemon=True)
+        self._stopped.clear()
+        thread.start()
+        self._thread = thread
         self.slot_bytes = size
 
     def acquire(self, step: int, wait: Callable[[], None]) -> Slot:
         """A free slot, now being staged for `step`. While there is none, calls `wait`, which lets events come in or
-        raises."""
+        raises.
+
+        Raises OSError when the system has not enough memory; the arena is then closed, to be resized again.
+        """
         while True:
             for slot in self._slots:
                 if slot.state is SlotState.FREE:
+                    try:
+                        slot.wait_ready()
+                    except Exception:
+                        self.close()
+                        raise
                     slot.state, slot.step = SlotState.STAGING, step
                     return slot
             wait()
@@ -92,18 +121,24 @@ class Arena:
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         slots, self._slots, self.slot_bytes = self._slots, [], 0
         for slot in slots:
             slot.close()
 
+    def _prepare(self, slots: list[Slot], device: int | None) -> None:
+        for slot in slots:
+            slot.prepare(self._stopped.is_set, device)
 
-def _register(tensor: torch.Tensor) -> bool:
-    """Pin the pages for DMA by the GPU; False when there is none in this process."""
-    if not torch.cuda.is_available():
-        return False
-    result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
-    torch.cuda.check_error(int(result))
-    return True
+
+def _register(tensor: torch.Tensor, device: int) -> None:
+    """Pin the pages for DMA. A new thread starts on device 0, where this process may have no business."""
+    with torch.cuda.device(device):
+        result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+        torch.cuda.check_error(int(result))
 
 
 def _unregister(tensor: torch.Tensor) -> None:

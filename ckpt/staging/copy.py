@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -16,6 +17,9 @@ from ckpt.paths import Path
 from ckpt.staging.copy_op import CopyOp
 
 __all__ = ["Staged", "stage"]
+
+
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 class Staged:
@@ -91,10 +95,18 @@ def _copy_all(
             first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
             slot[op.offset : op.offset + count].copy_(source[first : first + count], non_blocking=stream is not None)
         else:
-            box = tensor[op.source].resolve_conj().resolve_neg().contiguous()
+            box = _contiguous(tensor[op.source])
             keep.append(box)
             source = box.reshape(-1).view(torch.uint8).view(*box.shape, op.itemsize)
             _corner(slot, op, box.shape).copy_(source, non_blocking=stream is not None)
+
+
+def _contiguous(box: torch.Tensor) -> torch.Tensor:
+    """The same bits in C order. As integers where possible, for there are dtypes that torch has no copy kernel for."""
+    as_integer = _INTEGERS.get(box.element_size())
+    if box.is_conj() or box.is_neg() or as_integer is None:
+        return box.resolve_conj().resolve_neg().contiguous()
+    return box.view(as_integer).contiguous()
 
 
 def _corner(slot: torch.Tensor, op: CopyOp, shape: torch.Size) -> torch.Tensor:

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, crc32c_of_checksums
 from ckpt.storage.metadata import INDEX_ENTRY_BYTES, ArrayMeta
 
-__all__ = ["DamagedFileError", "check_chunk_file"]
+__all__ = ["READ_BYTES", "DamagedFileError", "check_chunk_file"]
 
 _BLOCK_BYTES = 4 << 20
 
-Read = Callable[[int, int], bytes]
-"""Returns so many bytes (second argument) from an offset in the file (first), or fewer at its end."""
+READ_BYTES = _BLOCK_BYTES + CHECKSUM_BYTES
+"""No more is read at once, but for the index of a shard of very many inner chunks."""
+
+Read = Callable[[int, int], bytes | memoryview]
+"""Returns so many bytes (second argument) from an offset in the file (first), or fewer at its end. They are used before
+the next call."""
 
 
 class DamagedFileError(Exception):
@@ -46,17 +50,20 @@ class _File:
 
     def check(self, offset: int, size: int) -> int:
         """Return the checksum of the range, without the last bytes, which are that checksum."""
+        where = f"the {size} bytes at offset {offset}"
         if offset < 0 or size < CHECKSUM_BYTES or offset + size > self.size:
             raise DamagedFileError(f"ends at {self.size}, but should have {size} bytes at offset {offset}")
-        end = offset + size - CHECKSUM_BYTES
-        checksum = 0
-        for start in range(offset, end, _BLOCK_BYTES):
-            checksum = crc32c(self.read(start, min(_BLOCK_BYTES, end - start)), checksum)
-        if checksum != int.from_bytes(self.read(end, CHECKSUM_BYTES), "little"):
-            raise DamagedFileError(f"has a wrong checksum in the {size} bytes at offset {offset}")
+        checksum, end = 0, offset + size - CHECKSUM_BYTES
+        while end - offset > _BLOCK_BYTES:
+            checksum = crc32c(self.read(offset, _BLOCK_BYTES), checksum)
+            offset += _BLOCK_BYTES
+        rest = self.read(offset, end - offset + CHECKSUM_BYTES)  # with the checksum, in one read
+        checksum = crc32c(rest[: end - offset], checksum)
+        if checksum != int.from_bytes(rest[end - offset :], "little"):
+            raise DamagedFileError(f"has a wrong checksum in {where}")
         return checksum
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes | memoryview:
         data = self.read_some(offset, size)
         if len(data) != size:
             raise DamagedFileError(f"ends at offset {offset + len(data)}")

@@ -2,9 +2,10 @@
 
     <root>/.pending/<save>/    being written; can be published only while it holds intent.json
         intent.json                 made once, by the coordinator, before any writer starts
-        parts/rank_00000.json       a rank's part is durable; or rank_00000.error.json: it will never be
+        parts/rank_00000.json       a rank's part is durable
     <root>/step_00000100/      published: the same directory under its final name
-    <root>/.abandoned/<save>/  given up: the same directory, and nobody will ever read it
+    <root>/.abandoned/<save>/  given up: the same directory, and nobody will ever read its arrays
+        reason.json                 why, for all ranks; stays for a while when the rest is removed
 
 Publishing renames ``.pending/<save>`` to ``step_N``, abandoning renames it to ``.abandoned/<save>``. Whoever tries,
 however often and however late: exactly one of the two can happen, and every rank learns which by looking. Everyone who
@@ -29,6 +30,8 @@ from ckpt.storage.locks import DirectoryLock, lock_shared, try_lock_exclusive
 __all__ = ["Abandoned", "CheckpointRoot", "Outcome", "PendingSave", "Published", "Reason", "SaveId", "parse_save_name"]
 
 FORMAT_VERSION = 1
+_REASON = "reason.json"
+_RECORDS_STAY_S = 3600.0
 
 _STEP = re.compile(r"step_(\d{8,18})")
 _SAVE = re.compile(r"step_(\d{8,18})-e(\d+)-([0-9a-f]{16})")
@@ -166,22 +169,30 @@ class CheckpointRoot:
         files.remove_tree(target)
         return True
 
-    def clean(self, older_than_s: float = 0.0) -> None:
-        """Remove what abandoned saves and interrupted removals left, except for what is in use or was decided just now.
+    def clean(self) -> None:
+        """Free the space of abandoned saves and interrupted removals that nobody uses any more.
 
-        Ranks learn from the record why a save was abandoned, so a clean-up during a run leaves them some time.
+        Ranks learn from its record that a save was abandoned, and why, so records stay for `_RECORDS_STAY_S`.
         """
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
             try:
-                if time.time() - os.stat(path).st_mtime < older_than_s:
-                    continue
+                is_record = parse_save_name(name) is not None
+                old = time.time() - os.stat(path).st_mtime > _RECORDS_STAY_S
                 lock = try_lock_exclusive(path)
             except (OSError, StorageError):
                 continue  # somebody else was faster
             if lock is not None:
                 with lock:
-                    files.remove_tree(path)
+                    if is_record and not old:
+                        _strip(path)
+                    else:
+                        files.remove_tree(path)
+
+    def check_writable(self) -> None:
+        """Raise StorageError when the root cannot be made or written to."""
+        self.make()
+        files.check_writable(self.pending_path)
 
 
 class PendingSave:
@@ -209,6 +220,9 @@ class PendingSave:
         if not files.create_exclusive(os.path.join(self.path, "intent.json"), seal(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         files.fsync_directory(self.root.pending_path)
+        if os.path.lexists(self._abandoned_path):  # meanwhile another rank gave up a save that it did not find
+            files.remove_tree(self.path)
+            raise StorageError(f"save {self.save.name} was abandoned while it began")
         return lock
 
     def join(self) -> DirectoryLock | None:
@@ -227,18 +241,6 @@ class PendingSave:
     def write_part(self, rank: int, document: dict[str, Any]) -> None:
         """Say that this rank's part is whole and durable. StorageError when the save is gone."""
         files.write_durable(os.path.join(self.path, part_name(rank)), seal(document))
-
-    def write_error(self, rank: int, reason: Reason) -> None:
-        """Say that this rank's part will never be there, also when the save has not begun."""
-        if os.path.lexists(self._abandoned_path):
-            return
-        self.root.make()
-        files.make_directories(self.root.pending_path, f"{self.save.name}/parts")
-        files.write_durable(os.path.join(self.path, error_name(rank)), seal(reason.to_document()))
-
-    def failure(self) -> Reason | None:
-        """What a rank reported by `write_error`."""
-        return _failure_in(self.path)
 
     def parts_present(self) -> set[int]:
         """The ranks whose part is there."""
@@ -264,17 +266,26 @@ class PendingSave:
             return None
         return self.outcome() or Abandoned(_vanished(self.save))
 
-    def abandon(self, reason: Reason) -> Outcome:
-        """Give the save up. Published if it was too late for that; None if it has not begun: then nothing was
-        changed."""
-        if not os.path.isdir(self.path):
-            return self.outcome()
+    def abandon(self, reason: Reason) -> Published | Abandoned:
+        """Give the save up, also before it has begun. Published if it was too late for that.
+
+        The answer has the reason that all ranks find. Raises StorageError when nothing can be decided.
+        """
         self.root.make()
-        result = files.rename_directory(self.path, self._abandoned_path)
-        if result is Rename.DONE:
-            files.write_durable(os.path.join(self._abandoned_path, "reason.json"), seal(reason.to_document()))
+        if not os.path.isdir(self.path):
+            if (outcome := self.outcome()) is not None:
+                return outcome
+            files.make_directories(self.root.pending_path, self.save.name)  # it leaves a record, which `begin` finds
+        recorded = self._record(self.path, reason)  # before the rename: who sees the decision, sees the reason
+        if files.rename_directory(self.path, self._abandoned_path) is Rename.DONE and not recorded:
+            _strip(self._abandoned_path)  # makes room where the disk is full
+            self._record(self._abandoned_path, reason)
+        outcome = self.outcome()
+        if isinstance(outcome, Published) and recorded:
+            files.remove(os.path.join(self.root.step_path(self.save.step), _REASON))
+        if outcome is None or outcome == Abandoned(_vanished(self.save)):
             return Abandoned(reason)
-        return self.outcome()
+        return outcome
 
     def outcome(self) -> Outcome:
         """What was decided, as far as storage tells."""
@@ -284,10 +295,23 @@ class PendingSave:
         if published is not None and published.get("save") == self.save.name:
             return Published()
         if os.path.isdir(self._abandoned_path):
-            document = _read_sealed(os.path.join(self._abandoned_path, "reason.json"))
-            reason = None if document is None else Reason.from_document(document)
-            return Abandoned(reason or _failure_in(self._abandoned_path) or _vanished(self.save))
+            document = _read_sealed(os.path.join(self._abandoned_path, _REASON))
+            return Abandoned(_vanished(self.save) if document is None else Reason.from_document(document))
         return None
+
+    def decided(self) -> Outcome:
+        """Like `outcome`, for those who joined the save: when it is nowhere, somebody has removed it."""
+        outcome = self.outcome()
+        if outcome is None and not os.path.isdir(self.path):
+            return self.outcome() or Abandoned(_vanished(self.save))
+        return outcome
+
+    def _record(self, where: str, reason: Reason) -> bool:
+        try:
+            files.write_durable(os.path.join(where, _REASON), seal(reason.to_document()))
+        except StorageError:
+            return False
+        return True
 
     def _read(self, name: str) -> dict[str, Any] | None:
         return _read_sealed(os.path.join(self.path, name))
@@ -298,11 +322,6 @@ def part_name(rank: int) -> str:
     return f"parts/rank_{rank:05d}.json"
 
 
-def error_name(rank: int) -> str:
-    """A rank's error record, relative to the save."""
-    return f"parts/rank_{rank:05d}.error.json"
-
-
 def _part_names(path: str) -> list[str]:
     try:
         return os.listdir(os.path.join(path, "parts"))
@@ -310,17 +329,20 @@ def _part_names(path: str) -> list[str]:
         return []
 
 
-def _failure_in(path: str) -> Reason | None:
-    for name in sorted(_part_names(path)):
-        if re.fullmatch(r"rank_\d{5,}\.error\.json", name):
-            document = _read_sealed(os.path.join(path, "parts", name))
-            if document is not None:
-                return Reason.from_document(document)
-    return None
+def _strip(path: str) -> None:
+    """Remove all directories in `path`, whoever may still write there."""
+    with storage_errors("clean up", path), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                files.remove_tree(entry.path)
 
 
 def _vanished(save: SaveId) -> Reason:
-    return Reason(None, "SaveAbandonedError", f"save {save.name} was given up; its record is not there (cleaned up?)")
+    return Reason(
+        None,
+        "SaveAbandonedError",
+        f"save {save.name} was given up and left no record of the reason (removed by hand, or no space to write it)",
+    )
 
 
 def _saves(names: list[str]) -> list[SaveId]:

@@ -24,9 +24,11 @@ from ckpt.errors import StorageError
 
 __all__ = [
     "Rename",
+    "check_writable",
     "create_exclusive",
     "fsync_directory",
     "make_directories",
+    "remove",
     "remove_tree",
     "rename_directory",
     "storage_errors",
@@ -140,6 +142,14 @@ def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int
                 pass
 
 
+def check_writable(path: str) -> None:
+    """Raise StorageError if no name can be made in directory `path`."""
+    probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
+    with storage_errors("write", path):
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        os.unlink(probe)
+
+
 def fsync_directory(path: str) -> None:
     """Make the names in a directory durable."""
     _sync(path)
@@ -181,6 +191,12 @@ def rename_directory(source: str, target: str) -> Rename:
         for parent in dict.fromkeys((os.path.dirname(target), os.path.dirname(source))):
             _fsync(parent)
         return Rename.DONE
+
+
+def remove(path: str) -> None:
+    """Remove a file, if it is there."""
+    with storage_errors("remove", path), suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def remove_tree(path: str) -> None:

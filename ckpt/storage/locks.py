@@ -30,10 +30,11 @@ class DirectoryLock:
             return True
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
         except BlockingIOError:
             return True
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
-        return False
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # a conversion that fails loses the lock, too
 
     def close(self) -> None:
         """Release the lock. Idempotent."""

@@ -6,19 +6,27 @@ import os
 from io import FileIO
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
+from ckpt.storage.chunk_files import READ_BYTES, DamagedFileError, check_chunk_file
 from ckpt.storage.files import storage_errors
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.writers import WrittenChunk
 
-__all__ = ["verify_chunk"]
+__all__ = ["READ_BYTES", "verify_chunk"]
 
 
-def verify_chunk(root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...], tensor: str) -> WrittenChunk:
+def verify_chunk(
+    root: str,
+    directory: str,
+    meta: ArrayMeta,
+    index: tuple[int, ...],
+    tensor: str,
+    buffer: memoryview | None = None,
+) -> WrittenChunk:
     """Check that the chunk of the array in `directory` below `root` is there and carries the checksums of its bytes.
 
     Returns what its writer returned, if the file is the same: compare this with what was recorded. Reads all of the
-    file, in blocks. `CheckpointCorruptError` names tensor, chunk, file and offset; `StorageError` if the file system
+    file, in blocks, into `buffer` (of `READ_BYTES`) if there is one: new memory for each block costs as much as its
+    checksum. `CheckpointCorruptError` names tensor, chunk, file and offset; `StorageError` if the file system
     refuses.
     """
     file = f"{directory}/{meta.chunk_key(index)}"
@@ -27,12 +35,19 @@ def verify_chunk(root: str, directory: str, meta: ArrayMeta, index: tuple[int, .
         with storage_errors("read", path), _open(path) as stream:
             fd = stream.fileno()
             file_bytes = os.fstat(fd).st_size
-            checksum = check_chunk_file(meta, index, file_bytes, lambda offset, size: os.pread(fd, size, offset))
+            checksum = check_chunk_file(meta, index, file_bytes, lambda at, size: _read(fd, at, size, buffer))
     except DamagedFileError as damage:
         raise CheckpointCorruptError(
             f"tensor {tensor}, chunk {index}: {path} {damage}; restore from another step or copy"
         ) from None
     return WrittenChunk(file, file_bytes, checksum)
+
+
+def _read(fd: int, offset: int, size: int, buffer: memoryview | None) -> bytes | memoryview:
+    if buffer is None or size > len(buffer):
+        return os.pread(fd, size, offset)
+    target = buffer[:size]
+    return target[: os.preadv(fd, [target], offset)]
 
 
 def _open(path: str) -> FileIO:

@@ -4,7 +4,8 @@
 page cache. `TensorStoreChunkWriter` goes through tensorstore: for compressed arrays, and for stores that are not a
 local file system.
 
-Both run in a writer process. `write` may be called from several threads at once (4 to 8 keep a local disk busy);
+Both run in a writer process. `write` and `describe` may be called from several threads at once (4 to 8 keep a local
+disk busy);
 nothing is durable before `finish`. After an error the save cannot be completed any more; the files are left for
 clean-up.
 """
@@ -20,7 +21,7 @@ import numpy as np
 
 from ckpt.errors import StorageError
 from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
-from ckpt.storage.files import make_directories, sync_files, write_image
+from ckpt.storage.files import make_directories, sync_files, write_image, write_new
 from ckpt.storage.images import piece_array, seal
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.tensorstores import new_context, open_array
@@ -58,6 +59,10 @@ class ChunkWriter(Protocol):
         """Write one chunk. `StorageError` if the store refuses."""
         ...
 
+    def describe(self, directory: str, meta: ArrayMeta) -> None:
+        """Write the metadata of the array in `directory`. `StorageError` if the store refuses."""
+        ...
+
     def finish(self) -> None:
         """Make all that was written durable, with the directories it is in. `StorageError` if the store refuses."""
         ...
@@ -84,6 +89,10 @@ class DirectChunkWriter:
         path = self._tree.file(job.directory, key)
         self._direct = write_image(path, job.image[: layout.image_bytes], layout.file_bytes, direct=self._direct)
         return WrittenChunk(f"{job.directory}/{key}", layout.file_bytes, checksum)
+
+    def describe(self, directory: str, meta: ArrayMeta) -> None:
+        """Write the metadata of the array in `directory`. `StorageError` if it is there already."""
+        write_new(self._tree.file(directory, "zarr.json"), meta.document_bytes())
 
     def finish(self) -> None:
         """Make all that was written durable, with the directories it is in."""
@@ -118,6 +127,18 @@ class TensorStoreChunkWriter:
         except (ValueError, RuntimeError, OSError, DamagedFileError) as error:
             raise StorageError(f"cannot write {self._root}/{job.directory}/{key}: {error} (check the store)") from error
         return WrittenChunk(f"{job.directory}/{key}", file_bytes, checksum)
+
+    def describe(self, directory: str, meta: ArrayMeta) -> None:
+        """Write the metadata of the array in `directory`. `StorageError` if the store refuses."""
+        if self._tree is not None:
+            write_new(self._tree.file(directory, "zarr.json"), meta.document_bytes())
+            return
+        try:
+            open_array(self._root, directory, meta, self._context).kvstore.write(
+                "zarr.json", meta.document_bytes()
+            ).result()
+        except (ValueError, RuntimeError, OSError) as error:
+            raise StorageError(f"cannot write {self._root}/{directory}/zarr.json: {error} (check the store)") from error
 
     def finish(self) -> None:
         """Make all that was written durable, with the directories it is in. Other stores than files are so at once."""

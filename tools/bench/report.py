@@ -14,6 +14,7 @@ from tools.bench.measure import Results, Round
 __all__ = ["as_document", "print_report"]
 
 _WRITER_BYTES = 150e6
+_WIDTH = 120  # in a file
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def as_document(results: Results) -> dict[str, Any]:
 
 def print_report(results: Results) -> None:
     title = (
-        f"{results.staged_bytes / 1e9:.2f} GB in {results.tensors} tensors, world size 1, {len(results.rounds)} rounds; "
+        f"{results.staged_bytes / 1e9:.2f} GB in {results.tensors} tensors, world size 1, {len(results.rounds)} "
+        f"rounds; "
         "ratio: median of the rounds, to the limit in the same round"
     )
     _print_table(title, [row.cells() for row in _rows(results)])
@@ -128,4 +130,7 @@ def _print_table(title: str, lines: Iterable[list[str]]) -> None:
         table.add_column(header, justify="right" if number else "left", no_wrap=True)
     for line in lines:
         table.add_row(*line)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    console.print(table)

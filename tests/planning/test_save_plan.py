@@ -1,0 +1,309 @@
+"""Who writes what: every element once, by a rank that holds it, evenly, and the same on every rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.errors import StateError
+from ckpt.paths import Path
+from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.description import StateDescription, TensorSpec, check_agreement, exchange
+from ckpt.planning.grid import GridOptions
+from ckpt.planning.save_plan import SavePlan, make_save_plan
+
+_SMALL = GridOptions(pack_below_bytes=32, file_bytes=512, inner_bytes=64, smallest_split_bytes=64)
+
+
+def _tensors(**specs: TensorSpec) -> dict[Path, TensorSpec]:
+    return {(name,): spec for name, spec in specs.items()}
+
+
+def _spec(*shape: int, sharding: Sharding | None = None, per_rank: bool = False) -> TensorSpec:
+    return TensorSpec("float32", 4, shape, sharding, per_rank)
+
+
+def _holds(spec: TensorSpec, rank: int, box: Box) -> bool:
+    if spec.sharding is None:
+        return True
+    own = local_boxes(spec.shape, spec.sharding, spec.sharding.coordinates()[rank])
+    return any(each.intersection(box) == box for each, _ in own)
+
+
+def _check_cover(plan: SavePlan, descriptions: Sequence[StateDescription]) -> None:
+    """Every element of every tensor is written once, by a rank that holds it."""
+    written: dict[tuple[Path, int | None], torch.Tensor] = {}
+    for rank, description in enumerate(descriptions):
+        for path, spec in description.tensors.items():
+            if path not in plan.aliases:
+                written.setdefault((path, rank if spec.per_rank else None), torch.zeros(spec.shape, dtype=torch.int64))
+
+    def write(path: Path, rank: int | None, owner: int, box: Box) -> None:
+        assert rank in (None, owner)
+        assert path in descriptions[owner].tensors
+        if box.elements:
+            assert _holds(descriptions[owner].tensors[path], owner, box)
+        written[path, rank][box.slices((0,) * len(box.shape))] += 1
+
+    for owner in range(plan.world_size):
+        for _, array, number in plan.chunks_of(owner):
+            counts = [-(-size // part) for size, part in zip(array.shape, array.grid.chunk_shape, strict=True)]
+            index = [int(i) for i in torch.unravel_index(torch.tensor(number), counts)] if counts else []
+            start = [i * part for i, part in zip(index, array.grid.chunk_shape, strict=True)]
+            shape = [
+                min(part, size - at) for part, size, at in zip(array.grid.chunk_shape, array.shape, start, strict=True)
+            ]
+            offset = tuple(a + b for a, b in zip(array.box.offset, start, strict=True))
+            write(array.path, array.rank, owner, Box(offset, tuple(shape)))
+    for entry in plan.packed:
+        write(entry.path, entry.rank, entry.owner, entry.box)
+    for name, count in written.items():
+        assert (count == 1).all(), name
+
+
+def _check_pack(plan: SavePlan) -> None:
+    """Small tensors do not overlap, are aligned, and none lies across two inner chunks."""
+    inner = plan.pack_grid and (plan.pack_grid.inner_chunk_shape or plan.pack_grid.chunk_shape)
+    for owner in plan.pack_owners:
+        end = 0
+        for entry in sorted((e for e in plan.packed if e.owner == owner), key=lambda e: (e.offset, e.nbytes)):
+            assert entry.offset >= end
+            assert entry.offset % 16 == 0
+            end = entry.offset + entry.nbytes
+            assert inner is not None
+            assert entry.nbytes == 0 or entry.offset // inner[0] == (end - 1) // inner[0]
+        assert end <= plan.pack_bytes
+
+
+def _bytes_of(plan: SavePlan) -> list[int]:
+    loads = [0] * plan.world_size
+    for owner in range(plan.world_size):
+        for _, array, _ in plan.chunks_of(owner):
+            loads[owner] += math.prod(array.grid.chunk_shape) * array.itemsize
+    for entry in plan.packed:
+        loads[entry.owner] += entry.nbytes
+    return loads
+
+
+@st.composite
+def _meshes(draw: st.DrawFn, ranks: Sequence[int], dims: int) -> Sharding | None:
+    ways = draw(st.sampled_from([d for d in range(1, len(ranks) + 1) if len(ranks) % d == 0]))
+    dim = st.none() | st.integers(0, dims - 1) if dims else st.none()
+    placements = tuple(Placement(draw(dim), draw(st.integers(1, 2))) for _ in range(2))
+    return draw(st.sampled_from([None, Sharding((ways, len(ranks) // ways), tuple(ranks), placements)]))
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_every_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, 6))
+    stages = data.draw(st.sampled_from([1] if world_size % 2 else [1, 2]))
+    per_stage = world_size // stages
+    descriptions: list[StateDescription] = []
+    shared = {("shared",): _spec(data.draw(st.integers(0, 40)), 3)}
+    for stage in range(stages):
+        ranks = range(stage * per_stage, (stage + 1) * per_stage)
+        tensors = dict(shared)
+        for number in range(data.draw(st.integers(1, 3))):
+            shape = tuple(data.draw(st.lists(st.integers(0, 30), max_size=2)))
+            tensors["stage", stage, number] = _spec(*shape, sharding=data.draw(_meshes(ranks, len(shape))))
+        for rank in ranks:
+            own = {("own",): _spec(rank * 7, per_rank=True)} if data.draw(st.booleans()) else {}
+            descriptions.append(StateDescription(tensors | own))
+    check_agreement(descriptions)
+    options = replace(_SMALL, pack_below_bytes=data.draw(st.sampled_from([0, 32, 1 << 14])))
+    plan = make_save_plan(descriptions, options)
+    _check_cover(plan, descriptions)
+    _check_pack(plan)
+    again = make_save_plan([StateDescription.from_bytes(each.to_bytes()) for each in descriptions], options)
+    assert again == plan
+    assert again.digest == plan.digest
+
+
+def _language_model(layers: int, width: int, vocabulary: int) -> dict[Path, TensorSpec]:
+    tensors = {("embed",): _spec(vocabulary, width), ("norm",): _spec(width), ("step",): _spec()}
+    for layer in range(layers):
+        for name, shape in {
+            "qkv": (3 * width, width),
+            "out": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+            "norm1": (width,),
+            "norm2": (width,),
+            "bias": (4 * width,),
+        }.items():
+            tensors["layers", layer, name] = _spec(*shape)
+    return tensors
+
+
+@pytest.mark.parametrize(("layers", "width", "vocabulary"), [(12, 768, 50257), (2, 256, 1000), (40, 2048, 32000)])
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_identical_ranks_write_equal_shares(layers: int, width: int, vocabulary: int, world_size: int) -> None:
+    description = StateDescription(_language_model(layers, width, vocabulary))
+    plan = make_save_plan([description] * world_size, GridOptions())
+    loads = _bytes_of(plan)
+    fair = sum(math.prod(spec.shape) * 4 for spec in description.tensors.values()) / world_size
+    assert max(loads) <= 1.05 * fair
+    assert min(loads) >= 0.95 * fair
+
+
+def test_replicas_of_shards_share_the_work() -> None:
+    """Hybrid sharding: two replicas of four shards."""
+    mesh = Sharding((2, 4), tuple(range(8)), (Placement(), Placement(0)))
+    tensors = {path: replace(spec, sharding=mesh) for path, spec in _language_model(4, 512, 8000).items() if spec.shape}
+    descriptions = [StateDescription(tensors)] * 8
+    plan = make_save_plan(descriptions, GridOptions())
+    loads = _bytes_of(plan)
+    assert max(loads) <= 1.1 * min(loads)
+    _check_cover(plan, descriptions)
+
+
+def test_replicas_may_have_a_mesh_each() -> None:
+    """Tensor parallelism inside data parallelism: every replica knows only its own mesh."""
+    meshes = [Sharding((2,), ranks, (Placement(0),)) for ranks in ((0, 1), (2, 3))]
+    kinds = [StateDescription(_tensors(w=_spec(100, 20, sharding=mesh), b=_spec(7))) for mesh in meshes]
+    descriptions = [kinds[0], kinds[0], kinds[1], kinds[1]]
+    plan = make_save_plan(descriptions, _SMALL)
+    assert [array.path for array in plan.arrays] == [("w",)]
+    _check_cover(plan, descriptions)
+    assert max(_bytes_of(plan)) <= 1.15 * min(_bytes_of(plan))
+
+
+def test_tied_tensors_of_which_some_ranks_have_empty_shards() -> None:
+    """A rank with an empty shard cannot see that two names are one tensor."""
+    mesh = Sharding((3,), (0, 1, 2), (Placement(0),))
+    spec = _spec(4, 30, sharding=mesh)
+    tied = StateDescription(_tensors(a=spec), aliases={("b",): ("a",)})
+    empty = StateDescription(_tensors(a=spec, b=spec))
+    plan = make_save_plan([tied, tied, empty], _SMALL)
+    assert plan.aliases == {("b",): ("a",)}
+    assert {array.path for array in plan.arrays} == {("a",)}
+    _check_cover(plan, [tied, tied, empty])
+
+
+def test_what_is_tied_on_one_rank_only_is_stored_for_the_others() -> None:
+    tied = StateDescription(_tensors(a=_spec(9)), aliases={("b",): ("a",)})
+    apart = StateDescription(_tensors(a=_spec(9), b=_spec(9)))
+    plan = make_save_plan([tied, apart], _SMALL)
+    assert plan.aliases == {}
+    _check_cover(plan, [tied, apart])
+
+
+def test_a_rank_missing_from_a_mesh_is_an_error() -> None:
+    mesh = Sharding((2,), (0, 1), (Placement(0),))
+    has = StateDescription(_tensors(w=_spec(6, 5, sharding=mesh)))
+    with pytest.raises(StateError, match="w: the ranks that have this DTensor hold 15 of its 30 elements"):
+        make_save_plan([has, StateDescription()], _SMALL)
+
+
+def test_values_are_written_by_one_rank_or_by_each() -> None:
+    first = StateDescription(values={("lr",): False, ("seed",): True})
+    second = StateDescription(values={("lr",): False, ("seed",): True, ("late",): False})
+    plan = make_save_plan([first, second, second], _SMALL)
+    assert plan.value_owners == {("lr",): 0, ("late",): 1}
+    assert plan.per_rank_values == {("seed",): (0, 1, 2)}
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    base = StateDescription(_tensors(a=_spec(100)), {("n",): False})
+    others = [
+        StateDescription(_tensors(a=_spec(101)), {("n",): False}),
+        StateDescription(_tensors(b=_spec(100)), {("n",): False}),
+        StateDescription(_tensors(a=_spec(100)), {("m",): False}),
+        StateDescription(_tensors(a=replace(_spec(100), dtype="int32")), {("n",): False}),
+        StateDescription(_tensors(a=_spec(100)), {("n",): False}, {("t",): ("a",)}),
+    ]
+    digests = [make_save_plan([each, each], _SMALL).digest for each in (base, *others)]
+    digests.append(make_save_plan([base], _SMALL).digest)
+    digests.append(make_save_plan([base, base], replace(_SMALL, pack_below_bytes=1000)).digest)
+    assert len(set(digests)) == len(digests)
+
+
+class _FakeGather:
+    """Plays one rank's part in collectives whose other parts are already known; counts them."""
+
+    def __init__(self, rank: int, rounds: list[list[bytes]]) -> None:
+        self.rank = rank
+        self._rounds = rounds
+        self.calls = 0
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        answers = self._rounds[self.calls]
+        assert answers[self.rank] == payload
+        self.calls += 1
+        return answers
+
+
+def _exchange(descriptions: list[StateDescription]) -> tuple[list[list[StateDescription]], set[int]]:
+    digests = [each.digest for each in descriptions]
+    full = [d.to_bytes() if digests.index(d.digest) == rank else b"" for rank, d in enumerate(descriptions)]
+    gathers = [_FakeGather(rank, [digests, full]) for rank in range(len(descriptions))]
+    results = [exchange(own, gather) for own, gather in zip(descriptions, gathers, strict=True)]
+    return results, {gather.calls for gather in gathers}
+
+
+def test_equal_descriptions_cost_one_collective() -> None:
+    same = [StateDescription(_tensors(a=_spec(4))) for _ in range(3)]
+    results, calls = _exchange(same)
+    assert calls == {1}
+    assert results == [same] * 3
+
+
+def test_different_descriptions_cost_two() -> None:
+    mesh = Sharding((2,), (0, 2), (Placement(0, 2),))
+    kinds = [
+        StateDescription(_tensors(a=_spec(4, sharding=mesh)), {("n", 3): True}),
+        StateDescription(_tensors(b=_spec(4)), aliases={("c",): ("b",)}),
+    ]
+    descriptions = [kinds[0], kinds[1], kinds[0]]
+    results, calls = _exchange(descriptions)
+    assert calls == {2}
+    assert results == [descriptions] * 3
+    for own in results:
+        assert own[0] is own[2]
+
+
+def test_contradictions_are_the_same_error_on_all_ranks() -> None:
+    descriptions = [StateDescription(_tensors(**{f"t{n:02d}": _spec(4 + rank) for n in range(30)})) for rank in (0, 1)]
+    texts = []
+    digests = [each.digest for each in descriptions]
+    for rank, own in enumerate(descriptions):
+        with pytest.raises(StateError) as caught:
+            exchange(own, _FakeGather(rank, [digests, [each.to_bytes() for each in descriptions]]))
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert "ranks disagree about 30 tensor(s)" in texts[0]
+    assert "t00: float32[4] replicated on rank 0, float32[5] replicated on rank 1" in texts[0]
+    assert texts[0].count("replicated on rank 0") == 20
+    assert "and 10 more" in texts[0]
+
+
+@given(st.data())
+def test_a_description_survives_its_bytes(data: st.DataObject) -> None:
+    keys = st.integers(-5, 5) | st.text(st.characters(), max_size=4)
+    paths = st.lists(keys, min_size=1, max_size=3).map(tuple)
+    mesh = Sharding((1, 2), (1, 0), (Placement(), Placement(1, 3)))
+    specs = st.builds(
+        TensorSpec,
+        st.sampled_from(["float32", "bfloat16"]),
+        st.integers(1, 16),
+        st.lists(st.integers(0, 9), max_size=3).map(tuple),
+        st.sampled_from([None, mesh]),
+        st.booleans(),
+    )
+    own = StateDescription(
+        data.draw(st.dictionaries(paths, specs, max_size=4)),
+        data.draw(st.dictionaries(paths, st.booleans(), max_size=3)),
+        data.draw(st.dictionaries(paths, paths, max_size=2)),
+    )
+    json.loads(own.to_bytes())
+    back = StateDescription.from_bytes(own.to_bytes())
+    assert back == own
+    assert back.digest == own.digest
