@@ -412,3 +412,27 @@ def test_any_state_comes_back_and_nothing_is_written_elsewhere(
     above = {str(folder / "outer"), str(root)}
     assert {path for path in _all_paths(folder) if not path.startswith(f"{root}/")} == above
     assert set(os.listdir(root)) <= {"step_00000001", ".pending", ".abandoned"}
+
+
+def test_a_tensor_whose_elements_share_memory_is_not_restored_into(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
+        checkpointer.save({"a": torch.ones(3, 4), "b": torch.zeros(2)}, 1)
+        untouched = torch.full((2,), 7.0)
+        with pytest.raises(StateMismatchError, match="a is read-only or expanded"):
+            checkpointer.restore({"a": torch.zeros(3, 1).expand(3, 4), "b": untouched})
+        assert untouched.tolist() == [7, 7]
+
+
+def test_equal_content_has_equal_files_whatever_was_staged_before(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    """The gaps between packed tensors are zero, also in a slot that held other data."""
+    small = {"a": torch.ones(3), "b": torch.arange(5)}
+    with Checkpointer(tmp_path / "fresh", queue=queue) as checkpointer:
+        checkpointer.save(small, 1)
+    with Checkpointer(tmp_path / "used", queue=queue) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({"other": torch.full((2000,), 0x55, dtype=torch.uint8)}, step)
+        for step in (3, 4):
+            checkpointer.save(small, step)
+    expected = (tmp_path / "fresh" / "step_00000001" / "packed" / "c.0").read_bytes()
+    for step in (3, 4):
+        assert (tmp_path / "used" / f"step_{step:08d}" / "packed" / "c.0").read_bytes() == expected

@@ -23,8 +23,8 @@ __all__ = ["Fetch", "Wanted"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _PACK_BLOCK_BYTES = 16 << 20
-_BLOCK_BYTES = 8 << 20
-_WINDOW_BYTES = 64 << 20
+_BLOCK_BYTES = 4 << 20
+_WINDOW_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)

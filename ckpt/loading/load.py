@@ -269,7 +269,7 @@ def _match_tensor(match: _Match, index: CheckpointIndex, path: Path, leaf: Tenso
             f"shape: {display(path)} is {list(tensor.shape)} in the checkpoint, {list(spec.shape)} in the state"
         )
     elif not leaf.writeable:
-        match.problems.append(f"read-only: {display(path)} is an array that cannot be written to")
+        match.problems.append(f"read-only: {display(path)} is read-only or expanded, and cannot be written to")
     else:
         match.reads.append((display(path), tensor, leaf))
 

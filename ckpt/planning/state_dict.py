@@ -29,7 +29,8 @@ class TensorLeaf:
     offset).
 
     `after` runs when new bytes are in `local`; it is set where `local` is a stand-in for the user's object (a numpy
-    array that torch cannot alias). Not `writeable`: that object is read-only and can only be saved.
+    array that torch cannot alias). Not `writeable`: that object is read-only, or has elements
+    that share memory (an expanded tensor), and can only be saved.
     """
 
     local: torch.Tensor
@@ -142,7 +143,7 @@ class _Walk:
         if path in self._flat.tensors:
             leaf = self._flat.tensors[path]
             leaf.after = lambda: np.copyto(array, contiguous)
-            leaf.writeable = array.flags.writeable
+            leaf.writeable = array.flags.writeable and not _shares_elements(array.shape, array.strides)
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
         tensor = tensor.detach()
@@ -169,7 +170,12 @@ class _Walk:
                 )
         name = str(local.dtype).removeprefix("torch.")
         spec = TensorSpec(name, local.element_size(), shape, sharding, per_rank)
-        self._flat.tensors[path] = TensorLeaf(local, spec, boxes)
+        writeable = not _shares_elements(local.shape, local.stride())
+        self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
+
+
+def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
 
 
 def _item_setter(container: Any, key: Any, path: Path) -> Callable[[Any], None]:

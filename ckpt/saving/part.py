@@ -74,10 +74,14 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part: the writer's half, and the copies that fill each piece."""
+    """A rank's part: the writer's half, and the copies that fill each piece.
+
+    They fill every byte that is written, except for gaps in the image of the pack, which is `pack`: those must be zero.
+    """
 
     plan: PartPlan
     copies: tuple[tuple[CopyOp, ...], ...]
+    pack: Image | None
 
 
 def array_directory(array: ArrayPlan) -> str:
@@ -138,6 +142,7 @@ class _Builder:
         self._described: list[int] = []
         self._images: list[Image] = []
         self._copies: list[list[CopyOp]] = [[]]
+        self._pack: Image | None = None
         self._next = 0
         self._slot_bytes = 0
 
@@ -155,7 +160,7 @@ class _Builder:
             self._slot_bytes,
             len(self._copies),
         )
-        return Part(part_plan, tuple(map(tuple, self._copies)))
+        return Part(part_plan, tuple(map(tuple, self._copies)), self._pack)
 
     def add_array(self, array: ArrayPlan) -> None:
         meta = array_meta(array, self._compression)
@@ -178,6 +183,7 @@ class _Builder:
         number = self._add_meta(PACK_DIRECTORY, meta, described=position == 0)
         layout = meta.layout((position,))
         offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
+        self._pack = self._images[-1]
         for entry in plan.packed:
             if entry.owner == self._rank and entry.nbytes:
                 self._copy_packed(entry, offset, layout, position * plan.pack_bytes)

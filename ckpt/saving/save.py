@@ -275,6 +275,9 @@ class Saver:
     def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int) -> Staged:
         tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
         stream = self._side_stream(flat)
+        if part.pack is not None and part.pack.piece == piece and slot.cleared_for is not part:
+            slot.tensor[part.pack.offset : part.pack.offset + part.pack.image_bytes].zero_()
+            slot.cleared_for = part
         staged = stage(part.copies[piece], tensors, slot.tensor, stream)
         flag = slot.tensor[self._arena.slot_bytes - _FLAG_BYTES :][:8].view(torch.int64)
         if stream is None:

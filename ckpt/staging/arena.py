@@ -32,12 +32,13 @@ class SlotState(Enum):
 
 class Slot:
     """One region of shared memory. `tensor` is all of it as a 1-d uint8 tensor; `step` is the save that is or was in
-    it."""
+    it, `cleared_for` whatever its gaps were last cleared for."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.state = SlotState.FREE
         self.step: int | None = None
+        self.cleared_for: object = None
         self.region = SharedMemory.create(f"ckpt-slot-{number}", size)
         self.tensor = torch.frombuffer(self.region.buffer, dtype=torch.uint8)
         self._pinned = False
