@@ -175,7 +175,7 @@ class _Walk:
 
 
 def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
+    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
 
 
 def _item_setter(container: Any, key: Any, path: Path) -> Callable[[Any], None]:
