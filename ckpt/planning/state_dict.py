@@ -128,6 +128,10 @@ class _Walk:
         for key, item in node.items():
             if type(key) is not str and type(key) is not int:
                 raise StateError(f"{display(path)}: keys must be str or int, not {type(key).__name__} {key!r}")
+            if isinstance(key, str) and not _is_unicode(key):
+                raise StateError(
+                    f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file"
+                )
             self.visit((*path, key), item, per_rank, _item_setter(node, key, path))
 
     def _array(self, path: Path, array: np.ndarray[Any, Any], per_rank: bool) -> None:
@@ -172,6 +176,11 @@ class _Walk:
         spec = TensorSpec(name, local.element_size(), shape, sharding, per_rank)
         writeable = not _shares_elements(local.shape, local.stride())
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which no JSON reader but Python's takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -203,7 +203,7 @@ class PartWriter:
         else:
             writer = DirectChunkWriter(pending.path, threads=self.options.threads)
         images = [image for image in plan.images if image.piece == self.piece]
-        images.sort(key=lambda image: -image.image_bytes)  # no thread is left alone with a large one at the end
+        images.sort(key=lambda image: image.image_bytes)  # the disk has work before the first large checksum is made
         described = plan.described if self.piece == 0 else ()
         running = context.current()  # the threads of the pool have none of their own
 
