@@ -580,7 +580,7 @@ def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size
 
 
 def test_slots_that_do_not_become_free_are_an_error_with_a_deadline(tmp_path: Path, leak_check: LeakCheck) -> None:
-    with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=0.3)) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=3)) as checkpointer:
         requests = [checkpointer.save_request(_state(step), step) for step in (1, 2)]
         with pytest.raises(CheckpointTimeoutError, match=r"no staging slot .* steps \[1, 2\]") as caught:
             checkpointer.save_request(_state(3.0), 3)
