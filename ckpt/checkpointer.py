@@ -113,7 +113,7 @@ class Checkpointer:
         try:
             return self._queue.schedule_async_request(request)
         except Exception as error:
-            self._saver.not_scheduled(request, step, error)
+            self._saver.not_scheduled(request, error)
             raise
 
     def save(self, state: Any, step: int) -> None:

@@ -1,5 +1,5 @@
 """The pipeline of a save, from the state in the trainer to a published step.
 
-`save` (trainer: plan and stage) -> `part` (this rank's share) -> `write` (writer process) -> `publish` (the
+`planner` and `part` (this rank's share), `save` (trainer: stage) -> `write` (writer process) -> `publish` (the
 coordinator's).
 """

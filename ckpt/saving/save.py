@@ -9,10 +9,7 @@ Nothing here touches storage. Runs in the trainer's thread that trains.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
-import pickle
 import time
 import traceback
 from dataclasses import dataclass, field, replace
@@ -21,24 +18,22 @@ from typing import Any
 import torch
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
-from ckpt.errors import CheckpointError, CheckpointTimeoutError, StateError
-from ckpt.paths import display
-from ckpt.planning.description import StateDescription, exchange
+from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.planning.grid import GridOptions
-from ckpt.planning.save_plan import make_save_plan
-from ckpt.planning.state_dict import FlatState, flatten
+from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
-from ckpt.saving.part import Part, make_part
+from ckpt.saving.part import Part
+from ckpt.saving.planner import Planned, Planner, Prepared
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
-from ckpt.storage.documents import encode_value
 
 __all__ = ["Saver", "StagingOptions"]
 
 _log = logging.getLogger("ckpt")
 _WAIT_SLICE_S = 1.0
+_FLAG_BYTES = 4096  # a page behind the images, for the flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +46,6 @@ class StagingOptions:
     slot_timeout_s: float = 600.0
     compression: str | None = None
     grid: GridOptions = field(default_factory=GridOptions)
-
-
-@dataclass(slots=True)
-class _Planned:
-    """Everything that stays the same from save to save while the structure of the state does."""
-
-    description: StateDescription
-    part: Part
-    plan_bytes: bytes
-    value_owners: dict[tuple[str | int, ...], bool]
-    nonce: bytes
 
 
 class Saver:
@@ -81,13 +65,10 @@ class Saver:
         self._queue = queue
         self._staging = staging
         self._options = options
-        self._epoch = epoch
         self._arena = Arena(staging.slots, staging.max_host_bytes, pin=True)
+        self._planner = Planner(ranks, staging.grid, self._arena.max_slot_bytes, staging.compression, epoch)
         self._pieces_queue: AsyncCallsQueue | None = None
-        self._planned: _Planned | None = None
         self._generation = 0
-        self._last_step = -1
-        self._attempt = 0  # how often in a row the last step was to be saved
         self._stream: torch.cuda.Stream | None = None
         self._hooked: set[int] = set()
         self._overlapping: Staged | None = None
@@ -105,35 +86,28 @@ class Saver:
         """Plan, map and fault in the arena, and have the writers started. Collective, like the first save of a
         structure."""
         self._queue.start()
-        _, _, planned = self._prepare(state)
-        self._fit_arena(planned)
+        self._fit_arena(self._planner.prepare(state).planned)
 
     def request(self, state: Any, step: int, begin: float) -> AsyncRequest:
         """Stage `state`; the request writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {step!r}")
-        self._attempt = self._attempt + 1 if step == self._last_step else 0
-        self._last_step = step
+        self._planner.begin_attempt(step)
         try:
-            flat, encoded, planned = self._prepare(state)
-            self._fit_arena(planned)
-            save = SaveId(step, self._epoch, self._token(planned, step))
-            values = [
-                [list(path), _rank_of(own, self._ranks.rank), encoded[path]]
-                for path, own in planned.value_owners.items()
-            ]
-            writer = self._stage_all(planned, flat, save, values, begin)
+            prepared = self._planner.prepare(state)
+            self._fit_arena(prepared.planned)
+            writer = self._stage_all(prepared, begin)
         except Exception as error:
-            self._tell_others(step, error)
+            self._tell_others(error)
             raise
         self.recovered()
         return AsyncRequest(writer, (), [])
 
-    def not_scheduled(self, request: AsyncRequest, step: int, error: Exception) -> None:
+    def not_scheduled(self, request: AsyncRequest, error: Exception) -> None:
         """The queue refused `request`: nobody will run it."""
         if isinstance(request.async_fn, PartWriter):
             request.async_fn.free_slot()
-        self._tell_others(step, error)
+        self._tell_others(error)
 
     def close(self) -> None:
         """Give the arena back. The queue is the Checkpointer's."""
@@ -141,92 +115,37 @@ class Saver:
             self._pieces_queue.close(abort=True)
         self._arena.close()
 
-    def _tell_others(self, step: int, error: Exception) -> None:
+    def _tell_others(self, error: Exception) -> None:
         """This rank will have no part in a save the others may have scheduled: abandon it, so that they learn why."""
-        if self._planned is None or self._ranks.world_size == 1:
+        save = self._planner.save_id()
+        if save is None or self._ranks.world_size == 1:
             return
-        save = SaveId(step, self._epoch, self._token(self._planned, step))
         text = "".join(traceback.format_exception(error))
         with contextlib.suppress(CheckpointError):  # then they learn it from their own wait
             reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
             PendingSave(CheckpointRoot(self._root), save).abandon(reason)
 
-    # -- planning ------------------------------------------------------------------------------------------------------
-
-    def _prepare(self, state: Any) -> tuple[FlatState, dict[tuple[str | int, ...], Any], _Planned]:
-        """The leaves, the encoded values, and the plan. The first time all ranks learn what was wrong on any."""
-        try:
-            flat = flatten(state)
-            encoded = _encode_values(flat)
-        except Exception as error:
-            if self._planned is None:
-                self._ranks(_FAILED + f"{type(error).__name__}: {error}".encode())
-            raise
-        return flat, encoded, self._plan(flat)
-
-    def _plan(self, flat: FlatState) -> _Planned:
-        description = flat.describe()
-        if self._planned is not None and self._planned.description == description:
-            return self._planned
-        seeds = self._ranks(_FINE + os.urandom(8))
-        for rank, seed in enumerate(seeds):
-            if seed.startswith(_FAILED):
-                problem = seed.removeprefix(_FAILED).decode(errors="replace")
-                raise StateError(
-                    f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank
-                )
-        nonce = hashlib.blake2b(b"".join(seeds), digest_size=16).digest()
-        descriptions = exchange(description, self._ranks)
-        plan = make_save_plan(descriptions, self._staging.grid)
-        rank = self._ranks.rank
-        boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
-        part = make_part(plan, rank, boxes, self._arena.max_slot_bytes, self._staging.compression)
-        owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
-        owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
-        plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        self._planned = _Planned(description, part, plan_bytes, owned, nonce)
-        if part.plan.pieces > 1:
-            _log.warning(
-                "rank %d: the state does not fit max_host_bytes=%s and is staged in %d pieces, which makes saves block "
-                "training; "
-                "raise max_host_bytes to %d to avoid this",
-                rank,
-                self._staging.max_host_bytes,
-                part.plan.pieces,
-                self._staging.slots * sum(image.image_bytes for image in part.plan.images),
-            )
-        return self._planned
-
-    def _token(self, planned: _Planned, step: int) -> str:
-        """Different for every save, and the same on all ranks without communication.
-
-        It depends on the nonce they agreed on and on how often this step was tried, and on nothing that a failed call
-        on one rank could leave different.
-        """
-        text = f"{self._epoch}.{step}.{self._attempt}".encode()
-        return hashlib.blake2b(text, key=planned.nonce, digest_size=8).hexdigest()
-
     # -- staging -------------------------------------------------------------------------------------------------------
 
-    def _fit_arena(self, planned: _Planned) -> None:
+    def _fit_arena(self, planned: Planned) -> None:
         needed = planned.part.plan.slot_bytes + _FLAG_BYTES
         if needed > self._arena.slot_bytes:
             while self._arena.in_use():
                 self._wait_for_slot(time.monotonic() + self._staging.slot_timeout_s)
             self._arena.resize(-(-needed // _FLAG_BYTES) * _FLAG_BYTES)
 
-    def _stage_all(
-        self, planned: _Planned, flat: FlatState, save: SaveId, values: list[Any], begin: float
-    ) -> PartWriter:
+    def _stage_all(self, prepared: Prepared, begin: float) -> PartWriter:
         """Stage this rank's part. Of one that does not fit a slot, all pieces but the last are written when this
         returns."""
+        save = self._planner.save_id()
+        assert save is not None
         earlier: list[tuple[str, str, int, int]] = []
-        last = planned.part.plan.pieces - 1
+        last = prepared.planned.part.plan.pieces - 1
         for piece in range(last):
-            writer = self._stage_piece(planned, flat, save, piece, [], begin)
+            writer = self._stage_piece(prepared, save, piece, begin)
             writer.on_written = earlier.extend
             self._write_piece_now(writer)
-        writer = self._stage_piece(planned, flat, save, last, values, begin)
+        writer = self._stage_piece(prepared, save, last, begin)
         try:
             self._finish_pieces()
         except BaseException:
@@ -235,15 +154,15 @@ class Saver:
         writer.earlier = earlier
         return writer
 
-    def _stage_piece(
-        self, planned: _Planned, flat: FlatState, save: SaveId, piece: int, values: list[Any], begin: float
-    ) -> PartWriter:
+    def _stage_piece(self, prepared: Prepared, save: SaveId, piece: int, begin: float) -> PartWriter:
+        planned = prepared.planned
+        last = piece == planned.part.plan.pieces - 1
         deadline = time.monotonic() + self._staging.slot_timeout_s
         slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline))
         try:
             waited = time.perf_counter()
             self._generation += 1
-            staged = self._copy(planned.part, flat, slot, piece)
+            staged = self._copy(planned.part, prepared.flat, slot, piece)
             done = time.perf_counter()
         except BaseException:
             slot.state = SlotState.FREE
@@ -265,8 +184,8 @@ class Saver:
             flag_offset=self._arena.slot_bytes - _FLAG_BYTES,
             generation=self._generation,
             piece=piece,
-            last=piece == planned.part.plan.pieces - 1,
-            values=values,
+            last=last,
+            values=prepared.values if last else [],
             times=times,
             options=self._options,
             on_slot_free=lambda: setattr(slot, "state", SlotState.FREE),
@@ -345,21 +264,3 @@ class Saver:
                 raise
             except CheckpointError as error:  # the save is abandoned: its last piece finds out and fails like any other
                 _log.debug("a piece was not written: %s", error)
-
-
-_FINE, _FAILED = b"+", b"-"
-_FLAG_BYTES = 4096  # a page behind the images, for the flag
-
-
-def _rank_of(per_rank: bool, rank: int) -> int | None:
-    return rank if per_rank else None
-
-
-def _encode_values(flat: FlatState) -> dict[tuple[str | int, ...], Any]:
-    encoded = {}
-    for path, leaf in flat.values.items():
-        try:
-            encoded[path] = encode_value(leaf.value)
-        except TypeError as error:
-            raise StateError(f"{display(path)}: cannot be stored: {error}") from None
-    return encoded
