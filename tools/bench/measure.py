@@ -18,9 +18,9 @@ __all__ = ["Benchmark", "Results", "Round", "Saved"]
 
 _POLL_S = 0.001
 _STEP_S = 0.05
-_WINDOW_STEPS = 20
+_WINDOW_STEPS = 10
 _SETTLE_S = 0.1
-_WARM_S = 1.5
+_WARM_S_PER_GB = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Benchmark:
         self._copy = CopyLimit(tensors(self._state))
         self._disk = DiskLimit(folder, sum(sizes))
         self._loop = StepLoop(_STEP_S)
+        self._warm_s = _WARM_S_PER_GB * sum(sizes) / 1e9
         self._step = 0
 
     def round(self, count: bool = True) -> None:
@@ -86,7 +87,7 @@ class Benchmark:
             begin = time.perf_counter()
             checkpointer.warmup(self._state)
             warmup = time.perf_counter() - begin
-            time.sleep(_WARM_S)  # training would go on meanwhile
+            time.sleep(self._warm_s)  # training would go on meanwhile
             first = self._save(checkpointer)
             copy, disk, torch_save, steady = self._turns(checkpointer)
             step, step_saving, added = self._train(checkpointer)
@@ -162,9 +163,8 @@ class Benchmark:
         return self._folder / f"step_{step:08d}"
 
     def _free_disk(self) -> None:
-        """Give the space of all steps back. The files stay, empty: for minutes after a file was removed, ext4 looks at
-        its inode again whenever it makes a new one, which takes longer than all else if saves follow each other like
-        here."""
+        """Give the space of all steps back. The files stay, empty, until the end of the run: no measurement begins with
+        hundreds of files just removed."""
         for path in self._folder.glob("step_*/**/c.*"):
             os.truncate(path, 0)
         fd = os.open(self._folder, os.O_RDONLY)
