@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
 from ckpt.loading.index import CheckpointIndex, StoredBox, StoredTensor, read_index
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
-from ckpt.storage.commit import part_name
+from ckpt.storage.commit import FORMAT_VERSION, part_name
 from ckpt.storage.documents import canonical, unseal, unseal_root
 from ckpt.storage.dtypes import stored
 from ckpt.storage.files import under
@@ -115,7 +115,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes checked so far, bytes in all)."""
 
 
-def validate(path: str, *, quick: bool = False, jobs: int = 4, progress: Progress | None = None) -> Report:
+def validate(path: str, *, quick: bool = False, jobs: int = 8, progress: Progress | None = None) -> Report:
     """Check the published step in directory `path`. `jobs` files are read at once.
 
     Raises CheckpointNotFoundError, FormatVersionError or StorageError (also for a file that may not be read) when it
@@ -185,6 +185,12 @@ def read_index_inside(path: str) -> CheckpointIndex:
             raise CheckpointCorruptError(
                 f"{os.path.join(path, 'zarr.json')} describes {directory!r}, which is not inside the step"
             ) from None
+    chunks = sum(math.prod(meta.grid_shape) for meta in index.arrays.values())
+    if chunks != index.summary.get("files"):
+        raise CheckpointCorruptError(
+            f"{os.path.join(path, 'zarr.json')} describes {chunks} chunks, but says that {index.summary.get('files')} "
+            "were written"
+        )
     return index
 
 
@@ -197,6 +203,9 @@ def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
         index = read_index_inside(path)
     except CheckpointCorruptError:
         _look_for_another_save(path, problems)
+        raise
+    except FormatVersionError:
+        _check_that_only_the_version_differs(path)
         raise
     files = StepFiles(index)
     summary = index.summary
@@ -228,6 +237,21 @@ def _look_for_another_save(path: str, problems: list[Problem]) -> None:
             message = f"the root is of save {root['save']}, the intent of {intent['save']}: one is from another save"
             problems.append(Problem(message, "zarr.json", rank=0, fatal=True))
     except (CheckpointError, *_ILL_FORMED):
+        return
+
+
+def _check_that_only_the_version_differs(path: str) -> None:
+    """A damaged version number looks like a newer version. CheckpointCorruptError if the seal fits another number."""
+    where = os.path.join(path, "zarr.json")
+    try:
+        document = json.loads(_read(path, "zarr.json"))
+        summary = document["attributes"]["ckpt"]
+        newer, summary["format"], seal = summary["format"], FORMAT_VERSION, summary.pop("crc32c")
+        if crc32c(canonical(document)) == seal:
+            raise CheckpointCorruptError(
+                f"{where} is damaged: it says format {newer}, but its seal fits {FORMAT_VERSION}"
+            )
+    except _ILL_FORMED:
         return
 
 
@@ -489,7 +513,11 @@ def _check_bytes(
         except CheckpointError as error:
             if isinstance(error.__cause__, PermissionError):
                 raise
-            return chunk, Problem(str(error), chunk.file, tensor, chunk.index, chunk.rank, fatal=True)
+            message = str(error).removeprefix(
+                f"tensor {tensor}, chunk {chunk.index}: {os.path.join(path, chunk.file)} "
+            )
+            message = message.removesuffix("; restore from another step or copy")
+            return chunk, Problem(message, chunk.file, tensor, chunk.index, chunk.rank, fatal=True)
         if chunk.crc32c is not None and found.crc32c != chunk.crc32c:
             message = "holds other data than its writer recorded: a chunk of another place, step or save"
             return chunk, Problem(message, chunk.file, tensor, chunk.index, chunk.rank, fatal=True)

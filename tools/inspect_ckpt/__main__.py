@@ -1,0 +1,118 @@
+"""The command line: parses it, runs one command, turns what goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError
+
+from . import clean, diff, ls, show, stats, timeline, validate
+from .opening import CannotReadError, NotPublishedError
+from .output import Exit, Output, one_line
+
+__all__ = ["main"]
+
+
+class Command(Protocol):
+    """What a module of a command has; its name is that of the command."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace, output: Output) -> Exit: ...
+
+
+_COMMANDS: dict[str, Command] = {
+    "ls": ls,
+    "show": show,
+    "validate": validate,
+    "diff": diff,
+    "stats": stats,
+    "timeline": timeline,
+    "clean": clean,
+}
+
+_EXIT_CODES = "exit codes: 0 whole (diff: equal), 1 damaged (diff: different), 2 usage or cannot read, 3 not published"
+
+
+class _UsageError(Exception):
+    pass
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Never raises for what the command line or the files contain."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except _UsageError as error:
+        return _fail(str(error), Exit.CANNOT_READ)
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+    try:
+        with _few_collections():
+            code = _COMMANDS[arguments.command].run(arguments, Output(as_json=arguments.json))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `inspect_ckpt show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.WHOLE
+    except KeyboardInterrupt:
+        return _fail("interrupted", Exit.INTERRUPTED)
+    except NotPublishedError as error:
+        return _fail(str(error), Exit.NOT_PUBLISHED)
+    except CheckpointCorruptError as error:
+        return _fail(str(error), Exit.CANNOT_READ if arguments.command == "diff" else Exit.DAMAGED)
+    except (CannotReadError, CheckpointError) as error:
+        return _fail(str(error), Exit.CANNOT_READ)
+    except MemoryError:
+        return _fail("out of memory: the metadata describe more than fits", Exit.CANNOT_READ)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", Exit.CANNOT_READ)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="inspect_ckpt",
+        description="See, trust and take out what is in a checkpoint. PATH is a step directory, or a checkpoint root: "
+        "then its newest published step.",
+        epilog=_EXIT_CODES,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        own = commands.add_parser(name, help=command.HELP, description=command.HELP, epilog=_EXIT_CODES)
+        own.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+        command.add_arguments(own)
+    return parser
+
+
+def _fail(message: str, code: Exit) -> int:
+    print(f"inspect_ckpt: {one_line(message)}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Metadata are millions of small objects without cycles; looking for cycles would take half of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""`clean`: remove what abandoned and stale pending saves left. Never a published step, nor a save that a restart would
+publish."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointError
+from ckpt.storage.commit import CheckpointRoot, PendingSave, Published, Reason
+from ckpt.storage.locks import try_lock_exclusive
+
+from .opening import CannotReadError, root_of
+from .output import Exit, Output, duration, plural, size
+from .saves import UndecidedSave, abandoned_saves, pending_saves, tree_bytes
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "remove abandoned and stale pending saves; never a published step"
+
+_STALE_AFTER_MIN = 10.0
+_RECORDS_STAY_S = 3600.0  # as CheckpointRoot.clean leaves them
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--stale-after",
+        type=_minutes,
+        default=_STALE_AFTER_MIN,
+        metavar="MINUTES",
+        help="a pending save that nobody works on is stale when nothing in it changed for so long (default 10)",
+    )
+
+
+def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    root = root_of(arguments.root)
+    items = _items(root, 60 * arguments.stale_after)
+    chosen = [item for item in items if item.remove]
+    rows = [("remove" if i.remove else "keep", i.name, duration(i.age_s), size(i.bytes), i.why) for i in items]
+    if rows:
+        output.table(("action", "<name", ">age", ">size", "<why"), rows)
+    total = sum(item.bytes for item in chosen)
+    freed = 0
+    if not chosen:
+        output.line("nothing to remove")
+    elif arguments.dry_run:
+        output.line(f"would remove {plural(len(chosen), 'save')}, {size(total)}")
+    elif not arguments.yes and not _agreed(f"Remove {plural(len(chosen), 'save')}, {size(total)}? [y/N] ", output):
+        output.line("nothing was removed")
+        chosen = []
+    else:
+        freed = _remove(root, chosen)
+        output.line(f"removed {size(freed)}; what was given up within the last hour leaves its reason for a while")
+    removed = [] if arguments.dry_run else [item.name for item in chosen]
+    documents = [{"name": i.name, "remove": i.remove, "age_s": i.age_s, "bytes": i.bytes, "why": i.why} for i in items]
+    output.json({"root": root.path, "items": documents, "removed": removed, "freed_bytes": freed})
+    return Exit.WHOLE
+
+
+@dataclass(frozen=True)
+class _Item:
+    name: str
+    path: str
+    age_s: float
+    bytes: int
+    remove: bool
+    why: str
+    save: UndecidedSave | None = None
+
+
+def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
+    items = [_pending_item(save, stale_after_s) for save in pending_saves(root)]
+    saves = {save.id.name: save for save in abandoned_saves(root)}
+    names = os.listdir(root.abandoned_path) if os.path.isdir(root.abandoned_path) else []
+    for name in sorted(names):
+        path = os.path.join(root.abandoned_path, name)
+        total, newest = tree_bytes(path)
+        age_s = max(0.0, time.time() - newest)
+        if name in saves and saves[name].in_use:
+            items.append(_Item(name, path, age_s, total, False, "abandoned, but still in use"))
+        elif name in saves and age_s < _RECORDS_STAY_S and not _holds_data(path):
+            items.append(_Item(name, path, age_s, total, False, "only the reason is left, which ranks may still read"))
+        else:
+            why = saves[name].note if name in saves else "a removal that was interrupted"
+            items.append(_Item(name, path, age_s, total, True, why))
+    return items
+
+
+def _holds_data(path: str) -> bool:
+    """Whether there is more than the record of the save."""
+    with os.scandir(path) as entries:
+        return any(entry.is_dir(follow_symlinks=False) and tree_bytes(entry.path)[0] for entry in entries)
+
+
+def _pending_item(save: UndecidedSave, stale_after_s: float) -> _Item:
+    remove, why = False, f"pending: {save.note}"
+    if save.in_use:
+        pass
+    elif save.complete:
+        why += "; the next start of the job publishes it"
+    elif save.age_s < stale_after_s:
+        why += f"; stale after {duration(stale_after_s)}"
+    else:
+        remove = True
+    return _Item(save.id.name, save.path, save.age_s, save.bytes, remove, why, save)
+
+
+def _remove(root: CheckpointRoot, items: list[_Item]) -> int:
+    """Returns the bytes that are gone. Stale saves are abandoned first: from then on nobody can publish them."""
+    for item in items:
+        if item.save is None:
+            continue
+        try:
+            lock = try_lock_exclusive(item.path)
+        except CheckpointError:
+            continue  # decided meanwhile
+        if lock is None:
+            continue  # somebody works on it after all
+        with lock:
+            reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
+            if isinstance(PendingSave(root, item.save.id).abandon(reason), Published):
+                continue
+    root.clean()
+    left = sum(tree_bytes(path)[0] for item in items for path in _places(root, item) if os.path.isdir(path))
+    return max(0, sum(item.bytes for item in items) - left)
+
+
+def _places(root: CheckpointRoot, item: _Item) -> tuple[str, ...]:
+    return (item.path,) if item.save is None else (item.path, os.path.join(root.abandoned_path, item.name))
+
+
+def _agreed(question: str, output: Output) -> bool:
+    if output.as_json or not sys.stdin.isatty():
+        raise CannotReadError("clean asks before it removes anything; without a terminal give --yes or --dry-run")
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1.0
+    if not minutes >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes")
+    return minutes

@@ -1,0 +1,139 @@
+"""`ls`: what is in a checkpoint root, and what a restart would do with it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import asdict, dataclass
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError
+from ckpt.storage.commit import CheckpointRoot
+from ckpt.validation import Report
+from ckpt.validation import validate as validate_step
+
+from .opening import overview_of, root_of, steps_of
+from .output import Exit, Output, count, duration, size
+from .saves import UndecidedSave, abandoned_saves, pending_saves
+from .times import part_times
+from .validate import problem_line
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "list the steps of a root, and which one a restart would choose"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    root = root_of(arguments.root)
+    published = [_row(root, step) for step in steps_of(root.path)]
+    pending = pending_saves(root)
+    undecided = [*pending, *abandoned_saves(root)]
+    choice = _choose(root, published, pending)
+    rows = sorted([*published, *map(_undecided_row, undecided)], key=lambda row: (row.step, row.state))
+    cells = [
+        (
+            str(row.step),
+            row.state,
+            duration(row.age_s),
+            size(row.bytes),
+            "" if row.tensors is None else count(row.tensors),
+            "" if row.ranks is None else str(row.ranks),
+            "" if row.write_s is None else duration(row.write_s),
+            "<- restart" if row.state == "published" and row.step == choice.step else row.note,
+        )
+        for row in rows
+    ]
+    if rows:
+        output.table((">step", "state", ">age", ">size", ">tensors", ">ranks", ">write", "<note"), cells)
+    output.line(f"restart: {choice.text}", "bold")
+    links = _links(root)
+    for name in links:
+        output.line(f"{name} is a symbolic link: not looked at; give its target as PATH", "yellow")
+    document = {"root": root.path, "saves": [asdict(row) for row in rows], "links": links}
+    output.json({**document, "restart": {"step": choice.step, "why": choice.text}})
+    states = {row.state for row in rows}
+    return Exit.DAMAGED if "DAMAGED" in states else Exit.CANNOT_READ if "unreadable" in states else Exit.WHOLE
+
+
+@dataclass
+class _Row:
+    step: int
+    state: str  # published, DAMAGED, unreadable, pending or abandoned
+    age_s: float
+    bytes: int
+    tensors: int | None = None
+    ranks: int | None = None
+    write_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    step: int | None
+    text: str
+
+
+def _row(root: CheckpointRoot, step: int) -> _Row:
+    path = root.step_path(step)
+    age_s = max(0.0, time.time() - os.stat(path).st_mtime)
+    try:
+        summary, tensors = overview_of(path)
+        age_s = max(0.0, time.time() - os.stat(os.path.join(path, "zarr.json")).st_mtime)
+        row = _Row(step, "published", age_s, summary["bytes"], tensors, summary["world_size"])
+        row.write_s = max((times.write_s + times.sync_s for times in part_times(path, summary)), default=None)
+    except (CheckpointCorruptError, KeyError, TypeError, AttributeError) as error:
+        return _Row(step, "DAMAGED", age_s, 0, note=str(error))
+    except (CheckpointError, OSError) as error:
+        return _Row(step, "unreadable", age_s, 0, note=str(error))
+    return row
+
+
+def _undecided_row(save: UndecidedSave) -> _Row:
+    return _Row(save.id.step, save.state, save.age_s, save.bytes, None, save.world_size, None, save.note)
+
+
+def _choose(root: CheckpointRoot, published: list[_Row], pending: list[UndecidedSave]) -> _Choice:
+    """What a restart does: publishes the pending saves that are complete, then takes the newest step it can read."""
+    newest = max((row.step for row in published), default=-1)
+    for save in reversed(pending):
+        if save.complete and save.id.step > newest:
+            doing = "is being published" if save.in_use else "is complete, so a restart publishes it first"
+            return _Choice(save.id.step, f"step {save.id.step}: its pending save {doing}")
+    skipped: list[str] = []
+    for row in reversed(published):
+        why_not = _why_not(root, row)
+        if why_not is None:
+            why = "the newest published step" if not skipped else f"the newest one that can be read; {skipped[0]}"
+            more = f" (and {len(skipped) - 1} more)" if len(skipped) > 1 else ""
+            return _Choice(row.step, f"step {row.step}: {why}{more}. Metadata and sizes agree; `validate` reads all.")
+        if row.state == "unreadable":  # only damage makes a restart go back one step
+            return _Choice(None, f"fails, for step {row.step} cannot be read: {why_not}")
+        skipped.append(f"step {row.step} is skipped: {why_not}")
+    if skipped:
+        return _Choice(None, f"fails, for no step can be read: {skipped[0]}")
+    return _Choice(None, "from the beginning: there is no published step")
+
+
+def _why_not(root: CheckpointRoot, row: _Row) -> str | None:
+    """Why a restart goes past a step, as far as can be seen without reading the arrays; None if it does not."""
+    if row.state == "published":
+        try:
+            report: Report = validate_step(root.step_path(row.step), quick=True)
+        except (FormatVersionError, CheckpointError) as error:
+            row.state, row.note = "unreadable", str(error)
+            return row.note
+        if report.whole:
+            return None
+        row.state = "DAMAGED"
+        row.note = problem_line(next((p for p in report.problems if p.fatal), report.problems[0]))
+        if report.restorable:
+            return None
+    return row.note
+
+
+def _links(root: CheckpointRoot) -> list[str]:
+    return [os.path.basename(root.step_path(step)) for step in root.steps() if os.path.islink(root.step_path(step))]

@@ -1,0 +1,193 @@
+"""`show`: the names in a step: tensors, other leaves, aliases."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.loading.index import StoredTensor
+from ckpt.paths import display
+from ckpt.storage.dtypes import stored
+from ckpt.storage.names import PACK_DIRECTORY
+from ckpt.validation import Problem, StepFiles, read_step_files
+
+from .opening import CannotReadError, Step, open_step
+from .output import Exit, Output, count, plural, size
+from .validate import problem_line
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "list the tensors, the other leaves and the aliases of a step"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
+    parser.add_argument("--tree", action="store_true", help="as a tree of keys")
+    parser.add_argument("--filter", metavar="GLOB", help="only names that match (*, ? and [...])")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    with open_step(arguments.path) as step:
+        return _run(step, arguments, output)
+
+
+def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
+    problems: list[Problem] = []
+    files = read_step_files(step.path, problems)
+    entries = _entries(step, files)
+    values = dict(step.values)
+    if arguments.filter is not None:
+        entries = [entry for entry in entries if fnmatch.fnmatchcase(entry.name, arguments.filter)]
+        values = {name: value for name, value in values.items() if fnmatch.fnmatchcase(name, arguments.filter)}
+        if not entries and not values:
+            raise CannotReadError(f"{step.path}: no name matches {arguments.filter!r}")
+    _print(step, entries, values, arguments.tree, output)
+    for problem in problems:
+        output.line(f"DAMAGED: {problem_line(problem)}", "bold red")
+    output.json(
+        {
+            "path": step.path,
+            "step": step.index.step,
+            "world_size": step.index.world_size,
+            "tensors": [entry.document() for entry in entries],
+            "values": values,
+            "summary": {key: vars(group) for key, group in _groups(entries).items()},
+            "problems": [problem_line(problem) for problem in problems],
+        }
+    )
+    return Exit.DAMAGED if problems else Exit.WHOLE
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor or an alias of one. `files` it is in, and the ranks that wrote these."""
+
+    name: str
+    tensor: StoredTensor
+    alias_of: str | None
+    files: int
+    ranks: tuple[int, ...]
+    packed: bool
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.tensor.shape) * stored(self.tensor.dtype).itemsize
+
+    @property
+    def shards(self) -> str:
+        return f"= {self.alias_of}" if self.alias_of else "packed" if self.packed else plural(self.files, "file")
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "dtype": self.tensor.dtype,
+            "shape": self.tensor.shape,
+            "bytes": self.bytes,
+            "files": self.files,
+            "ranks": self.ranks,
+            "packed": self.packed,
+            "alias_of": self.alias_of,
+        }
+
+
+@dataclass
+class _Group:
+    """All tensors below one key; aliases are not counted twice."""
+
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+
+def _entries(step: Step, files: StepFiles) -> list[_Entry]:
+    by_directory: dict[str, list[int | None]] = {}
+    for chunk in files.chunks:
+        by_directory.setdefault(chunk.directory, []).append(chunk.rank)
+    packed_by: dict[str, set[int]] = {}
+    for rank, part in files.parts.items():
+        for entry in part["packed"]:
+            own = "" if entry.get("rank") is None else f"@rank{entry['rank']}"
+            packed_by.setdefault(display(tuple(entry["path"])) + own, set()).add(rank)
+    entries = []
+    for name, tensor in step.tensors.items():
+        target = step.aliases.get(name)
+        directories = {box.directory for box in tensor.boxes if box.directory != PACK_DIRECTORY}
+        packed = any(box.pack_offset is not None for box in tensor.boxes)
+        writers = [rank for directory in directories for rank in by_directory.get(directory, [])]
+        ranks = {rank for rank in writers if rank is not None} | packed_by.get(target or name, set())
+        entries.append(_Entry(name, tensor, target, len(writers), tuple(sorted(ranks)), packed))
+    return entries
+
+
+def _print(step: Step, entries: list[_Entry], values: Mapping[str, Any], tree: bool, output: Output) -> None:
+    output.line(f"step {step.index.step}, written by {plural(step.index.world_size, 'rank')}: {step.path}", "bold")
+    if tree:
+        _print_tree(entries, values, output)
+    elif entries:
+        rows = [
+            (e.name, e.tensor.dtype, str(list(e.tensor.shape)), size(e.bytes), e.shards, _ranks(e.ranks))
+            for e in entries
+        ]
+        output.table(("<tensor", "dtype", "<shape", ">size", "<stored in", "ranks"), rows)
+    if values and not tree:
+        output.line()
+        output.table(("<value", "type", "<is"), [(n, type(v).__name__, _short(v)) for n, v in values.items()])
+    if entries:
+        output.line()
+        groups = [(key, count(g.tensors), count(g.elements), size(g.bytes)) for key, g in _groups(entries).items()]
+        total = [entry for entry in entries if entry.alias_of is None]
+        elements = sum(math.prod(entry.tensor.shape) for entry in total)
+        all_of_them = ("all", count(len(total)), count(elements), size(sum(entry.bytes for entry in total)))
+        output.table(("<top-level key", ">tensors", ">elements", ">size"), [*groups, all_of_them])
+
+
+def _groups(entries: list[_Entry]) -> dict[str, _Group]:
+    groups: dict[str, _Group] = {}
+    for entry in entries:
+        group = groups.setdefault(entry.name.split("/", 1)[0], _Group())
+        if entry.alias_of is None:
+            group.tensors += 1
+            group.elements += math.prod(entry.tensor.shape)
+            group.bytes += entry.bytes
+    return groups
+
+
+def _print_tree(entries: list[_Entry], values: Mapping[str, Any], output: Output) -> None:
+    labels = {e.name: f"{e.tensor.dtype} {list(e.tensor.shape)} {size(e.bytes)}, {e.shards}" for e in entries}
+    labels |= {name: _short(value) for name, value in values.items()}
+    root: dict[str, Any] = {}
+    for name in sorted(labels):
+        node = root
+        for key in name.split("/"):
+            node = node.setdefault(key, {})
+        node[""] = labels[name]
+    _print_node(root, "", output)
+
+
+def _print_node(node: Mapping[str, Any], indent: str, output: Output) -> None:
+    keys = [key for key in node if key]
+    for key in keys:
+        last = key == keys[-1]
+        below, label = node[key], node[key].get("")
+        output.line(f"{indent}{'└─ ' if last else '├─ '}{key}" + ("" if label is None else f": {label}"))
+        _print_node(below, indent + ("   " if last else "│  "), output)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """As runs: 0-3, 6."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "-"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
