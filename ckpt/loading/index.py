@@ -12,6 +12,7 @@ from ckpt.paths import Path, display
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import FORMAT_VERSION
 from ckpt.storage.documents import decode_value, unseal, unseal_root
+from ckpt.storage.files import under
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.names import PACK_DIRECTORY
 
@@ -127,6 +128,12 @@ def _check_version(data: bytes, where: str) -> None:
 
 def _add_arrays(index: CheckpointIndex) -> None:
     for directory, meta in index.arrays.items():
+        try:
+            under(index.path, directory)
+        except StorageError:
+            raise CheckpointCorruptError(
+                f"{os.path.join(index.path, 'zarr.json')} describes {directory!r}, which is not inside the step"
+            ) from None
         about = meta.attributes["ckpt"]
         if about.get("pack"):
             continue

@@ -14,6 +14,7 @@ __all__ = ["CopyLimit", "DiskLimit", "torch_save"]
 
 _WRITE_BYTES = 8 << 20
 _DISK_THREADS = 4
+_FILE_THREADS = 6
 _COPY_THREADS = 2
 
 
@@ -50,6 +51,7 @@ class DiskLimit:
 
     def __init__(self, folder: Path, total_bytes: int) -> None:
         self._path = folder / "limit"
+        self._runs = 0
         self._bytes = -(-total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = mmap.mmap(-1, self._bytes)
         self._view = memoryview(self._map)
@@ -61,6 +63,37 @@ class DiskLimit:
     def measure(self) -> float:
         """Seconds of the faster of one thread and four threads, in writes of 8 MiB."""
         return min(self._write(1), self._write(_DISK_THREADS))
+
+    def measure_files(self, count: int) -> float:
+        """Seconds of the same bytes in `count` files of equal size, each in a directory of its own, all of them synced.
+
+        The files stay, empty: ext4 makes new ones slowly while it remembers inodes that were freed in the last minute.
+        """
+        size = self._bytes // count // mmap.PAGESIZE * mmap.PAGESIZE
+        self._runs += 1
+        folders = [self._path.with_name(f"limit-{self._runs}-{number}") for number in range(count)]
+        direct = getattr(os, "O_DIRECT", 0)
+
+        def write(number: int) -> None:
+            folders[number].mkdir()
+            fd = os.open(folders[number] / "file", os.O_WRONLY | os.O_CREAT | direct, 0o666)
+            os.pwrite(fd, self._view[number * size : (number + 1) * size], 0)
+            os.close(fd)
+
+        def sync(number: int) -> None:
+            for path in (folders[number] / "file", folders[number]):
+                fd = os.open(path, os.O_RDONLY)
+                os.fsync(fd)
+                os.close(fd)
+
+        with ThreadPoolExecutor(_FILE_THREADS) as pool:
+            begin = time.perf_counter()
+            list(pool.map(write, range(count)))
+            list(pool.map(sync, range(count)))
+            seconds = time.perf_counter() - begin
+        for folder in folders:
+            os.truncate(folder / "file", 0)
+        return seconds
 
     def close(self) -> None:
         self._view.release()

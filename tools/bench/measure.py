@@ -43,6 +43,7 @@ class Round:
 
     copy: float
     disk: float
+    disk_files: float
     torch_save: float
     warmup: float
     first: Saved
@@ -89,12 +90,20 @@ class Benchmark:
             warmup = time.perf_counter() - begin
             time.sleep(self._warm_s)  # training would go on meanwhile
             first = self._save(checkpointer)
-            copy, disk, torch_save, steady = self._turns(checkpointer)
+            limits, steady = self._turns(checkpointer)
             step, step_saving, added = self._train(checkpointer)
             memory, largest = self._memory(checkpointer)
         if count:
             taken = Round(
-                copy, disk, torch_save, warmup, first, steady, step, step_saving, added, memory - before, largest
+                **limits,
+                warmup=warmup,
+                first=first,
+                steady=steady,
+                step=step,
+                step_saving=step_saving,
+                added=added,
+                memory=memory - before,
+                largest_writer=largest,
             )
             self.results.rounds.append(taken)
 
@@ -102,12 +111,13 @@ class Benchmark:
         self._copy.close()
         self._disk.close()
 
-    def _turns(self, checkpointer: Checkpointer) -> tuple[float, float, float, Saved]:
+    def _turns(self, checkpointer: Checkpointer) -> tuple[dict[str, float], Saved]:
         saved: list[Saved] = []
         seconds: dict[str, float] = {}
         turns: dict[str, Callable[[], float]] = {
             "copy": self._copy.measure,
             "disk": self._disk.measure,
+            "disk_files": lambda: self._disk.measure_files(self._chunk_files(checkpointer)),
             "torch_save": lambda: torch_save(self._folder, self._state),
         }
 
@@ -116,10 +126,16 @@ class Benchmark:
             return 0.0
 
         turns["save"] = save
-        for name in ("copy", "save", "disk", "torch_save")[:: 1 if len(self.results.rounds) % 2 else -1]:
+        for name in ("copy", "disk_files", "save", "disk", "torch_save")[:: 1 if len(self.results.rounds) % 2 else -1]:
             time.sleep(_SETTLE_S)
             seconds[name] = turns[name]()
-        return seconds["copy"], seconds["disk"], seconds["torch_save"], saved[0]
+        del seconds["save"]
+        return seconds, saved[0]
+
+    def _chunk_files(self, checkpointer: Checkpointer) -> int:
+        latest = checkpointer.latest_step()
+        assert latest is not None
+        return sum(1 for _ in self._step_folder(latest).glob("**/c.*"))
 
     def _save(self, checkpointer: Checkpointer) -> Saved:
         self._step += 1

@@ -58,11 +58,13 @@ def _rows(results: Results) -> list[Row]:
     return [
         Row("limit: copy to warm memory, all threads", copy),
         Row("limit: O_DIRECT write + fsync, one file", disk),
+        Row("limit: the same in as many files as a save", of(lambda r: r.disk_files), disk),
         Row("peer: torch.save + fsync (training waits)", of(lambda r: r.torch_save), disk),
         Row("stall, first save after warm-up", of(lambda r: r.first.stall), copy),
         Row("stall, steady", of(lambda r: r.steady.stall), copy, 1.5),
         Row("durable and published, from the call", of(lambda r: r.steady.durable), disk),
-        Row("durable and published, after the stall", of(lambda r: r.steady.durable - r.steady.stall), disk, 1.5),
+        Row("durable and published, after the stall", of(_after_stall), disk, 1.5),
+        Row("  the same, to the limit of as many files", of(_after_stall), of(lambda r: r.disk_files)),
         Row("  until the writer begins", of(lambda r: _queued(r.steady.times))),
         Row("  data", of(lambda r: r.steady.times["write_s"])),
         Row("  sync, metadata", of(lambda r: r.steady.times["sync_s"])),
@@ -74,6 +76,10 @@ def _rows(results: Results) -> list[Row]:
         Row("memory beside the state", of(lambda r: r.memory), memory_limit, allowed / memory_limit[0], _megabytes),
         Row("  largest writer, without shared memory", of(lambda r: r.largest_writer), None, None, _megabytes),
     ]
+
+
+def _after_stall(taken: Round) -> float:
+    return taken.steady.durable - taken.steady.stall
 
 
 def _queued(times: dict[str, float]) -> float:
