@@ -299,6 +299,10 @@ class PendingSave:
             return Abandoned(_vanished(self.save) if document is None else Reason.from_document(document))
         return None
 
+    def explains(self, outcome: Outcome) -> bool:
+        """Whether `outcome` needs no reason, or has the recorded one."""
+        return outcome != Abandoned(_vanished(self.save))
+
     def decided(self) -> Outcome:
         """Like `outcome`, for those who joined the save: when it is nowhere, somebody has removed it."""
         outcome = self.outcome()
