@@ -32,6 +32,7 @@ __all__ = ["Abandoned", "CheckpointRoot", "Outcome", "PendingSave", "Published",
 FORMAT_VERSION = 1
 _REASON = "reason.json"
 _RECORDS_STAY_S = 3600.0
+_RECORD_GRACE_S = 1.0
 
 _STEP = re.compile(r"step_(\d{8,18})")
 _SAVE = re.compile(r"step_(\d{8,18})-e(\d+)-([0-9a-f]{16})")
@@ -273,7 +274,7 @@ class PendingSave:
         """
         self.root.make()
         if not os.path.isdir(self.path):
-            if (outcome := self.outcome()) is not None:
+            if (outcome := self._explained()) is not None:
                 return outcome
             files.make_directories(self.root.pending_path, self.save.name)  # it leaves a record, which `begin` finds
         recorded = self._record(self.path, reason)  # before the rename: who sees the decision, sees the reason
@@ -298,6 +299,13 @@ class PendingSave:
             document = _read_sealed(os.path.join(self._abandoned_path, _REASON))
             return Abandoned(_vanished(self.save) if document is None else Reason.from_document(document))
         return None
+
+    def _explained(self) -> Published | Abandoned | None:
+        """The outcome; when its reason is just being recorded (late, because the disk was full), with that reason."""
+        deadline = time.monotonic() + _RECORD_GRACE_S
+        while not self.explains(outcome := self.outcome()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return outcome
 
     def explains(self, outcome: Outcome) -> bool:
         """Whether `outcome` needs no reason, or has the recorded one."""
