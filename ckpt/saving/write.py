@@ -46,7 +46,6 @@ _COORDINATOR = 0
 _CHUNKS_PER_EVENT = 200
 _ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others who do nothing
 _FIRST_PROBE_S = 1.0
-_REASON_GRACE_S = 1.0
 _TRACEBACK_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
@@ -245,14 +244,10 @@ class PartWriter:
     def _decide(self, pending: PendingSave, plan: PartPlan, lock: DirectoryLock | None) -> Outcome:
         """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
         everyone = set(range(plan.world_size))
-        explained_by = time.monotonic() + _REASON_GRACE_S
         for _ in self._pauses("all ranks to finish their parts", lock):
             outcome = pending.decided()
-            if outcome is not None and (pending.explains(outcome) or time.monotonic() > explained_by):
-                return outcome
             if outcome is not None:
-                continue  # on a full disk the record of the reason comes after the decision, when there is room again
-            explained_by = time.monotonic() + _REASON_GRACE_S
+                return outcome
             if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
                 return publish(pending, _progress)
         raise AssertionError("unreachable")

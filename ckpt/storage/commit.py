@@ -302,18 +302,15 @@ class PendingSave:
 
     def _explained(self) -> Published | Abandoned | None:
         """The outcome; when its reason is just being recorded (late, because the disk was full), with that reason."""
+        unexplained = Abandoned(_vanished(self.save))
         deadline = time.monotonic() + _RECORD_GRACE_S
-        while not self.explains(outcome := self.outcome()) and time.monotonic() < deadline:
+        while (outcome := self.outcome()) == unexplained and time.monotonic() < deadline:
             time.sleep(0.01)
         return outcome
 
-    def explains(self, outcome: Outcome) -> bool:
-        """Whether `outcome` needs no reason, or has the recorded one."""
-        return outcome != Abandoned(_vanished(self.save))
-
     def decided(self) -> Outcome:
         """Like `outcome`, for those who joined the save: when it is nowhere, somebody has removed it."""
-        outcome = self.outcome()
+        outcome = self._explained()
         if outcome is None and not os.path.isdir(self.path):
             return self.outcome() or Abandoned(_vanished(self.save))
         return outcome
