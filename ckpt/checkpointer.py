@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 import urllib.parse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
 from ckpt.loading.load import restore
+from ckpt.loading.sources import Alone, RestoreReport
 from ckpt.planning.grid import GridOptions
 from ckpt.ranks import Ranks
 from ckpt.saving.publish import Retention, recover
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _GRID = GridOptions()
+_ANSWER_S = 5.0  # for writers to say what storage says already
 _log = logging.getLogger("ckpt")
 
 
@@ -85,6 +90,10 @@ class Checkpointer:
         grid = GridOptions(pack_below_bytes, file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
+        self._registered: dict[str, Any] = {}
+        self._phase: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
+        self._resume_step: int | None = None
+        self._last_restore: RestoreReport | None = None
         self._finalized: list[int] = []  # steps whose finalize function has run, not yet reported by maybe_finalize
         self._closed = False
 
@@ -103,7 +112,8 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._check_open()
-        request = self._saver.request(state, step, begin)
+        with self._phase("ckpt.stage"):
+            request = self._saver.request(state, step, begin)
         request.add_finalize_fn(lambda: self._finalized.append(step))
         return request
 
@@ -129,14 +139,16 @@ class Checkpointer:
         the calls finalized before it.
         """
         self._check_open()
-        self._queue.maybe_finalize_async_calls(blocking=blocking)
+        with self._phase("ckpt.finalize"):
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
         steps, self._finalized = self._finalized, []
         return steps
 
     def restore(self, state: Any, step: int | None = None, strict: bool = True) -> int | None:
         """Put the newest published step (or `step`) into `state`, in place, and return it; None when there is none.
 
-        Collective. Works for any world size and sharding. Tensors are read into the memory they have; numbers and
+        Collective. Works for any world size and sharding. Tensors are read into the memory they have, from staging
+        memory where that still holds the step (see `last_restore`), else from storage; numbers and
         strings are replaced in their dicts and lists; objects get `load_state_dict`. Saves that an earlier run left
         complete are published first, the others abandoned. Without `step`, a damaged step is skipped with a warning, on
         all ranks.
@@ -145,18 +157,87 @@ class Checkpointer:
         ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
         """
         self._check_open()
-        if self._ranks.rank == 0 and self._saver.recovers_first:
-            recover(self._root, self._timeout_s, _log.warning)
-        restored = restore(self._root, state, step, strict, self._ranks)
-        self._saver.recovered()
-        self.warmup(state)
-        return restored
+        with self._phase("ckpt.restore"):
+            if self._ranks.rank == 0 and self._saver.recovers_first:
+                recover(self._root, self._timeout_s, _log.warning)
+            report = restore(self._root, state, step, strict, self._ranks, self._saver.memory)
+            self._note_restored(report)
+            self._saver.recovered()
+            self.warmup(state)
+        return self._resume_step
 
     def warmup(self, state: Any) -> None:
         """Plan, map the staging memory and start the writers now, so that the first save costs what the tenth does.
         Collective."""
         self._check_open()
         self._saver.warmup(state)
+
+    def register(self, **state: Any) -> None:
+        """Name what is to be put back in place after a fault, e.g. ``model=model, optimizer=optimizer, rng=rng``.
+
+        It is restored like the state ``{"model": model, ...}``, and should be saved as that. What was registered
+        before under the same names is replaced. TypeError for what cannot be changed in place, like a number: put it
+        into a dict.
+        """
+        for name, value in state.items():
+            if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tuple)):
+                raise TypeError(
+                    f"{name}={value!r} cannot be put back in place, it is a {type(value).__name__}: "
+                    f"register a dict that holds it"
+                )
+        self._registered.update(state)
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step that was restored last, by `restore` or after a fault: training goes on from there. None if none
+        was."""
+        return self._resume_step
+
+    @property
+    def last_restore(self) -> RestoreReport | None:
+        """Where the bytes of the last restore came from."""
+        return self._last_restore
+
+    def observe_phases(self, phase: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Have `phase(name)` entered around what the trainer spends here, in its thread.
+
+        The names are ``ckpt.stage`` (`save_request`), ``ckpt.finalize`` (`maybe_finalize`) and ``ckpt.restore``.
+        """
+        self._phase = phase
+
+    def recover_from_fault(self, epoch: int, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
+        """Decide every save in flight, forget the process group, and put the registered state back to the newest step.
+
+        For the bridge to a restart (`ckpt.restart`), on every surviving rank, when nothing else runs in this process.
+        Makes no collective. With a `drain_timeout` a save that all ranks have completely staged is still published,
+        within that time; without, all saves that are not published by now are given up, and nobody is waited for. A
+        save of an earlier epoch is never published after this has returned.
+
+        `rank` is that of this process in the epoch that ends, should it have had no business with its group yet; None
+        if it was a spare: it has no part in any save, and restores nothing here. Raises what `restore` raises; also
+        CheckpointCorruptError for a damaged step, because the others may not find it damaged.
+        """
+        self._check_open()
+        drain_s = 0.0 if drain_timeout is None else drain_timeout.total_seconds()
+        if drain_timeout is None:
+            self._saver.stop_writers()
+        last_rank = self._saver.last_rank
+        rank = last_rank if last_rank is not None else rank
+        if rank is not None:
+            self._saver.settle_all(rank, time.monotonic() + drain_s)
+        self._queue.recover(min(drain_s, _ANSWER_S))
+        self._saver.begin_epoch(epoch)
+        self._note_restored(None)
+        if self._registered and rank is not None:
+            self._note_restored(restore(self._root, self._registered, None, True, Alone(rank), self._saver.memory))
+
+    def interrupt(self) -> None:
+        """Make a thread that waits in here look around. From any thread; see `AsyncCallsQueue.interrupt`."""
+        self._saver.interrupt()
+
+    def _note_restored(self, report: RestoreReport | None) -> None:
+        self._last_restore = report
+        self._resume_step = None if report is None else report.step
 
     def latest_step(self) -> int | None:
         """The newest published step, None if there is none."""

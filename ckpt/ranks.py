@@ -20,12 +20,24 @@ class Ranks:
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         self._group = process_group
+        self._last_rank: int | None = None
 
     @property
     def rank(self) -> int:
         """0, 1, ..."""
         distributed = _distributed()
-        return int(distributed.get_rank(self._group)) if distributed is not None else 0
+        self._last_rank = rank = int(distributed.get_rank(self._group)) if distributed is not None else 0
+        return rank
+
+    @property
+    def last_rank(self) -> int | None:
+        """The last rank this process had, also when the group is destroyed; None if `rank` was not asked since
+        `forget`."""
+        return self._last_rank if _distributed() is None else self.rank
+
+    def forget(self) -> None:
+        """The process group is gone; in the next one this process may have another rank."""
+        self._last_rank = None
 
     @property
     def world_size(self) -> int:

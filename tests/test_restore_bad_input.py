@@ -206,6 +206,9 @@ def two_steps(queue: AsyncCallsQueue, tmp_path: Path) -> Iterator[tuple[Checkpoi
     with Checkpointer(root, queue=queue, pack_below_bytes=64, inner_bytes=256, file_bytes=512) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(float(step)), step)
+    with Checkpointer(
+        root, queue=queue, pack_below_bytes=64, inner_bytes=256, file_bytes=512
+    ) as checkpointer:  # another one: its memory holds nothing
         yield checkpointer, root / "step_00000002"
 
 
@@ -265,7 +268,8 @@ def _damaged_for_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
         for step in (1, 2):
             state = {"shared": torch.full((300,), step), "own": PerRank(torch.full((100,), 10 * step + rank))}
             checkpointer.save(state, step)
-        torch.distributed.barrier()
+    torch.distributed.barrier()
+    with Checkpointer(root) as checkpointer:  # another one: its memory holds nothing
         if rank == 0:
             _flip(root / "step_00000002" / "own" / "__rank_00001" / "c.0")
         torch.distributed.barrier()

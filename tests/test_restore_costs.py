@@ -20,6 +20,7 @@ def test_a_restore_reads_each_needed_chunk_once(tmp_path: Path, monkeypatch: pyt
     state = {f"t{n}": torch.randn(100, 50) for n in range(5)} | {f"s{n}": torch.randn(7) for n in range(50)}
     with Checkpointer(tmp_path, inner_bytes=4096, file_bytes=8192, pack_below_bytes=128) as checkpointer:
         checkpointer.save(state, 1)
+    with Checkpointer(tmp_path) as checkpointer:  # another one: its memory holds nothing
         reads: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         read_into = ArrayReader.read_into
 
@@ -53,7 +54,9 @@ def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
     restore(CheckpointRoot(str(root / "small")), small, None, True, Ranks())  # loads libraries
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status("VmRSS")
-    assert restore(CheckpointRoot(str(root / "big")), state, None, True, Ranks()) == 1
+    report = restore(CheckpointRoot(str(root / "big")), state, None, True, Ranks())
+    assert report is not None
+    assert report.step == 1
     rise = _status("VmHWM") - before
     assert all(float(tensor.min()) == float(tensor.max()) == 1 for tensor in state.values())
     return rise
@@ -70,7 +73,7 @@ def test_a_restore_makes_no_second_copy(tmp_path: Path) -> None:
     """400 MB of state, in tensors of up to 240 MB."""
     run_ranks(_peak, 1, tmp_path, True, init_process_group=False)
     rise = run_ranks(_peak, 1, tmp_path, False, init_process_group=False)[0].value
-    assert rise < 120 * _MB, f"{rise / _MB:.0f} MB"
+    assert rise < 160 * _MB, f"{rise / _MB:.0f} MB"
 
 
 _TOUCHES_FILES = ("open", "os.", "shutil.", "pathlib.", "tempfile.", "glob.", "subprocess.")

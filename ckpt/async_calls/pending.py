@@ -1,8 +1,13 @@
-"""A call that has not left the queue, and what becomes of it."""
+"""A call that has not left the queue, and what becomes of it.
+
+An exception may be thrown into every method from another thread (a restart does that): what was not done then is done
+when the method is called again.
+"""
 
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +27,7 @@ class PendingCall:
         self.settled = request.async_fn is None
         self.error: CheckpointError | None = None
         self._event_error: Exception | None = None
+        self._finalize_fns = deque(request.finalize_fns)
 
     def take_event(self, event: dict[str, Any]) -> None:
         """Hand it to `on_event`; if that raises, the call fails when it is over."""
@@ -39,9 +45,19 @@ class PendingCall:
                 f"on_event of background call {self.index} raised {self._event_error!r}", rank=own_rank()
             )
             error.__cause__ = self._event_error
-        self.settled = True
         if error is not None:
             self.abandon(error)
+        self.settled = True
+
+    def finalize(self) -> Exception | None:
+        """Run the finalize functions, whatever they raise; returns the first exception. None of them runs twice."""
+        first: Exception | None = None
+        while self._finalize_fns:
+            try:
+                self._finalize_fns.popleft()()
+            except Exception as error:
+                first = first or error
+        return first
 
     def abandon(self, error: CheckpointError) -> None:
         """Fail, unless that has happened before: tell the call and let it choose the error to raise.
@@ -50,17 +66,17 @@ class PendingCall:
         """
         if self.error is not None:
             return
-        self.error = error
+        chosen: CheckpointError | None = error
         abandoned: Callable[[CheckpointError], CheckpointError | None] | None
         abandoned = getattr(self.request.async_fn, "abandoned", None)
-        if abandoned is None:
-            return
-        try:
-            self.error = abandoned(error)
-        except Exception as problem:
-            error.add_note(f"besides, abandoned() raised {problem!r}")
-        if self.error is not None and self.error is not error and self.error.__cause__ is None:
-            self.error.__cause__ = error.__cause__ or error
+        if abandoned is not None:
+            try:
+                chosen = abandoned(error)
+            except Exception as problem:
+                error.add_note(f"besides, abandoned() raised {problem!r}")
+        if chosen is not None and chosen is not error and chosen.__cause__ is None:
+            chosen.__cause__ = error.__cause__ or error
+        self.error = chosen
 
     def own_failure(self) -> Failure | None:
         """For the other ranks."""

@@ -26,6 +26,7 @@ from ckpt.async_calls.fork_server import ForkServer, release_in_forked_children
 from ckpt.async_calls.life import WriterLife
 from ckpt.async_calls.messages import Event, Finished, Message, Ready
 from ckpt.async_calls.payload import Payload
+from ckpt.async_calls.wakeup import Wakeup
 from ckpt.errors import RemoteTraceback, WriterError
 
 __all__ = ["Outcome", "WriterProcess", "wait_for_any"]
@@ -94,6 +95,11 @@ class WriterProcess:
         self._calls[index] = call
         self._send(call)
 
+    @property
+    def busy(self) -> bool:
+        """Whether calls are without an outcome."""
+        return bool(self._calls)
+
     def poll(self) -> list[Outcome | Event]:
         """What happened since the last time; does not wait.
 
@@ -122,6 +128,21 @@ class WriterProcess:
             self._server.pump()
             self._life.take_spawned(self._server)
             self._life.kill()
+
+    def forget_calls(self) -> None:
+        """Drop all calls without an outcome. A process that works on one is killed; the next call gets another.
+
+        Does not wait for its end: it may still write for a moment.
+        """
+        if self._calls:
+            self.discard()
+        self._results.clear()
+
+    def discard(self) -> None:
+        """Kill the process and let go of it, without a look at what it says, nor waiting for its end."""
+        if self._life is not None:
+            self._life.kill()
+        self.release()
 
     def close(self, timeout_s: float) -> None:
         """Let the writer finish what it has, wait for its end at most `timeout_s`, then kill it.
@@ -240,12 +261,16 @@ class WriterProcess:
         self._results.append(Outcome(index, error))
 
 
-def wait_for_any(writers: Iterable[WriterProcess], timeout_s: float) -> None:
-    """Wait until one of them has something to `poll` for, at most `timeout_s`."""
+def wait_for_any(writers: Iterable[WriterProcess], timeout_s: float, interrupted: Wakeup | None = None) -> None:
+    """Wait until one of them has something to `poll` for, at most `timeout_s`, or until `interrupted` is set."""
     poll = select.poll()
+    if interrupted is not None:
+        poll.register(interrupted, select.POLLIN)
     for writer in writers:
         for fd, events in writer.handles():
             poll.register(fd, events)
         if (patience_s := writer.patience_s()) is not None:
             timeout_s = min(timeout_s, patience_s)
-    poll.poll(max(0, int(timeout_s * 1000) + 1))
+    ready = poll.poll(max(0, int(timeout_s * 1000) + 1))
+    if interrupted is not None and any(fd == interrupted.fileno() for fd, _ in ready):
+        interrupted.clear()

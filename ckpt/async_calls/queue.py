@@ -12,20 +12,23 @@ all ranks, and then in the same way on all of them: finalized if it is done ever
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ckpt.async_calls.agreement import Agreement, own_rank
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.fork_server import ForkServer
 from ckpt.async_calls.messages import Event
 from ckpt.async_calls.pending import PendingCall
 from ckpt.async_calls.process import Outcome, WriterProcess, wait_for_any
+from ckpt.async_calls.processes import Processes
 from ckpt.async_calls.request import AsyncRequest
+from ckpt.async_calls.wakeup import Wakeup
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncCallsQueue"]
 
+_log = logging.getLogger("ckpt")
 _Error = TypeVar("_Error", bound=Exception)
 _NEVER = 2**62  # an index no call has
 
@@ -63,9 +67,11 @@ class AsyncCallsQueue:
         self._pending: deque[PendingCall] = deque()  # in order of index, without gaps
         self._results: deque[Outcome | Event] = deque()  # taken from the writers, not yet given to their calls
         self._next_index = 0
-        self._server = ForkServer(self._config)
-        self._writers = [WriterProcess(self._config, self._server) for _ in range(num_writers)]
-        self._release = weakref.finalize(self, _release, self._writers, self._server)
+        self._processes = Processes.create(self._config, num_writers)
+        self._intact = True  # False while a method works on `_processes`: still False, it was interrupted
+        self._left: list[Processes] = []  # of interrupted methods; they finish what they were sent, until `recover`
+        self._interrupted = Wakeup()
+        self._release = weakref.finalize(self, _release, self._processes, self._interrupted)
 
     def start(self) -> None:
         """Have the writer processes started in the background, so that the first request finds them ready. Returns at
@@ -74,8 +80,10 @@ class AsyncCallsQueue:
         Raises OSError when the system starts no process; the requests then fail one by one, so it can be ignored.
         """
         self._check_usable()
+        intact, self._intact = self._intact, False
         for writer in self._writers:
             writer.start()
+        self._intact = intact
 
     def schedule_async_request(self, request: AsyncRequest) -> int:
         """Queue `request` and return its index (0, 1, ...). Never waits: costs pickling the arguments and one message.
@@ -86,15 +94,21 @@ class AsyncCallsQueue:
         self._check_usable()
         self.pump()
         index, fn = self._next_index, request.async_fn
+        intact, self._intact = self._intact, False
         if fn is not None:
             writer = self._writers[index % len(self._writers)]
             writer.submit(index, fn, request.async_fn_args, request.async_fn_kwargs)
-        self._pending.append(PendingCall(index, request.freeze()))
         self._next_index += 1
+        self._pending.append(PendingCall(index, request.freeze()))
+        self._intact = intact
         return index
 
     def get_num_unfinalized_calls(self) -> int:
         return len(self._pending)
+
+    def functions(self) -> list[Callable[..., Any] | None]:
+        """The `async_fn` of every call in the queue, in order."""
+        return [call.request.async_fn for call in self._pending]
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True) -> list[int]:
         """Finalize the calls that are done, in order, and return their indices.
@@ -134,12 +148,15 @@ class AsyncCallsQueue:
         `abandoned`.
         """
         self._check_usable()
+        intact, self._intact = self._intact, False
         for writer in self._writers:
             self._results.extend(writer.poll())
+        self._intact = intact
         calls = {call.index: call for call in self._pending}
         while self._results:
             result = self._results.popleft()
-            if (call := calls.get(result.index)) is None:
+            call = calls.get(result.index)
+            if call is None or call.settled:
                 continue
             if isinstance(result, Event):
                 call.take_event(result.event)
@@ -149,8 +166,56 @@ class AsyncCallsQueue:
     def wait_for_events(self, timeout_s: float) -> None:
         """Wait until a writer says something or dies, at most `timeout_s`, then `pump`."""
         self._check_usable()
-        wait_for_any(self._writers, timeout_s)
+        wait_for_any(self._writers, timeout_s, self._interrupted)
         self.pump()
+
+    def mend(self) -> None:
+        """Make all methods usable again after one was interrupted by an exception thrown from another thread.
+
+        Writers whose state is not known any more get no more calls, finish what they were sent, and are not listened
+        to: their calls settle in `recover`.
+        """
+        self._check_usable()
+        if not self._intact:
+            self._left.append(self._processes.replace(self._config))
+            self._intact = True
+
+    def recover(self, timeout_s: float) -> list[int]:
+        """Leave an empty queue, whatever a method was doing when an exception was thrown into it.
+
+        Calls that are done, now or within `timeout_s`, are finalized; what their finalize functions raise is logged.
+        The others are given up: their writers are killed, `abandoned` is called, no finalize function runs. Returns
+        the finalized indices. Makes no collective and raises nothing. Indices go on from where they were.
+        """
+        self.mend()
+        deadline = time.monotonic() + timeout_s
+        while any(writer.busy for writer in self._writers) and (remaining_s := deadline - time.monotonic()) > 0:
+            self.wait_for_events(remaining_s)
+        self.pump()
+        while self._left:
+            self._left[-1].discard()
+            self._left.pop()
+        for writer in self._writers:
+            writer.forget_calls()
+        self._results.clear()
+        finalized: list[int] = []
+        while self._pending:
+            call = self._pending[0]
+            if not call.settled:
+                call.abandon(WriterError(f"background call {call.index} was given up after a fault", rank=own_rank()))
+            if call.error is not None:
+                _log.warning("background call %d is not finalized: %s", call.index, call.error)
+            else:
+                finalized.append(call.index)
+                error = call.finalize()
+                if error is not None:
+                    _log.error("a finalize function of background call %d failed", call.index, exc_info=error)
+            self._pending.popleft()
+        return finalized
+
+    def interrupt(self) -> None:
+        """Make a method that waits look around: it runs Python again, and goes on waiting. From any thread."""
+        self._interrupted.set()
 
     def close(self, abort: bool = False) -> None:
         """Wait for all calls and finalize them, end all processes, then raise the first failure. Idempotent.
@@ -167,7 +232,7 @@ class AsyncCallsQueue:
             if abort:
                 self._abort()
             self._stop_writers()
-            self._server.close()
+            self._processes.server.close()
         finally:
             self._release()
         if failure is not None:
@@ -213,9 +278,9 @@ class AsyncCallsQueue:
         finalized: list[int] = []
         first: Exception | None = None
         while self._pending and self._pending[0].index < end:
-            call = self._pending.popleft()
-            finalized.append(call.index)
-            error = call.request.finalize()
+            finalized.append(self._pending[0].index)
+            error = self._pending[0].finalize()
+            self._pending.popleft()
             first = first or error
         return finalized, first
 
@@ -261,11 +326,14 @@ class AsyncCallsQueue:
         for writer in self._writers:
             writer.close(self._config.close_timeout_s)
 
+    @property
+    def _writers(self) -> list[WriterProcess]:
+        return self._processes.writers
 
-def _release(writers: list[WriterProcess], server: ForkServer) -> None:
-    for writer in writers:
-        writer.release()
-    server.release()
+
+def _release(processes: Processes, interrupted: Wakeup) -> None:
+    interrupted.close()
+    processes.release()
 
 
 def _with_note(error: _Error, finalize_error: Exception | None) -> _Error:

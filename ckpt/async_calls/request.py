@@ -25,8 +25,8 @@ class RecoverableCall(Protocol):
         """The call failed, its writer died or was killed, or (`no_dist=False`) it failed on another rank. Returns the
         error to raise, or None if the call had done its work all the same: then it is finalized like any other.
 
-        Called once, in the trainer, from whichever method of the queue notices. No finalize function of the request
-        will run.
+        Called once, in the trainer, from whichever method of the queue notices; again if an exception was thrown into
+        it from another thread. Unless it returns None no finalize function of the request will run.
         """
         ...
 

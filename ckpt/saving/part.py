@@ -18,7 +18,7 @@ from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
-__all__ = ["Image", "PackedEntry", "Part", "PartPlan", "make_part"]
+__all__ = ["Image", "PackedEntry", "Part", "PartPlan", "copies_from", "make_part"]
 
 LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
 
@@ -112,7 +112,10 @@ def make_part(
 
     Raises StateError when a single file does not fit a slot.
     """
-    builder = _Builder(rank, local_boxes, max_slot_bytes, compression)
+    return _lay_out(_Builder(rank, local_boxes, max_slot_bytes, compression), plan, rank)
+
+
+def _lay_out(builder: _Builder, plan: SavePlan, rank: int) -> Part:
     for array in plan.arrays:
         if rank in array.owners:
             builder.add_array(array)
@@ -121,6 +124,23 @@ def make_part(
     packed = tuple(_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank)
     aliases = tuple(plan.aliases.items()) if rank == 0 else ()
     return builder.build(plan, packed, aliases)
+
+
+def copies_from(
+    plan: SavePlan,
+    rank: int,
+    local_boxes: LocalBoxes,
+    own_rank: int,
+    max_slot_bytes: int | None,
+    compression: str | None,
+) -> Part:
+    """Lay out the files of `rank` as it does itself, with the copies of those boxes only that `local_boxes` hold.
+
+    Copied back, they bring what the slot of `rank` holds into the tensors of whoever has these boxes. What belongs to
+    one rank alone is for `own_rank` only.
+    """
+    builder = _Builder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
+    return _lay_out(builder, plan, rank)
 
 
 def _packed_entry(entry: PackedTensor, plan: SavePlan) -> PackedEntry:
@@ -132,7 +152,16 @@ def _packed_entry(entry: PackedTensor, plan: SavePlan) -> PackedEntry:
 class _Builder:
     """Places one image after the other; begins a new piece when a slot is full."""
 
-    def __init__(self, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, compression: str | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        local_boxes: LocalBoxes,
+        max_slot_bytes: int | None,
+        compression: str | None,
+        *,
+        only_for: int | None = None,
+    ) -> None:
+        self._only_for = only_for
         self._rank = rank
         self._local_boxes = local_boxes
         self._limit = max_slot_bytes
@@ -162,6 +191,9 @@ class _Builder:
         )
         return Part(part_plan, tuple(map(tuple, self._copies)), self._pack)
 
+    def _is_for_others(self, rank: int | None) -> bool:
+        return self._only_for is not None and rank is not None and rank != self._only_for
+
     def add_array(self, array: ArrayPlan) -> None:
         meta = array_meta(array, self._compression)
         number = self._add_meta(array_directory(array), meta, described=array.owners[0] == self._rank)
@@ -170,6 +202,8 @@ class _Builder:
                 continue
             layout = meta.layout(index)
             offset = self._place(number, index, layout, array.path)
+            if self._is_for_others(array.rank):
+                continue
             for piece in layout.pieces:
                 box = Box(tuple(o + p for o, p in zip(array.box.offset, piece.origin, strict=True)), piece.shape)
                 self._copy(array.path, array.itemsize, box, offset + piece.offset, layout.full_shape)
@@ -185,14 +219,17 @@ class _Builder:
         offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
         self._pack = self._images[-1]
         for entry in plan.packed:
-            if entry.owner == self._rank and entry.nbytes:
+            if entry.owner == self._rank and entry.nbytes and not self._is_for_others(entry.rank):
                 self._copy_packed(entry, offset, layout, position * plan.pack_bytes)
 
     def _copy_packed(self, entry: PackedTensor, offset: int, layout: FileLayout, start: int) -> None:
         """The pack is laid out such that no tensor lies across two inner chunks."""
         position = start + entry.offset
         piece = next(p for p in layout.pieces if p.origin[0] <= position < p.origin[0] + p.shape[0])
-        source, local = self._local(entry.path, entry.box)
+        found = self._local(entry.path, entry.box)
+        if found is None:
+            return
+        source, local = found
         target = offset + piece.offset + position - piece.origin[0]
         itemsize = entry.nbytes // math.prod(entry.shape)
         flat = _flat(source, local, entry.shape)
@@ -223,20 +260,27 @@ class _Builder:
         return offset
 
     def _copy(self, path: Path, itemsize: int, box: Box, offset: int, full_shape: tuple[int, ...]) -> None:
-        source, local = self._local(path, box)
+        found = self._local(path, box)
+        if found is None:
+            return
+        source, local = found
         inside = box.shape[1:] == full_shape[1:]
         flat = _flat(source, local, box.shape) if inside else None
         self._copies[-1].append(CopyOp(path, source, flat, offset, full_shape, itemsize))
 
-    def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]]:
-        """Where `box` of the global tensor is in the local one, and the shape of the local one."""
-        boxes = self._local_boxes[path]
+    def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
+        """Where `box` of the global tensor is in the local one, and the shape of the local one; None if it is not."""
+        boxes = self._local_boxes.get(path, [])
+        if not boxes and self._only_for is not None:
+            return None
         ends = zip(*((tuple(o + n for o, n in zip(at, own.shape, strict=True))) for own, at in boxes), strict=True)
         shape = tuple(max(dim) for dim in ends)
         for own, at in boxes:
             if own.intersection(box) == box:
                 low = tuple(a + o - b for a, o, b in zip(at, box.offset, own.offset, strict=True))
                 return tuple(slice(a, a + n) for a, n in zip(low, box.shape, strict=True)), shape
+        if self._only_for is not None:
+            return None
         raise AssertionError(f"{display(path)}: the plan gives this rank {box}, which it does not hold")
 
 

@@ -20,7 +20,7 @@ from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.description import StateDescription, exchange
 from ckpt.planning.grid import GridOptions
-from ckpt.planning.save_plan import make_save_plan
+from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
 from ckpt.saving.part import Part, make_part
@@ -41,6 +41,7 @@ class Planned:
     """
 
     description: StateDescription
+    save_plan: SavePlan
     part: Part
     plan_bytes: bytes
     value_owners: dict[Path, bool]
@@ -88,6 +89,12 @@ class Planner:
         values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
         return Prepared(flat, values, planned)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Forget the plan: the ranks, and who they are, may be others from now on. The next save is planned anew."""
+        self._epoch = epoch
+        self._planned = None
+        self._last_step, self._attempt = -1, 0
+
     def begin_attempt(self, step: int) -> None:
         """Called once for each save of each step, before anything can fail: it makes the next token."""
         self._attempt = self._attempt + 1 if step == self._last_step else 0
@@ -117,7 +124,7 @@ class Planner:
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
         plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        self._planned = Planned(description, part, plan_bytes, owned, nonce)
+        self._planned = Planned(description, plan, part, plan_bytes, owned, nonce)
         if part.plan.pieces > 1:
             _log.warning(
                 "rank %d: the state needs %d bytes of staging memory, and a slot may have %s: it is staged in %d "

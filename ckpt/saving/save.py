@@ -22,8 +22,11 @@ from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
+from ckpt.saving.drain import InFlight, refuse_others, settle
+from ckpt.saving.held import HEADER_BYTES, HeldMemory
 from ckpt.saving.part import Part
 from ckpt.saving.planner import Planned, Planner, Prepared
+from ckpt.saving.side_stream import SideStream
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
@@ -33,7 +36,6 @@ __all__ = ["Saver", "StagingOptions"]
 
 _log = logging.getLogger("ckpt")
 _WAIT_SLICE_S = 1.0
-_FLAG_BYTES = 4096  # a page behind the images, for the flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,10 @@ class Saver:
         self._planner = Planner(ranks, staging.grid, self._arena.max_slot_bytes, staging.compression, epoch)
         self._pieces_queue: AsyncCallsQueue | None = None
         self._generation = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._hooked: set[int] = set()
-        self._overlapping: Staged | None = None
+        self._side_stream = SideStream()
+        self.memory = HeldMemory(self._arena)
+        self._shared_for: Planned | None = None
+        self._in_flight: dict[SaveId, InFlight] = {}  # noted before anything is staged, so that no fault can lose one
 
     @property
     def recovers_first(self) -> bool:
@@ -88,6 +91,11 @@ class Saver:
         self._queue.start()
         self._fit_arena(self._planner.prepare(state).planned)
 
+    @property
+    def last_rank(self) -> int | None:
+        """This rank among those that saved together, also when their process group is gone; None if there was none."""
+        return self._ranks.last_rank
+
     def request(self, state: Any, step: int, begin: float) -> AsyncRequest:
         """Stage `state`; the request writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
@@ -96,30 +104,72 @@ class Saver:
         try:
             prepared = self._planner.prepare(state)
             self._fit_arena(prepared.planned)
-            writer = self._stage_all(prepared, begin)
+            save = self._planner.save_id()
+            assert save is not None
+            self._in_flight[save] = InFlight(save, prepared.planned.save_plan.world_size)
+            writer = self._stage_all(prepared, save, begin)
+            writer.on_decided = lambda: self._in_flight.pop(save, None)
         except Exception as error:
-            self._tell_others(error)
+            self._refused(error)
             raise
         self.recovered()
-        return AsyncRequest(writer, (), [])
+        return AsyncRequest(writer, (), [writer.on_decided, lambda: self._arena.keep(writer.region)])
 
     def not_scheduled(self, request: AsyncRequest, error: Exception) -> None:
         """The queue refused `request`: nobody will run it."""
         if isinstance(request.async_fn, PartWriter):
             request.async_fn.free_slot()
-        self._tell_others(error)
+        self._refused(error)
+
+    def interrupt(self) -> None:
+        """Make a thread that waits for writers look around. From any thread."""
+        for queue in (self._queue, self._pieces_queue):
+            if queue is not None:
+                queue.interrupt()
+
+    def stop_writers(self) -> None:
+        """After a fault: nobody writes for this rank any more, and what was not published is given up."""
+        for queue in (self._queue, self._pieces_queue):
+            if queue is not None:
+                queue.recover(0.0)
+
+    def settle_all(self, rank: int, deadline: float) -> None:
+        """After a fault: see that no save of this epoch is undecided, at the latest soon after `deadline`."""
+        root = CheckpointRoot(self._root)
+        self._queue.mend()
+        scheduled = {fn.save for fn in self._queue.functions() if isinstance(fn, PartWriter)}
+        for save, in_flight in list(self._in_flight.items()):
+            in_flight = replace(in_flight, scheduled=save in scheduled)
+            settle(root, in_flight, rank, deadline, self._queue.wait_for_events)
+        if not self.recovers_first:
+            refuse_others(root, self._in_flight, rank)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """After a fault, when every save is decided and the queue is empty: what was under way is forgotten.
+
+        What the slots hold stays, to be restored from; the next save is planned anew.
+        """
+        self._ranks.forget()
+        self._in_flight.clear()
+        self._side_stream.forget()
+        if self._pieces_queue is not None:
+            self._pieces_queue.recover(0.0)
+        self._arena.free_all()
+        self._planner.begin_epoch(epoch)
 
     def close(self) -> None:
         """Give the arena back. The queue is the Checkpointer's."""
+        self.memory.close()
         if self._pieces_queue is not None:
             self._pieces_queue.close(abort=True)
         self._arena.close()
 
-    def _tell_others(self, error: Exception) -> None:
+    def _refused(self, error: Exception) -> None:
         """This rank will have no part in a save the others may have scheduled: abandon it, so that they learn why."""
         save = self._planner.save_id()
         if save is None or self._ranks.world_size == 1:
             return
+        self._in_flight.pop(save, None)
         text = "".join(traceback.format_exception(error))
         with contextlib.suppress(CheckpointError):  # then they learn it from their own wait
             reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
@@ -128,17 +178,18 @@ class Saver:
     # -- staging -------------------------------------------------------------------------------------------------------
 
     def _fit_arena(self, planned: Planned) -> None:
-        needed = planned.part.plan.slot_bytes + _FLAG_BYTES
+        needed = planned.part.plan.slot_bytes + HEADER_BYTES
         if needed > self._arena.slot_bytes:
             while self._arena.in_use():
                 self._wait_for_slot(time.monotonic() + self._staging.slot_timeout_s)
-            self._arena.resize(-(-needed // _FLAG_BYTES) * _FLAG_BYTES)
+            self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
+        if self._shared_for is not planned:
+            self.memory.share(self._ranks, planned.save_plan, self._staging.compression)
+            self._shared_for = planned
 
-    def _stage_all(self, prepared: Prepared, begin: float) -> PartWriter:
+    def _stage_all(self, prepared: Prepared, save: SaveId, begin: float) -> PartWriter:
         """Stage this rank's part. Of one that does not fit a slot, all pieces but the last are written when this
         returns."""
-        save = self._planner.save_id()
-        assert save is not None
         earlier: list[tuple[str, str, int, int]] = []
         last = prepared.planned.part.plan.pieces - 1
         for piece in range(last):
@@ -162,7 +213,9 @@ class Saver:
         try:
             waited = time.perf_counter()
             self._generation += 1
+            self.memory.clear(slot)
             staged = self._copy(planned.part, prepared.flat, slot, piece)
+            self.memory.label(slot, save, self._generation)
             done = time.perf_counter()
         except BaseException:
             slot.state = SlotState.FREE
@@ -174,14 +227,14 @@ class Saver:
             "stage_s": done - waited,
             "stall_s": done - begin,
         }
-        self._overlapping = None if staged.done else staged
+        self._side_stream.note(staged)
         return PartWriter(
             root=self._root,
             save=save,
             rank=self._ranks.rank,
             plan=planned.plan_bytes,
             region=slot.region,
-            flag_offset=self._arena.slot_bytes - _FLAG_BYTES,
+            flag_offset=self._arena.slot_bytes - HEADER_BYTES,
             generation=self._generation,
             piece=piece,
             last=last,
@@ -193,44 +246,21 @@ class Saver:
 
     def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int) -> Staged:
         tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
-        stream = self._side_stream(flat)
+        stream = self._side_stream.stream_for(flat)
         if part.pack is not None and part.pack.piece == piece and slot.cleared_for is not part:
             slot.tensor[part.pack.offset : part.pack.offset + part.pack.image_bytes].zero_()
             slot.cleared_for = part
         staged = stage(part.copies[piece], tensors, slot.tensor, stream)
-        flag = slot.tensor[self._arena.slot_bytes - _FLAG_BYTES :][:8].view(torch.int64)
+        flag = slot.tensor[self._arena.slot_bytes - HEADER_BYTES :][:8].view(torch.int64)
         if stream is None:
             flag.fill_(self._generation)
             return staged
         staged.then_set(flag, self._generation)
         if self._staging.overlap:
-            self._hook_optimizers(flat)
+            self._side_stream.hook_optimizers(flat)
         else:
             staged.wait()
         return staged
-
-    def _side_stream(self, flat: FlatState) -> torch.cuda.Stream | None:
-        """The stream for copies when the state is on one GPU; from several they are copied one after the other."""
-        devices = {leaf.local.device for leaf in flat.tensors.values() if leaf.local.is_cuda}
-        if len(devices) != 1:
-            return None
-        (device,) = devices
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
-
-    def _hook_optimizers(self, flat: FlatState) -> None:
-        """Have every optimizer of the state wait, on its stream, for copies still under way before it changes
-        anything."""
-        for _, owner, _ in flat.owners:
-            if isinstance(owner, torch.optim.Optimizer) and id(owner) not in self._hooked:
-                self._hooked.add(id(owner))
-                owner.register_step_pre_hook(self._before_optimizer_step)
-
-    def _before_optimizer_step(self, *_: Any) -> None:
-        if self._overlapping is not None:
-            self._overlapping.order_before(torch.cuda.current_stream())
-            self._overlapping = None
 
     def _wait_for_slot(self, deadline: float) -> None:
         """Let the writers' answers come in; the queue's and, for a save in pieces, the extra writer's."""

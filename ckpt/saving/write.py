@@ -36,7 +36,7 @@ from ckpt.saving.part import Image, PackedEntry, PartPlan
 from ckpt.saving.publish import Retention, is_published, publish, recover, retain
 from ckpt.shared_memory import SharedMemory
 from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Reason, SaveId
-from ckpt.storage.locks import DirectoryLock
+from ckpt.storage.locks import ByteLock, DirectoryLock
 from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
 
 __all__ = ["PartWriter", "SaveOptions"]
@@ -90,19 +90,22 @@ class PartWriter:
     earlier: list[tuple[str, str, int, int]] = field(default_factory=list)
     on_slot_free: Callable[[], None] | None = None
     on_written: Callable[[list[tuple[str, str, int, int]]], None] | None = None
+    on_decided: Callable[[], Any] | None = None
     reported: Reason | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_slot_free": None, "on_written": None}
+        return {**self.__dict__, "on_slot_free": None, "on_written": None, "on_decided": None}
 
     def __call__(self) -> None:
         """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end."""
         plan: PartPlan = pickle.loads(self.plan)  # our own bytes, made by the trainer of this writer
         pending = self._pending()
         lock: DirectoryLock | None = None
+        work: ByteLock | None = None
         try:
             self._wait_until_staged()
             lock = self._begin(pending, plan)
+            work = pending.work_as(self.rank)
             written, times = self._write(pending, plan)
             self._report_slot_free(written)
             if not self.last:
@@ -116,8 +119,9 @@ class PartWriter:
         except Exception as error:
             outcome = self._give_up(pending, self._reason(error))
         finally:
-            if lock is not None:
-                lock.close()
+            for held in (work, lock):
+                if held is not None:
+                    held.close()
             if context.current() is None:  # run by `execute_sync`, no `abandoned` will follow
                 self.free_slot()
         if isinstance(outcome, Abandoned) and not is_published(outcome):
@@ -142,6 +146,8 @@ class PartWriter:
         after all."""
         self.free_slot()
         outcome = self._give_up(self._pending(), self.reported or self._reason(error))
+        if self.on_decided is not None:
+            self.on_decided()
         if isinstance(outcome, Abandoned) and not is_published(outcome):
             result = _error_for(self.save, outcome.reason)
         elif self.last:
@@ -184,8 +190,10 @@ class PartWriter:
         if self.rank == _COORDINATOR and self.piece == 0:
             if self.options.recover:
                 recover(pending.root, self.options.commit_timeout_s, lambda message: None)
-            pending.root.clean()
-            return pending.begin(plan.world_size, plan.plan_digest)
+            lock = pending.begin(plan.world_size, plan.plan_digest)  # before the clean-up: the others wait for it
+            with contextlib.suppress(CheckpointError):
+                pending.root.clean()
+            return lock
         for _ in self._pauses("the coordinator (rank 0) to begin the save"):
             lock = pending.join()
             if lock is not None:

@@ -32,12 +32,13 @@ class SlotState(Enum):
 
 class Slot:
     """One region of shared memory. `tensor` is all of it as a 1-d uint8 tensor; `step` is the save that is or was in
-    it, `cleared_for` whatever its gaps were last cleared for."""
+    it, `cleared_for` whatever its gaps were last cleared for, `used` when it was acquired last, as a count."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.state = SlotState.FREE
         self.step: int | None = None
+        self.used = 0
         self.cleared_for: object = None
         self.region = SharedMemory.create(f"ckpt-slot-{number}", size)
         self.tensor = torch.frombuffer(self.region.buffer, dtype=torch.uint8)
@@ -61,10 +62,12 @@ class Slot:
         self._ready.result()
 
     def close(self) -> None:
-        """Give the memory back. A writer that still writes from it keeps its own mapping. Not while `prepare` runs."""
+        """Give the memory back. Idempotent. A writer that still writes from it keeps its own mapping. Not while
+        `prepare` runs."""
         if self._pinned:
             _unregister(self.tensor)
-        del self.tensor
+            self._pinned = False
+        self.tensor = torch.empty(0, dtype=torch.uint8)
         self.region.close()
 
 
@@ -81,6 +84,8 @@ class Arena:
         self._stopped = threading.Event()
         self.max_slot_bytes = None if max_host_bytes is None else max_host_bytes // slots
         self.slot_bytes = 0
+        self._acquired = 0
+        self._kept: Slot | None = None
 
     def resize(self, size: int) -> None:
         """Give every slot room for `size` bytes. Slots that are in use are replaced; what is in them stays with their
@@ -94,8 +99,8 @@ class Arena:
         device = torch.cuda.current_device() if self._pin and torch.cuda.is_available() else None
         thread = threading.Thread(target=self._prepare, args=(self._slots, device), name="ckpt-arena", daemon=True)
         self._stopped.clear()
-        thread.start()
         self._thread = thread
+        thread.start()
         self.slot_bytes = size
 
     def acquire(self, step: int, wait: Callable[[], None]) -> Slot:
@@ -105,30 +110,48 @@ class Arena:
         Raises OSError when the system has not enough memory; the arena is then closed, to be resized again.
         """
         while True:
-            for slot in self._slots:
-                if slot.state is SlotState.FREE:
-                    try:
-                        slot.wait_ready()
-                    except Exception:
-                        self.close()
-                        raise
-                    slot.state, slot.step = SlotState.STAGING, step
-                    return slot
+            free = [slot for slot in self._slots if slot.state is SlotState.FREE]
+            if free:
+                slot = min(free, key=lambda slot: (slot is self._kept, slot.used))
+                try:
+                    slot.wait_ready()
+                except Exception:
+                    self.close()
+                    raise
+                self._acquired += 1
+                slot.state, slot.step, slot.used = SlotState.STAGING, step, self._acquired
+                return slot
             wait()
+
+    def keep(self, region: SharedMemory) -> None:
+        """What is in this slot is worth keeping, to restore from: the slot is used again when no other is free."""
+        self._kept = next((slot for slot in self._slots if slot.region is region), None)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots there are now."""
+        return tuple(self._slots)
+
+    def free_all(self) -> None:
+        """Nobody uses any slot any more, whatever was known before."""
+        for slot in self._slots:
+            slot.state = SlotState.FREE
 
     def in_use(self) -> list[Slot]:
         """The slots that are not free."""
         return [slot for slot in self._slots if slot.state is not SlotState.FREE]
 
     def close(self) -> None:
-        """Give all memory back. Idempotent."""
+        """Give all memory back. Idempotent; after an interrupt it can be called again."""
         self._stopped.set()
+        self.slot_bytes = 0
         if self._thread is not None:
-            self._thread.join()
+            if self._thread.ident is not None:
+                self._thread.join()
             self._thread = None
-        slots, self._slots, self.slot_bytes = self._slots, [], 0
-        for slot in slots:
-            slot.close()
+        while self._slots:
+            self._slots[-1].close()
+            self._slots.pop()
 
     def _prepare(self, slots: list[Slot], device: int | None) -> None:
         for slot in slots:

@@ -22,7 +22,7 @@ import torch
 from ckpt.paths import Path
 from ckpt.staging.copy_op import CopyOp
 
-__all__ = ["Staged", "stage"]
+__all__ = ["Staged", "stage", "unstage"]
 
 
 _RUN_BYTES = 4 << 20
@@ -81,6 +81,31 @@ def stage(
         event = torch.cuda.Event()
         event.record(stream)
     return Staged(stream, event, keep)
+
+
+def unstage(ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> dict[Path, int]:
+    """Copy every box back from a slot; returns how many bytes of each tensor. Done when this returns, also on CUDA.
+
+    The tensors are as the operations were made for: same shapes and dtypes.
+    """
+    runs: deque[tuple[int, int, int]] = deque()
+    copied: dict[Path, int] = {}
+    for op in ops:
+        tensor = tensors[op.path]
+        as_run = op.flat is not None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if as_run and op.flat is not None and tensor.device.type == "cpu":
+            first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
+            copied[op.path] = copied.get(op.path, 0) + count
+            for at in range(0, count, _RUN_BYTES):
+                run_bytes = min(_RUN_BYTES, count - at)
+                runs.append((tensor.data_ptr() + first + at, slot.data_ptr() + op.offset + at, run_bytes))
+            continue
+        box = tensor[op.source]
+        stored = _corner(slot, op, box.shape).reshape(-1).clone()  # at an address that fits the dtype
+        copied[op.path] = copied.get(op.path, 0) + stored.numel()
+        box.copy_(stored.view(box.dtype).view(box.shape))
+    _move(runs)
+    return copied
 
 
 def _copy_all(

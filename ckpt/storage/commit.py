@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,29 @@ from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import files
 from ckpt.storage.documents import seal, unseal
 from ckpt.storage.files import Rename, storage_errors
-from ckpt.storage.locks import DirectoryLock, lock_shared, try_lock_exclusive
+from ckpt.storage.locks import (
+    ByteLock,
+    DirectoryLock,
+    lock_shared,
+    locked_bytes,
+    try_lock_byte,
+    try_lock_exclusive,
+)
 
-__all__ = ["Abandoned", "CheckpointRoot", "Outcome", "PendingSave", "Published", "Reason", "SaveId", "parse_save_name"]
+__all__ = [
+    "Abandoned",
+    "CheckpointRoot",
+    "Outcome",
+    "PendingSave",
+    "Published",
+    "Reason",
+    "SaveId",
+    "parse_save_name",
+    "read_part_of_step",
+]
 
 FORMAT_VERSION = 1
+_INTENT = "intent.json"
 _REASON = "reason.json"
 _RECORDS_STAY_S = 3600.0
 _RECORD_GRACE_S = 1.0
@@ -218,7 +237,7 @@ class PendingSave:
         lock = lock_shared(self.path)
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "epoch": self.save.epoch}
         intent |= {"world_size": world_size, "plan": plan_digest}
-        if not files.create_exclusive(os.path.join(self.path, "intent.json"), seal(intent)):
+        if not files.create_exclusive(os.path.join(self.path, _INTENT), seal(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         files.fsync_directory(self.root.pending_path)
         if os.path.lexists(self._abandoned_path):  # meanwhile another rank gave up a save that it did not find
@@ -228,16 +247,27 @@ class PendingSave:
 
     def join(self) -> DirectoryLock | None:
         """Take part in a save that has begun: a lock, or None while it has not begun (or is decided)."""
-        if not os.path.exists(os.path.join(self.path, "intent.json")):
+        if not os.path.exists(os.path.join(self.path, _INTENT)):
             return None
         try:
             return lock_shared(self.path)
         except StorageError:
             return None
 
+    def work_as(self, number: int) -> ByteLock | None:
+        """Let others see that somebody works on this save as rank `number`; None if somebody does already.
+
+        StorageError if the save is gone.
+        """
+        return try_lock_byte(os.path.join(self.path, _INTENT), number)
+
+    def workers(self, numbers: Iterable[int]) -> set[int] | None:
+        """Return as which of these ranks somebody works on the save; None where that cannot be known."""
+        return locked_bytes(os.path.join(self.path, _INTENT), numbers)
+
     def intent(self) -> dict[str, Any] | None:
         """The intent, None if there is none. CheckpointCorruptError if it is damaged."""
-        return self._read("intent.json")
+        return self._read(_INTENT)
 
     def write_part(self, rank: int, document: dict[str, Any]) -> None:
         """Say that this rank's part is whole and durable. StorageError when the save is gone."""
@@ -260,7 +290,7 @@ class PendingSave:
 
         Everything in the directory is durable before this is called.
         """
-        if not os.path.exists(os.path.join(self.path, "intent.json")):
+        if not os.path.exists(os.path.join(self.path, _INTENT)):
             return self.outcome() or Abandoned(_vanished(self.save))
         result = files.rename_directory(self.path, self.root.step_path(self.save.step))
         if result is Rename.TARGET_EXISTS:
@@ -278,9 +308,12 @@ class PendingSave:
                 return outcome
             files.make_directories(self.root.pending_path, self.save.name)  # it leaves a record, which `begin` finds
         recorded = self._record(self.path, reason)  # before the rename: who sees the decision, sees the reason
-        if files.rename_directory(self.path, self._abandoned_path) is Rename.DONE and not recorded:
+        result = files.rename_directory(self.path, self._abandoned_path)
+        if result is Rename.DONE and not recorded:
             _strip(self._abandoned_path)  # makes room where the disk is full
             self._record(self._abandoned_path, reason)
+        elif result is Rename.TARGET_EXISTS:
+            files.remove_tree(self.path)  # a late writer's storage driver brought back what was abandoned before
         outcome = self.outcome()
         if isinstance(outcome, Published) and recorded:
             files.remove(os.path.join(self.root.step_path(self.save.step), _REASON))
@@ -290,9 +323,9 @@ class PendingSave:
 
     def outcome(self) -> Outcome:
         """What was decided, as far as storage tells."""
-        if os.path.exists(os.path.join(self.path, "intent.json")):
+        if os.path.exists(os.path.join(self.path, _INTENT)):
             return None
-        published = _read_sealed(os.path.join(self.root.step_path(self.save.step), "intent.json"))
+        published = _read_sealed(os.path.join(self.root.step_path(self.save.step), _INTENT))
         if published is not None and published.get("save") == self.save.name:
             return Published()
         if os.path.isdir(self._abandoned_path):
@@ -324,6 +357,15 @@ class PendingSave:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         return _read_sealed(os.path.join(self.path, name))
+
+
+def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
+    """The part manifest of a rank, of the published step in directory `path`. CheckpointCorruptError if it is damaged
+    or missing."""
+    document = _read_sealed(os.path.join(path, part_name(rank)))
+    if document is None:
+        raise CheckpointCorruptError(f"{path}/{part_name(rank)} is missing")
+    return document
 
 
 def part_name(rank: int) -> str:

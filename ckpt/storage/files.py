@@ -15,14 +15,15 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from enum import Enum
 
 from ckpt.errors import StorageError
 
 __all__ = [
+    "BackgroundSync",
     "Rename",
     "check_writable",
     "create_exclusive",
@@ -136,10 +137,39 @@ def write_image(path: str, image: memoryview, size: int, *, direct: bool = True)
 
 def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int = 8) -> None:
     """Make files and directories durable: first all files, `threads` at a time, then the directories that name them."""
-    with ThreadPoolExecutor(threads, "ckpt-sync") as pool:
-        for paths in (files, directories):
-            for _ in pool.map(_sync, paths):
-                pass
+    with BackgroundSync(threads) as syncing:
+        for path in files:
+            syncing.add(path)
+        syncing.finish(directories)
+
+
+class BackgroundSync:
+    """Makes files durable while others are still being written, `threads` at a time.
+
+    A context manager; `add` may be called from any thread. Nothing is promised before `finish` has returned.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "ckpt-sync")
+        self._files: list[Future[None]] = []
+
+    def add(self, path: str) -> None:
+        """Begin to make the content of a file durable, which is complete and closed."""
+        self._files.append(self._pool.submit(_sync, path))
+
+    def finish(self, directories: Iterable[str]) -> None:
+        """Wait for all files, then make the directories that name them durable. `StorageError` if one cannot be."""
+        for file in self._files:
+            file.result()
+        self._files.clear()
+        for _ in self._pool.map(_sync, directories):
+            pass
+
+    def __enter__(self) -> BackgroundSync:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 def check_writable(path: str) -> None:
@@ -155,18 +185,20 @@ def fsync_directory(path: str) -> None:
     _sync(path)
 
 
-def make_directories(root: str, relative: str) -> list[str]:
+def make_directories(root: str, relative: str, made: Container[str] = ()) -> list[str]:
     """Make directory `relative` below `root`, which exists, and return the paths from `root` to it, both included.
 
-    Never makes `root`: that of an abandoned save must not come back. It is durable after a sync of all these paths.
+    Never makes `root`: that of an abandoned save must not come back. Those in `made` are known to be there. It is
+    durable after a sync of all these paths.
     """
     paths = [root]
     if relative:
         under(root, relative)
         for part in relative.split("/"):
             paths.append(os.path.join(paths[-1], part))
-            with storage_errors("make directory", paths[-1]), suppress(FileExistsError):
-                os.mkdir(paths[-1])
+            if paths[-1] not in made:
+                with storage_errors("make directory", paths[-1]), suppress(FileExistsError):
+                    os.mkdir(paths[-1])
     return paths
 
 

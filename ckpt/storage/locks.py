@@ -1,13 +1,22 @@
-"""Locks between those who read a step and those who remove it: flock(2) on its directory, gone with the process."""
+"""Locks, gone with the process that holds them.
+
+DirectoryLock   flock(2) on a step's directory: between those who read or write it and those who remove it
+ByteLock        a lock on one byte of a file: "I work on this as number N"; anybody can ask which numbers are held
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import struct
+from collections.abc import Iterable
 
 from ckpt.storage.files import storage_errors
 
-__all__ = ["DirectoryLock", "lock_shared", "try_lock_exclusive"]
+__all__ = ["ByteLock", "DirectoryLock", "locked_bytes", "lock_shared", "try_lock_byte", "try_lock_exclusive"]
+
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 class DirectoryLock:
@@ -70,3 +79,52 @@ def _lock(path: str, operation: int) -> DirectoryLock | None:
         except OSError:  # the file system has no locks, or none for directories
             return DirectoryLock(fd, enforced=False)
         return DirectoryLock(fd, enforced=True)
+
+
+class ByteLock:
+    """A lock on one byte of a file, held until `close` or the end of the process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def try_lock_byte(path: str, number: int) -> ByteLock | None:
+    """Lock byte `number` of a file, which need not be there; None if somebody holds it. Never waits.
+
+    On a file system without such locks it keeps nobody out.
+    """
+    with storage_errors("lock", path):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                os.close(fd)
+                return None
+        return ByteLock(fd)
+
+
+def locked_bytes(path: str, numbers: Iterable[int]) -> set[int] | None:
+    """Return which of these bytes of a file are locked by others; None where that cannot be known."""
+    held: set[int] = set()
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        for number in numbers:
+            question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+            kind, *_ = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))
+            if kind != fcntl.F_UNLCK:
+                held.add(number)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return held

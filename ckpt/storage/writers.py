@@ -21,7 +21,7 @@ import numpy as np
 
 from ckpt.errors import StorageError
 from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
-from ckpt.storage.files import make_directories, sync_files, write_image, write_new
+from ckpt.storage.files import BackgroundSync, make_directories, write_image, write_new
 from ckpt.storage.images import piece_array, seal
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.tensorstores import new_context, open_array
@@ -75,8 +75,7 @@ class DirectChunkWriter:
     """
 
     def __init__(self, root: str, *, threads: int = 8) -> None:
-        self._tree = _Tree(root)
-        self._threads = threads
+        self._tree = _Tree(root, threads)
         self._direct = True
 
     def write(self, job: ChunkJob) -> WrittenChunk:
@@ -88,15 +87,16 @@ class DirectChunkWriter:
         key = job.meta.chunk_key(job.index)
         path = self._tree.file(job.directory, key)
         self._direct = write_image(path, job.image[: layout.image_bytes], layout.file_bytes, direct=self._direct)
+        self._tree.written(path)
         return WrittenChunk(f"{job.directory}/{key}", layout.file_bytes, checksum)
 
     def describe(self, directory: str, meta: ArrayMeta) -> None:
         """Write the metadata of the array in `directory`. `StorageError` if it is there already."""
-        write_new(self._tree.file(directory, "zarr.json"), meta.document_bytes())
+        self._tree.write_new(directory, "zarr.json", meta.document_bytes())
 
     def finish(self) -> None:
         """Make all that was written durable, with the directories it is in."""
-        self._tree.sync(self._threads)
+        self._tree.finish()
 
 
 class TensorStoreChunkWriter:
@@ -107,15 +107,13 @@ class TensorStoreChunkWriter:
 
     def __init__(self, root: str, *, threads: int = 8) -> None:
         self._root = root
-        self._tree = None if "://" in root else _Tree(root)
-        self._threads = threads
+        self._tree = None if "://" in root else _Tree(root, threads)
         self._context = new_context(threads)
 
     def write(self, job: ChunkJob) -> WrittenChunk:
         """Write one chunk. `StorageError` if the store refuses."""
         key = job.meta.chunk_key(job.index)
-        if self._tree is not None:
-            self._tree.file(job.directory, key)
+        path = None if self._tree is None else self._tree.file(job.directory, key)
         layout = job.meta.layout(job.index)
         checksum, file_bytes = seal(job.meta, layout, job.image), layout.file_bytes
         try:
@@ -126,12 +124,14 @@ class TensorStoreChunkWriter:
                 checksum = check_chunk_file(job.meta, job.index, file_bytes, lambda at, size: content[at : at + size])
         except (ValueError, RuntimeError, OSError, DamagedFileError) as error:
             raise StorageError(f"cannot write {self._root}/{job.directory}/{key}: {error} (check the store)") from error
+        if self._tree is not None and path is not None:
+            self._tree.written(path)
         return WrittenChunk(f"{job.directory}/{key}", file_bytes, checksum)
 
     def describe(self, directory: str, meta: ArrayMeta) -> None:
         """Write the metadata of the array in `directory`. `StorageError` if the store refuses."""
         if self._tree is not None:
-            write_new(self._tree.file(directory, "zarr.json"), meta.document_bytes())
+            self._tree.write_new(directory, "zarr.json", meta.document_bytes())
             return
         try:
             open_array(self._root, directory, meta, self._context).kvstore.write(
@@ -143,7 +143,7 @@ class TensorStoreChunkWriter:
     def finish(self) -> None:
         """Make all that was written durable, with the directories it is in. Other stores than files are so at once."""
         if self._tree is not None:
-            self._tree.sync(self._threads)
+            self._tree.finish()
 
     def _write(self, job: ChunkJob) -> Any:
         import tensorstore as ts
@@ -159,24 +159,32 @@ class TensorStoreChunkWriter:
 
 
 class _Tree:
-    """The files and directories a writer has made below its root."""
+    """The files and directories a writer has made below its root. Files are synced while others are written."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, threads: int) -> None:
         self._root = root
         self._lock = Lock()
-        self._parents: dict[str, list[str]] = {}  # of each array, root included
-        self._files: set[str] = set()
+        self._made: set[str] = set()
+        self._sync = BackgroundSync(threads)
 
     def file(self, directory: str, name: str) -> str:
         """Return the path of a file to be written, in a directory that exists."""
-        with self._lock:
-            if directory not in self._parents:
-                self._parents[directory] = make_directories(self._root, directory)
-            path = os.path.join(self._parents[directory][-1], name)
-            self._files.add(path)
-        return path
+        parent = os.path.join(self._root, directory)
+        if parent not in self._made:
+            with self._lock:
+                self._made.update(make_directories(self._root, directory, self._made))
+        return os.path.join(parent, name)
 
-    def sync(self, threads: int) -> None:
-        with self._lock:
-            directories = {parent for parents in self._parents.values() for parent in parents}
-            sync_files(self._files, directories, threads=threads)
+    def write_new(self, directory: str, name: str, data: bytes) -> None:
+        """Write a file."""
+        path = self.file(directory, name)
+        write_new(path, data)
+        self.written(path)
+
+    def written(self, path: str) -> None:
+        """The file is complete."""
+        self._sync.add(path)
+
+    def finish(self) -> None:
+        with self._sync:
+            self._sync.finish(self._made)

@@ -1,0 +1,202 @@
+"""What staging memory still holds: after a fault the newest step is usually there, and needs not be read.
+
+A slot keeps a step until it is staged over. Its last page says which save is in it:
+
+    word 0          the generation, set behind the copies
+    word 1          the generation that word 0 must have for the slot to be complete
+    byte 64 on      the name of the save
+
+The bytes are believed only after their checksums, taken by the writer when the step was written, were found again. Runs
+in the trainer; makes no collective, except for `share`.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.errors import CheckpointError
+from ckpt.paths import Path
+from ckpt.planning.save_plan import SavePlan
+from ckpt.planning.state_dict import TensorLeaf
+from ckpt.ranks import Ranks
+from ckpt.saving.part import Part, PartPlan, copies_from
+from ckpt.shared_memory import SharedMemory
+from ckpt.staging.arena import Arena, Slot
+from ckpt.staging.copy import unstage
+from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.peers import exchange_slots
+from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
+from ckpt.storage.commit import SaveId, read_part_of_step
+
+__all__ = ["HEADER_BYTES", "HeldMemory"]
+
+_log = logging.getLogger("ckpt")
+HEADER_BYTES = 4096  # a page behind the images
+_NAME_OFFSET = 64
+_NAME_BYTES = 256
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a plan lays out slots."""
+
+    plan: SavePlan
+    compression: str | None
+    max_slot_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Where the bytes of tensors came from."""
+
+    paths: frozenset[Path]
+    own_bytes: int
+    neighbour_bytes: int
+
+
+class HeldMemory:
+    """The slots of this rank, and those of its neighbours on the node. Belongs to one thread of the trainer."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._neighbours: dict[int, list[SharedMemory]] = {}
+        self._own_rank = 0
+        self._layout: _Layout | None = None
+
+    def share(self, ranks: Ranks, plan: SavePlan, compression: str | None) -> None:
+        """A state was planned: exchange slots with the neighbours. Collective."""
+        self._layout = _Layout(plan, compression, self._arena.max_slot_bytes)
+        self._own_rank = ranks.rank
+        self._close_neighbours()
+        if ranks.world_size > 1:
+            self._neighbours = exchange_slots(ranks, [slot.region for slot in self._arena.slots])
+
+    def clear(self, slot: Slot) -> None:
+        """The slot is about to be staged over."""
+        header = self._header(slot.region)
+        header[_NAME_OFFSET] = 0
+        header[8:16] = bytes(8)
+
+    def label(self, slot: Slot, save: SaveId, generation: int) -> None:
+        """The copies of this save are in the slot, or on their way there with the generation behind them."""
+        header = self._header(slot.region)
+        name = save.name.encode()
+        header[_NAME_OFFSET : _NAME_OFFSET + len(name) + 1] = name + b"\0"
+        header[8:16] = struct.pack("<Q", generation)
+
+    def fill(self, step_path: str, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int) -> Filled:
+        """Put what memory holds of a published step into `leaves`; returns which of them are complete now.
+
+        The others may hold anything, and are to be read from storage. `summary` is that of the step. Of what belongs
+        to one rank alone, that of `rank` is taken.
+        """
+        layout = self._layout
+        if layout is None or layout.compression is not None or summary.get("plan") != layout.plan.digest:
+            return Filled(frozenset(), 0, 0)  # of compressed bytes there are no checksums to compare those here with
+        boxes = {path: leaf.boxes for path, leaf in leaves.items()}
+        parts: dict[int, tuple[Part, SharedMemory]] = {}
+        save_name = str(summary["save"])
+        for holder, region in self._holding(save_name).items():
+            part = copies_from(layout.plan, holder, boxes, rank, layout.max_slot_bytes, layout.compression)
+            if part.plan.pieces == 1 and part.copies[0] and self._is_sound(step_path, part, region):
+                parts[holder] = part, region
+        complete = _complete((op for part, _ in parts.values() for op in part.copies[0]), leaves)
+        tensors = {path: leaf.local for path, leaf in leaves.items()}
+        copied: dict[int, dict[Path, int]] = {}
+        for holder, (part, region) in parts.items():
+            ops = [op for op in part.copies[0] if op.path in complete]
+            copied[holder] = unstage(ops, tensors, torch.frombuffer(region.buffer, dtype=torch.uint8))
+            if not self._holds(region, save_name):  # a neighbour that the fault has not reached yet stages over it
+                complete -= copied[holder].keys()
+        nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
+        own = nbytes.pop(self._own_rank, 0)
+        return Filled(frozenset(complete), own, sum(nbytes.values()))
+
+    def close(self) -> None:
+        """Let go of the neighbours' slots. Idempotent."""
+        self._close_neighbours()
+
+    def _holding(self, save_name: str) -> dict[int, SharedMemory]:
+        """The slots that hold all that a rank has staged of this save, by rank; this rank's first."""
+        slots = {self._own_rank: [slot.region for slot in self._arena.slots], **self._neighbours}
+        return {rank: region for rank, regions in slots.items() for region in regions if self._holds(region, save_name)}
+
+    def _holds(self, region: SharedMemory, save_name: str) -> bool:
+        header = bytes(self._header(region)[: _NAME_OFFSET + _NAME_BYTES])
+        name, _, _ = header[_NAME_OFFSET:].partition(b"\0")
+        arrived, expected = struct.unpack_from("<QQ", header)
+        return name == save_name.encode() and arrived == expected != 0
+
+    def _is_sound(self, step_path: str, part: Part, region: SharedMemory) -> bool:
+        """Whether the images are, checksum by checksum, what was written."""
+        try:
+            recorded = _recorded(step_path, part.plan.rank)
+        except CheckpointError as error:
+            _log.warning("the staging memory of rank %d is not used: %s", part.plan.rank, error)
+            return False
+        with ThreadPoolExecutor(_THREADS, "ckpt-verify") as pool:
+            numbers = range(len(part.plan.images))
+            sound = all(pool.map(lambda number: _image_is(part.plan, number, region, recorded), numbers))
+        if not sound:
+            _log.warning(
+                "%s: the staging memory of rank %d is not what was written; reading from storage",
+                step_path,
+                part.plan.rank,
+            )
+        return sound
+
+    def _header(self, region: SharedMemory) -> memoryview:
+        return region.buffer[region.size - HEADER_BYTES :]
+
+    def _close_neighbours(self) -> None:
+        for regions in self._neighbours.values():
+            for region in regions:
+                region.close()
+        self._neighbours = {}
+
+
+def _complete(ops: Iterable[CopyOp], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:
+    """The leaves of which the operations bring every element."""
+    elements: dict[Path, int] = {}
+    for op in ops:
+        count = 1
+        for part in op.source:
+            count *= part.stop - part.start
+        elements[op.path] = elements.get(op.path, 0) + count
+    return {
+        path
+        for path, count in elements.items()
+        if path in leaves and count == sum(box.elements for box, _ in leaves[path].boxes)
+    }
+
+
+def _recorded(step_path: str, rank: int) -> dict[str, tuple[int, int]]:
+    """Size and checksum of each file that a rank wrote, as its part says."""
+    part = read_part_of_step(step_path, rank)
+    return {
+        f"{directory}/{key}": (int(file_bytes), int(checksum))
+        for directory, written in part["chunks"].items()
+        for key, file_bytes, checksum in written
+    }
+
+
+def _image_is(plan: PartPlan, number: int, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]) -> bool:
+    image = plan.images[number]
+    meta = plan.metas[image.array]
+    file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
+    if file not in recorded or meta.compression is not None:
+        return False
+    file_bytes, checksum = recorded[file]
+    view = region.buffer[image.offset : image.offset + image.image_bytes]
+    try:
+        return check_chunk_file(meta, image.index, file_bytes, lambda at, size: view[at : at + size]) == checksum
+    except DamagedFileError:
+        return False

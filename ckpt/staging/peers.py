@@ -1,0 +1,124 @@
+"""The slots of the other ranks on this node, mapped here.
+
+Every rank keeps the descriptors of its neighbours' slots. What a neighbour has staged can be read from them without its
+help, and also after its death. They are passed once, when the state is planned, over unix sockets in the abstract
+namespace: nothing has a name in a file system.
+
+    bind -> everybody's address (collective) -> a thread gives our descriptors to each neighbour that connects
+                                             -> connect to each neighbour and take its descriptors
+
+A neighbour that cannot be reached is left out: what it staged is read from storage instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt.ranks import Ranks
+from ckpt.shared_memory import SharedMemory
+
+__all__ = ["exchange_slots"]
+
+_log = logging.getLogger("ckpt")
+_TIMEOUT_S = 10.0
+_MAX_SLOTS = 64
+
+
+def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[SharedMemory]]:
+    """Give this rank's regions to all ranks on this node, and return theirs, by rank. Collective.
+
+    The caller closes the regions it gets.
+    """
+    regions = list(own)
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
+        name = secrets.token_hex(16)
+        listener.bind(f"\0ckpt-{name}")
+        listener.listen(128)
+        listener.settimeout(_TIMEOUT_S)
+        offers = [json.loads(offer) for offer in ranks(json.dumps([_node(), name]).encode())]
+        neighbours = {
+            rank: str(offer[1])
+            for rank, offer in enumerate(offers)
+            if offer[0] == _node() and rank != ranks.rank and offer[1] != name
+        }
+        giver = threading.Thread(
+            target=_give, args=(listener, regions, len(neighbours)), name="ckpt-peers", daemon=True
+        )
+        giver.start()
+        taken: dict[int, list[SharedMemory]] = {}
+        try:
+            for rank, address in neighbours.items():
+                if regions_of_rank := _take(rank, address):
+                    taken[rank] = regions_of_rank
+            giver.join()
+        except BaseException:  # interrupted: the neighbours are, too, and nobody may come any more
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            for region in (region for regions in taken.values() for region in regions):
+                region.close()
+            giver.join()
+            raise
+        return taken
+
+
+def _node() -> str:
+    """What is the same for processes that can reach each other's sockets and memory."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    return secrets.token_hex(16)
+
+
+def _give(listener: socket.socket, regions: list[SharedMemory], count: int) -> None:
+    """Thread: serve so many neighbours."""
+    sizes = json.dumps([region.size for region in regions]).encode()
+    for _ in range(count):
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # whoever did not come does without
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_TIMEOUT_S)
+            if _same_user(connection):
+                socket.send_fds(connection, [sizes], [region.fd for region in regions])
+
+
+def _take(rank: int, address: str) -> list[SharedMemory]:
+    """Return the regions of a neighbour; empty if it does not give them."""
+    try:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+            connection.settimeout(_TIMEOUT_S)
+            connection.connect(f"\0ckpt-{address}")
+            if not _same_user(connection):
+                return []
+            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, _MAX_SLOTS)
+    except OSError as error:
+        _log.warning("the staging memory of rank %d cannot be shared: %s", rank, error)
+        return []
+    try:
+        sizes = [int(size) for size in json.loads(data)]
+        if len(sizes) == len(fds) and all(os.fstat(fd).st_size == size for fd, size in zip(fds, sizes, strict=True)):
+            return [
+                SharedMemory(fd, size, f"ckpt-slot-of-{rank}", secrets.token_hex(16))
+                for fd, size in zip(fds, sizes, strict=True)
+            ]
+    except (ValueError, TypeError):
+        pass
+    for fd in fds:
+        os.close(fd)
+    return []
+
+
+def _same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return bool(uid == os.getuid())

@@ -1,0 +1,122 @@
+"""Slots are passed to the neighbours on a node, and outlive who made them."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ckpt.shared_memory import SharedMemory
+from ckpt.staging.peers import exchange_slots
+from tests.support import LeakCheck
+
+
+class _Ranks:
+    """Threads as ranks. `drop` ranks are in the collective and do nothing more."""
+
+    def __init__(self, rank: int, world_size: int, board: dict[int, bytes], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._board = board
+        self._barrier = barrier
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        self._board[self.rank] = payload
+        self._barrier.wait(20)
+        return [self._board[rank] for rank in range(self.world_size)]
+
+
+def _exchange(world_size: int, act: Callable[[_Ranks], object]) -> list[object]:
+    board: dict[int, bytes] = {}
+    barrier = threading.Barrier(world_size)
+    results: list[object] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(_Ranks(rank, world_size, board, barrier))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_everybody_sees_what_the_others_stage(world_size: int, leak_check: LeakCheck) -> None:
+    own = [[SharedMemory.create(f"slot-{rank}-{i}", 4096 * (i + 1)) for i in range(2)] for rank in range(world_size)]
+    results = _exchange(world_size, lambda ranks: exchange_slots(ranks, own[ranks.rank]))  # type: ignore[arg-type]
+    for rank, taken in enumerate(results):
+        assert isinstance(taken, dict), taken
+        assert set(taken) == set(range(world_size)) - {rank}
+        for other, regions in taken.items():
+            assert [region.size for region in regions] == [4096, 8192]
+            own[other][1].buffer[rank] = 100 + rank
+            assert regions[1].buffer[rank] == 100 + rank
+    for regions in own:
+        for region in regions:
+            region.close()  # what others have of it stays
+    for taken in results:
+        assert isinstance(taken, dict)
+        for regions in taken.values():
+            assert regions[1].buffer[4] in (0, 104)
+            for region in regions:
+                region.close()
+
+
+def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
+    regions = [SharedMemory.create("slot", 4096), SharedMemory.create("slot", 4096)]
+
+    def act(ranks: _Ranks) -> object:
+        if ranks.rank == 1:  # gone, directly behind the collective
+            with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
+                return ranks(ranks_offer)
+        return exchange_slots(ranks, [regions[0]])  # type: ignore[arg-type]
+
+    from ckpt.staging import peers
+
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.3)
+    ranks_offer = f'["{peers._node()}", "an address nobody listens at"]'.encode()
+    first, _ = _exchange(2, act)
+    assert first == {}
+    for region in regions:
+        region.close()
+
+
+def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
+    """Thrown in while the neighbours' slots are taken; the others do without."""
+    from ckpt.staging import peers
+
+    own = [[SharedMemory.create("slot", 4096)] for _ in range(3)]
+    take = peers._take
+
+    def interrupted(rank: int, address: str) -> list[SharedMemory]:
+        if threading.current_thread() is victim[0] and rank == 2:
+            raise KeyboardInterrupt
+        return take(rank, address)
+
+    victim: list[threading.Thread] = []
+
+    def act(ranks: _Ranks) -> object:
+        if ranks.rank == 0:
+            victim.append(threading.current_thread())
+        while not victim:
+            pass
+        return exchange_slots(ranks, own[ranks.rank])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(peers, "_take", interrupted)
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 1.0)
+    first, *others = _exchange(3, act)
+    assert isinstance(first, KeyboardInterrupt)
+    for taken in others:
+        assert isinstance(taken, dict)
+        for regions in taken.values():
+            for region in regions:
+                region.close()
+    for regions in own:
+        regions[0].close()
