@@ -1,6 +1,7 @@
 # make test     install into .venv, lint, type check, run every test
 # make demo     train, kill, resume, compare: examples/train_lm.py on real text
-# make bench    stall and throughput of a save, next to what the machine can do
+# make bench    against other systems and the limits of this machine, minutes; make bench-full: all sizes, hours
+#               also: stall and throughput of a save, speed of a validation, next to what the machine can do; time of a restart
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := test
-.PHONY: test lint pytest test-faults demo bench clean
+.PHONY: test lint pytest test-faults demo bench bench-full clean
 
 test: lint pytest
 
@@ -20,15 +21,29 @@ lint: $(INSTALLED)
 pytest: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The crash matrix by itself: all of it (`make test` runs some of its cells), verbose.
+# The crash matrix and the fault matrix by themselves: all of both (`make test` runs some of their cells), verbose.
+# The second one has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
 test-faults: $(INSTALLED)
-	CKPT_CRASH_MATRIX=full $(BIN)/python -m pytest -v tests/crash $(PYTEST_ARGS)
+	CKPT_CRASH_MATRIX=full CKPT_RESTART_FAULTS=full $(BIN)/python -m pytest -v tests/crash tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
+	INPROCESS_FAULT_MATRIX=full $(BIN)/python -m pytest -v tests/inprocess/faults $(PYTEST_ARGS)
+	INPROCESS_FAULT_MATRIX=full $(BIN)/python -m pytest -v tests/inprocess/fault_tolerance tests/examples $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools.demo
 
+BENCH_ARGS ?=
+
 bench: $(INSTALLED)
+	$(BIN)/python -m tools.bench $(BENCH_ARGS)
 	$(BIN)/python -m tools.bench.save
+	$(BIN)/python -m tools.bench.validate
+	$(BIN)/python -m tools.bench.restart
+	$(BIN)/python -m tools.bench.recover
+
+# With the peers that are not there yet, if they can be installed; without them otherwise.
+bench-full: $(INSTALLED)
+	-$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,tools,bench]'
+	$(BIN)/python -m tools.bench --full $(BENCH_ARGS)
 
 # The stamp is written last: an installation that was interrupted is done again.
 $(INSTALLED): pyproject.toml constraints.txt Makefile

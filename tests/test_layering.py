@@ -29,6 +29,23 @@ ALLOWED: dict[str, set[str]] = {
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,
 }
 
+# Units of inprocess, in layers: a unit may import what stands in a layer before its own, and nothing else.
+INPROCESS_LAYERS: tuple[set[str], ...] = (
+    # Mechanisms that know nothing of restarts.
+    {"async_raise", "atomic", "attribution", "call_injection", "compose", "exception", "hardware"}
+    | {"main_thread_probe", "own_sockets", "realtime_signals", "settings", "store_connection", "tools"},
+    {"agreement", "bounded_call", "coordination", "events", "gloo_unblock", "interrupt", "progress_watchdog"}
+    | {"stacks", "state", "store_unblock"},
+    {"completion", "finalize", "flight_recorder", "gloo_peers", "health_check", "initialize", "process_groups"}
+    | {"rank_assignment", "sections", "store", "terminate"},
+    {"abort", "monitor_process", "monitor_thread", "rank_filter"},
+    # The hooks as the protocol calls them; then the protocol; then what users call.
+    {"hooks", "nested_restarter", "protocol"},
+    {"hook_chain"},
+    {"wrap"},
+    {"fault_tolerance"},
+)
+
 
 def modules_of(package: str) -> list[Path]:
     return sorted((REPOSITORY / package).rglob("*.py"))
@@ -53,10 +70,10 @@ def imports_of(file: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def unit_of(name: str) -> str | None:
-    """`ckpt.storage.names` -> `storage`; None for what is not in ckpt."""
+def unit_of(name: str, package: str = "ckpt") -> str | None:
+    """`ckpt.storage.names` -> `storage`; None for what is not in the package."""
     parts = name.split(".")
-    return parts[1] if parts[0] == "ckpt" and len(parts) > 1 else None
+    return parts[1] if parts[0] == package and len(parts) > 1 else None
 
 
 def test_ckpt_imports_only_downwards() -> None:
@@ -73,6 +90,25 @@ def test_ckpt_imports_only_downwards() -> None:
             if name == "ckpt" or (target is not None and target not in ALLOWED):
                 wrong.append(f"{file.relative_to(REPOSITORY)} imports {name}: import from the module that defines it")
             elif target is not None and target != unit and target not in ALLOWED[unit]:
+                wrong.append(f"{file.relative_to(REPOSITORY)} imports {name}: {unit} may not know {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_inprocess_imports_only_downwards() -> None:
+    layer_of = {unit: number for number, layer in enumerate(INPROCESS_LAYERS) for unit in layer}
+    wrong = []
+    for file in modules_of("inprocess"):
+        unit = unit_of(dotted_name(file), "inprocess")
+        if unit is None:
+            continue
+        if unit not in layer_of:
+            wrong.append(f"{file.relative_to(REPOSITORY)}: inprocess.{unit} is in no layer; add it to the table")
+            continue
+        for name in imports_of(file):
+            target = unit_of(name, "inprocess")
+            if name == "inprocess" or (target is not None and target not in layer_of):
+                wrong.append(f"{file.relative_to(REPOSITORY)} imports {name}: import from the module that defines it")
+            elif target is not None and target != unit and layer_of[target] >= layer_of[unit]:
                 wrong.append(f"{file.relative_to(REPOSITORY)} imports {name}: {unit} may not know {target}")
     assert not wrong, "\n".join(wrong)
 
@@ -115,6 +151,21 @@ def loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize("heavy", ["torch", "tensorstore", "zarr", "numpy"])
 def test_importing_ckpt_is_cheap(heavy: str) -> None:
     assert heavy not in loaded_by("import ckpt")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "inprocess",
+        "inprocess.coordination",
+        "inprocess.monitor_process",
+        "inprocess.monitor_process.__main__",  # what a monitor process imports: it must start quickly and stay small
+        "inprocess.protocol",
+        "inprocess.rank_assignment",
+    ],
+)
+def test_what_a_monitor_process_imports_is_cheap(module: str) -> None:
+    assert loaded_by(f"import {module}").isdisjoint({"torch", "numpy", "psutil"})
 
 
 @pytest.mark.parametrize("module", ["ckpt.async_calls", "ckpt.storage"])

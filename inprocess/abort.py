@@ -1,0 +1,122 @@
+"""Hooks that get a main thread out of whatever blocks it, and stop what must not go on behind its back."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import sys
+import time
+
+from inprocess.flight_recorder import dump_flight_recorder
+from inprocess.gloo_peers import answer_for_missing_peers
+from inprocess.gloo_unblock import break_gloo_connections
+from inprocess.process_groups import abort_nccl, destroy_groups, discard_process_groups
+from inprocess.state import FrozenState
+from inprocess.store_unblock import break_store_wait
+
+__all__ = [
+    "Abort",
+    "AbortPersistentCheckpointProcesses",
+    "AbortTorchDistributed",
+    "AbortTransformerEngine",
+    "discard_process_groups",
+    "unblock_main_thread",
+]
+
+_log = logging.getLogger(__name__)
+_SETTLE_S = 0.005
+_SETTLE_PASSES = 2
+
+
+class Abort(abc.ABC):
+    """Called once per incident on every rank that has not died, before the wrapped function is unwound.
+
+    Runs on the monitor thread while the main thread still executes the wrapped function or is blocked in it. Returns
+    the state it was given. What it raises is logged and otherwise ignored.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState: ...
+
+
+class AbortTorchDistributed(Abort):
+    """Ends all torch process groups: blocked collectives fail, and new groups can be made afterwards.
+
+    Gloo operations, and waits for other ranks in the creation of a group, end with an error within a few milliseconds;
+    `inprocess.gloo_unblock` and `inprocess.store_unblock` name what cannot be freed and lasts until its own timeout.
+    NCCL communicators are aborted all at once. Then the groups are destroyed. Nothing to do is fine, too.
+
+    `torch_fr_trace_path` is a folder for the flight recorder (see `dump_flight_recorder`); by default it is read from
+    the environment. `timeout` bounds, in seconds, the abort of NCCL and the destruction, each.
+    """
+
+    def __init__(self, torch_fr_trace_path: str | os.PathLike[str] | None = None, timeout: float = 30.0) -> None:
+        self.torch_fr_trace_path = torch_fr_trace_path
+        self.timeout = timeout
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        if "torch.distributed" not in sys.modules:
+            return state
+        started = time.monotonic()
+        freed = unblock_main_thread()
+        try:
+            dump_flight_recorder(self.torch_fr_trace_path, state)
+        except Exception:
+            _log.exception("the flight recorder cannot be written")
+        nccl = abort_nccl(self.timeout)
+        destroy_groups(self.timeout)
+        _log.debug(
+            "abort: %d connections broken, %d NCCL backends aborted, %.3f s", freed, nccl, time.monotonic() - started
+        )
+        return state
+
+
+class AbortTransformerEngine(Abort):
+    """Frees the user buffers of Transformer Engine and resets its FP8 state, if the program has loaded it."""
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        # Only what is loaded can have state; and importing it here, on another thread, could block on the import lock.
+        base = sys.modules.get("transformer_engine.pytorch.module.base")
+        if base is not None and hasattr(base, "destroy_ub"):
+            base.destroy_ub()
+        for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
+            manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+            if manager is not None:
+                manager.reset()
+                break
+        return state
+
+
+class AbortPersistentCheckpointProcesses(Abort):
+    """Kills the background writers of nvidia_resiliency_ext, if the program has loaded them.
+
+    The writers of `ckpt` are left alone on purpose: they outlive a restart, so that a save which is already complete in
+    memory gets published. `ckpt.restart.CheckpointFinalize` fences them.
+    """
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        loaded = sys.modules.get("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
+        kill = getattr(loaded, "abort_nvrx_checkpoint", None)
+        if kill is not None:
+            kill()
+        return state
+
+
+def unblock_main_thread(timeout: float = 0.3) -> int:
+    """Break all gloo connections, and whatever the creation of a group waits on; return how many.
+
+    Goes on until nothing new turns up, because a group that is being made opens connections one after the other; at
+    most about `timeout` seconds, twice that while a group is being made; about 10 ms where nothing is blocked. May be
+    called again and again, from any thread but the main one, while the main thread should leave the wrapped function:
+    it may just have entered the creation of another group.
+    """
+    deadline = time.monotonic() + timeout
+    broken = quiet = 0
+    while quiet < _SETTLE_PASSES and time.monotonic() < deadline:
+        new = break_gloo_connections(max(deadline - time.monotonic(), 0.0)) + break_store_wait()
+        broken += new
+        quiet = 0 if new else quiet + 1
+        if quiet < _SETTLE_PASSES:
+            time.sleep(_SETTLE_S)
+    return broken + answer_for_missing_peers()

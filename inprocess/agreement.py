@@ -1,0 +1,275 @@
+"""What the ranks agree on in one iteration, and how a rank that is gone is spoken for.
+
+Every decision is one value in the store that is written once (compare and set), so that all ranks see the same one
+whoever dies meanwhile:
+
+    outcome   completed | interrupted. Interrupted by the first fault; completed by the last rank at the completion
+              barrier. What comes second has no effect: a rank that dies after completion restarts nobody.
+    reason    the interruption records, as they were when the last call ended
+    roster    the ranks that do not take part any more. Written when all ranks, or somebody for them, stand at the
+              iteration barrier; after it nobody runs code of this iteration.
+
+Processes are identified by their *initial* rank, which never changes. The dense rank of a process in an iteration is
+what the process itself published in it. A process that dies between two iterations, after the roster of the one and
+before publishing its rank in the other, is therefore spoken for by initial rank alone, and the dense rank nobody
+published is the one that is missing.
+
+Used by the rank and by its monitor process; every method may be called from any thread. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from inprocess.attribution import InterruptionRecord
+from inprocess.exception import BarrierTimeout, StoreTimeoutError
+
+__all__ = ["Agreement", "CoordinationStore", "Outcome", "Roster", "depart"]
+
+_WORLD_SIZE = "world_size"
+_OUTCOME = "outcome"
+_RECORDS = "records"
+_REASON = "reason"
+_ROSTER = "roster"
+_SOMEBODY_ACTIVE_IS_DONE = "active_done"
+_AT_LAST_CALL = "last_call"
+_AT_COMPLETION = "completion"
+_AT_END = "iteration_barrier"
+_GONE = "gone"
+_CHUNK_S = 1.0
+
+
+class CoordinationStore(Protocol):
+    """The part of a store that the protocol uses; `StoreMixin` makes it of any torch store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def append(self, key: str, value: str) -> None: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def arrive(self, name: str, member: str) -> int: ...
+    def members(self, name: str) -> AbstractSet[str]: ...
+
+
+class Outcome(enum.Enum):
+    """How an iteration ended."""
+
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The end of an iteration: the dense ranks, in that iteration, and the initial ranks of those who left."""
+
+    terminated_ranks: frozenset[int]
+    gone: frozenset[int]
+
+
+class Agreement:
+    """The decisions of iteration `iteration`, among `world_size` processes, in the store of that iteration.
+
+    Who does not know the number of processes, because it died before it learned it, leaves it away.
+    """
+
+    def __init__(self, store: CoordinationStore, iteration: int, world_size: int | None = None) -> None:
+        self.store = store
+        self.iteration = iteration
+        self._known_world_size = world_size
+
+    # -- who is who ----------------------------------------------------------------------------------------------------
+
+    def publish_rank(self, initial_rank: int, rank: int) -> None:
+        """Say which dense rank the process has. Must come before it arrives anywhere."""
+        self.store.set(_WORLD_SIZE, str(self.world_size))
+        self.store.set(f"initial_rank/{rank}", str(initial_rank))
+        self.store.set(f"rank/{initial_rank}", str(rank))
+
+    def identity_of(self, rank: int) -> int:
+        """Return the initial rank of the process with this dense rank.
+
+        A process that vanished before it published its rank has none that others know: it gets a negative number, made
+        from its dense rank.
+        """
+        key = f"initial_rank/{rank}"
+        return int(self.store.get(key)) if self.store.check([key]) else -1 - rank
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of processes; None as long as nobody has told this one."""
+        if self._known_world_size is None and self.store.check([_WORLD_SIZE]):
+            self._known_world_size = int(self.store.get(_WORLD_SIZE))
+        return self._known_world_size
+
+    def _rank_of(self, initial_rank: int) -> int | None:
+        if initial_rank < 0:
+            return -1 - initial_rank
+        key = f"rank/{initial_rank}"
+        return int(self.store.get(key)) if self.store.check([key]) else None
+
+    # -- outcome -------------------------------------------------------------------------------------------------------
+
+    def interrupt(self, record: InterruptionRecord) -> bool:
+        """Report a fault. False, and no effect, if the iteration was completed before."""
+        self.store.append(_RECORDS, f"{record}\n")
+        return self._decide(_OUTCOME, Outcome.INTERRUPTED.value) == Outcome.INTERRUPTED.value
+
+    def wait_outcome(self, timeout_s: float) -> Outcome | None:
+        """Return how the iteration ended; None if it has not within `timeout_s`."""
+        if not self._wait(_OUTCOME, timeout_s):
+            return None
+        return Outcome(self.store.get(_OUTCOME).decode())
+
+    def announce_done(self) -> None:
+        """Say that the wrapped function has returned on an active rank: spares need not wait any longer."""
+        self.store.set(_SOMEBODY_ACTIVE_IS_DONE, "1")
+
+    def wait_done(self, timeout_s: float) -> bool:
+        """Return whether the wrapped function has returned on an active rank, within `timeout_s`."""
+        return self._wait(_SOMEBODY_ACTIVE_IS_DONE, timeout_s)
+
+    def complete(self, initial_rank: int, timeout_s: float, chunk_s: float) -> Outcome:
+        """Arrive at the completion barrier and return how the iteration ended. BarrierTimeout after `timeout_s`."""
+
+        def decide() -> None:
+            if self._arrive(_AT_COMPLETION, initial_rank):
+                self._decide(_OUTCOME, Outcome.COMPLETED.value)
+
+        decide()
+        self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, timeout_s, chunk_s)
+        return Outcome(self.store.get(_OUTCOME).decode())
+
+    # -- reason --------------------------------------------------------------------------------------------------------
+
+    def last_call(self, initial_rank: int, wait_s: float) -> tuple[InterruptionRecord, ...]:
+        """Return why the iteration was interrupted: the same on all ranks.
+
+        Waits until every process has come here, or is known to be gone, at most `wait_s`, so that the reports of one
+        incident are listed together.
+        """
+        self._answer_last_call(initial_rank)
+        if not self._wait(_REASON, wait_s):
+            self._decide(_REASON, self._snapshot_of_records())
+        return _parse_records(self.store.get(_REASON).decode().splitlines())
+
+    def _answer_last_call(self, initial_rank: int) -> None:
+        if self._arrive(_AT_LAST_CALL, initial_rank):
+            self._decide(_REASON, self._snapshot_of_records())
+
+    def _snapshot_of_records(self) -> str:
+        return self.store.get(_RECORDS).decode() if self.store.check([_RECORDS]) else "\n"
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    def mark_gone(self, initial_rank: int) -> None:
+        """Say that the process takes no part in the next iteration. Must come before it arrives at the end."""
+        self.store.arrive(_GONE, str(initial_rank))
+
+    def arrive_at_end(self, initial_rank: int) -> None:
+        """Arrive at the iteration barrier, for oneself or for a process that is gone. Does not wait."""
+        self._answer_last_call(initial_rank)
+        if self._arrive(_AT_END, initial_rank):
+            self._close_roster()
+
+    def is_at_end(self, initial_rank: int) -> bool:
+        """Whether the process stands at the iteration barrier, and must wait there for others."""
+        return str(initial_rank) in self.store.members(_AT_END) and not self.store.check([_ROSTER])
+
+    def wait_roster(self, initial_rank: int, timeout_s: float, chunk_s: float = _CHUNK_S) -> Roster:
+        """Return who is left out from now on; the same on all ranks. BarrierTimeout names who has arrived."""
+        self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
+        document = json.loads(self.store.get(_ROSTER))
+        return Roster(frozenset(document["terminated_ranks"]), frozenset(document["gone"]))
+
+    def _close_roster(self) -> None:
+        """Write the roster: everybody has arrived. Whoever sees that first does it; a second attempt is harmless."""
+        if self.store.check([_ROSTER]):
+            return
+        gone = {int(member) for member in self.store.members(_GONE)}
+        ranks = {initial_rank: self._rank_of(initial_rank) for initial_rank in gone}
+        terminated = {rank for rank in ranks.values() if rank is not None}
+        if None in ranks.values():  # some died before they had a rank in this iteration: theirs are the ones missing
+            arrived = {int(member) for member in self.store.members(_AT_END)}
+            alive = {self._rank_of(initial_rank) for initial_rank in arrived - gone}
+            terminated = set(range(self.world_size or 0)) - {rank for rank in alive if rank is not None}
+        self._decide(_ROSTER, json.dumps({"terminated_ranks": sorted(terminated), "gone": sorted(gone)}))
+
+    # -- the store -----------------------------------------------------------------------------------------------------
+
+    def _decide(self, key: str, value: str) -> str:
+        """Write a value that nobody has written before; return the one that counts."""
+        return self.store.compare_set(key, "", value).decode()
+
+    def _arrive(self, name: str, initial_rank: int) -> bool:
+        """Arrive, which can be repeated; return whether everybody has."""
+        size = self.store.arrive(name, str(initial_rank))
+        return self.world_size is not None and size >= self.world_size
+
+    def _wait(self, key: str, timeout_s: float) -> bool:
+        try:
+            self.store.wait([key], timedelta(seconds=timeout_s))
+        except StoreTimeoutError:
+            return False
+        return True
+
+    def _wait_decided(self, key: str, decide: Callable[[], None], name: str, timeout_s: float, chunk_s: float) -> None:
+        """Wait for a decision in chunks, so that the caller returns to bytecode; at each, try to decide.
+
+        The attempt matters when the process that should have decided has died just before.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._wait(key, max(0.0, min(chunk_s, deadline - time.monotonic()))):
+            decide()
+            if time.monotonic() >= deadline:
+                arrived = self.store.members(name)
+                raise BarrierTimeout(
+                    f"iteration {self.iteration}: {len(arrived)} of {self.world_size} ranks came to {name} within "
+                    f"{timeout_s:g} s: initial ranks {', '.join(sorted(arrived, key=int)) or 'none'}"
+                )
+
+
+def depart(
+    agreements: Callable[[int], Agreement],
+    iteration: int,
+    initial_rank: int,
+    records: Sequence[InterruptionRecord],
+    timeout_s: float,
+) -> None:
+    """Speak for a process that is gone, or goes: on its behalf leave iteration `iteration`, or the one after it.
+
+    `agreements` makes the agreement of an iteration. The process may have died after the roster was written without it:
+    then it is expected in the next iteration, and leaves there. BarrierTimeout if others do not come to the barrier;
+    the process has left all the same.
+    """
+    following = iteration + 1
+    for current in (iteration, following):
+        agreement = agreements(current)
+        interrupted = [agreement.interrupt(record) for record in records]
+        if interrupted and not any(interrupted):
+            return  # completed: nobody waits for anybody
+        agreement.mark_gone(initial_rank)
+        agreement.arrive_at_end(initial_rank)
+        if current == following:
+            return  # its roster needs this arrival, so it is not without us; and perhaps there is nobody to wait for
+        if initial_rank in agreement.wait_roster(initial_rank, timeout_s).gone:
+            return
+
+
+def _parse_records(lines: Iterable[str]) -> tuple[InterruptionRecord, ...]:
+    records: list[Any] = []
+    for line in lines:
+        try:
+            record = InterruptionRecord.from_str(line)
+        except ValueError:
+            continue  # half a line of somebody who died while writing it
+        if record not in records:
+            records.append(record)
+    return tuple(records)

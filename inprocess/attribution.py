@@ -1,0 +1,99 @@
+"""Who failed, and how: the records ranks leave in the store, and the sentence made of them."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+__all__ = ["Interruption", "InterruptionRecord", "compact_ranks", "format_interruptions"]
+
+_VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
+_LISTED_RANKS = 8
+
+
+class Interruption(enum.Enum):
+    """Kinds of faults that restart the job."""
+
+    EXCEPTION = enum.auto()
+    BASE_EXCEPTION = enum.auto()
+    SOFT_TIMEOUT = enum.auto()
+    HARD_TIMEOUT = enum.auto()
+    TERMINATED = enum.auto()
+    UNRESPONSIVE = enum.auto()
+    MONITOR_PROCESS_EXCEPTION = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptionRecord:
+    """One fault. `rank` is the dense rank in the iteration it happened in.
+
+    `summary` is one line ("ValueError: ..."), `detail` a traceback or the stacks of all threads. Neither takes part in
+    comparisons: two reports of the same fault are equal.
+    """
+
+    rank: int
+    interruption: Interruption
+    summary: str = field(default="", compare=False)
+    detail: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """Return the text form: one line of JSON, which `from_str` reads."""
+        return json.dumps({**asdict(self), "interruption": self.interruption.name})
+
+    @classmethod
+    def from_str(cls, text: str) -> InterruptionRecord:
+        """Read the text form. ValueError if it is not one."""
+        try:
+            fields = json.loads(text)
+            return cls(
+                rank=int(fields["rank"]),
+                interruption=Interruption[fields["interruption"]],
+                summary=str(fields.get("summary", "")),
+                detail=str(fields.get("detail", "")),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not the text of an interruption record: {text[:200]!r}") from error
+
+
+def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:
+    """Return ranks as text: all of them up to eight, "0-3,7" if verbose, else the first eight and how many more.
+
+    `verbose` is by default whether the environment variable INPROCESS_VERBOSE_RANKS is set (and not "0").
+    """
+    ordered = sorted(set(ranks))
+    if verbose is None:
+        verbose = os.environ.get(_VERBOSE_ENV, "0") not in ("", "0")
+    if verbose:
+        return ",".join(_ranges(ordered))
+    listed = ",".join(map(str, ordered[:_LISTED_RANKS]))
+    more = len(ordered) - _LISTED_RANKS
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+def format_interruptions(records: Sequence[InterruptionRecord]) -> str:
+    """Return a sentence: the ranks of each kind of fault, in the order of the first report of each kind."""
+    by_kind: dict[Interruption, list[InterruptionRecord]] = {}
+    for record in records:
+        by_kind.setdefault(record.interruption, []).append(record)
+    parts = []
+    for kind, same in by_kind.items():
+        summary = next((record.summary for record in same if record.summary), "")
+        text = f"{kind.name} on rank {compact_ranks(record.rank for record in same)}"
+        parts.append(f"{text} ({summary})" if summary else text)
+    return "; ".join(parts) or "unknown reason"
+
+
+def _ranges(ordered: list[int]) -> list[str]:
+    texts: list[str] = []
+    first = last = None
+    for rank in [*ordered, None]:
+        if first is not None and rank != last + 1:  # type: ignore[operator]
+            texts.append(str(first) if first == last else f"{first}-{last}")
+            first = None
+        if first is None:
+            first = rank
+        last = rank
+    return texts

@@ -1,0 +1,263 @@
+"""What the restart protocol keeps in a store, on top of the operations that every torch store has."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from inprocess.attribution import InterruptionRecord, compact_ranks
+from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreTimeoutError
+
+if TYPE_CHECKING:
+    from inprocess.coordination.operations import Operations
+else:
+    Operations = object
+
+__all__ = ["StoreMixin"]
+
+_INTERRUPTED = "interrupted"
+_RECORDS = "interruption_records"
+_LOCKED_RECORDS = "interruption_records_locked"
+_COMPLETED = "completed"
+_TERMINATED = "terminated_ranks"
+_CHUNK = timedelta(seconds=1)
+_SHORTEST_S = 0.001  # torch's stores take 0 for "no limit"
+
+
+class StoreMixin(Operations):
+    """Logical contents of a store: `class MyStore(StoreMixin, torch.distributed.SomeStore)`.
+
+    Usable from any thread that may use the store itself. Nothing here depends on the value that an operation returned
+    before a fail-over of the store: waits look again at what is there, and everything can be said twice.
+
+    A store with sets of its own overrides `arrive`, `wait_size` and `members`; those here are made of keys.
+    """
+
+    # Interruption
+
+    def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
+        """Report faults: list the records, then set the flag. After the lock they are not listed any more."""
+        text = "".join(f"{record}\n" for record in records)
+        if text:
+            self.append(_RECORDS, text)
+        self.set(_INTERRUPTED, "1")
+
+    def is_interrupted(self) -> bool:
+        """Whether somebody has reported a fault."""
+        return self.check([_INTERRUPTED])
+
+    def wait_for_interrupted(self, timeout: timedelta) -> bool:
+        """Wait until somebody has reported a fault; False if nobody did in time."""
+        return self._appears(_INTERRUPTED, timeout)
+
+    def lock_interruption_records(self) -> None:
+        """Fix the list of records as it is now. The first call counts: all ranks read the same list afterwards."""
+        self.compare_set(_LOCKED_RECORDS, "", self._text(_RECORDS) or "\n")
+
+    def get_interruption_records(self) -> tuple[InterruptionRecord, ...]:
+        """Return the records, each once, in the order of the reports; once locked, those that were there then."""
+        text = self._text(_LOCKED_RECORDS) or self._text(_RECORDS)
+        return tuple(dict.fromkeys(InterruptionRecord.from_str(line) for line in text.splitlines() if line))
+
+    # Completion
+
+    def record_completed(self) -> None:
+        """Say that the wrapped function has returned."""
+        self.set(_COMPLETED, "1")
+
+    def is_completed(self) -> bool:
+        """Whether somebody's function has returned."""
+        return self.check([_COMPLETED])
+
+    def wait_for_completed(self, timeout: timedelta) -> bool:
+        """Wait until somebody's function has returned; False if none did in time."""
+        return self._appears(_COMPLETED, timeout)
+
+    # Ranks
+
+    def record_terminated_ranks(self, ranks: Iterable[int]) -> None:
+        """Say that these ranks take no part any more. To be done before arriving for them at a barrier."""
+        text = "".join(f"{rank}\n" for rank in ranks)
+        if text:
+            self.append(_TERMINATED, text)
+
+    def get_terminated_ranks(self) -> frozenset[int]:
+        """Return all ranks recorded so far."""
+        return frozenset(int(line) for line in self._text(_TERMINATED).split())
+
+    def set_initial_rank(self, rank: int, initial_rank: int) -> None:
+        """Publish the initial rank of the process that has this rank now."""
+        self.set(f"initial_rank/{rank}", str(initial_rank))
+
+    def get_initial_rank(self, rank: int) -> int:
+        """Return a published initial rank; waits for it. StoreTimeoutError after the timeout of the store."""
+        return int(self._gather([f"initial_rank/{rank}"])[0])
+
+    def get_initial_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Return the initial ranks of these ranks, in their order; waits for them."""
+        return [int(text) for text in self._gather([f"initial_rank/{rank}" for rank in ranks])]
+
+    def send_heartbeat(self, rank: int, text: str) -> None:
+        """Overwrite the heartbeat of a rank. Any text that differs from the last one shows that it lives."""
+        self.set(f"heartbeat/{rank}", text)
+
+    def get_heartbeat(self, rank: int) -> str | None:
+        """Return the last heartbeat of a rank; None if it sent none."""
+        return self._text(f"heartbeat/{rank}") or None
+
+    def get_heartbeats(self, ranks: Iterable[int]) -> dict[int, str | None]:
+        """Return the last heartbeat of each of these ranks; None for one that sent none."""
+        return {rank: self.get_heartbeat(rank) for rank in ranks}
+
+    def send_state(self, state: Mapping[str, Any], rank: int, name: str = "") -> None:
+        """Publish the state of a rank, which JSON can carry. `name` tells apart what is sent for several purposes."""
+        self.set(f"state/{name}/{rank}", json.dumps(state))
+
+    def get_states(self, ranks: Sequence[int], name: str = "") -> list[Any]:
+        """Return the states of these ranks, in their order; waits for them."""
+        return [json.loads(text) for text in self._gather([f"state/{name}/{rank}" for rank in ranks])]
+
+    def send_key(self, key: str, rank: int, name: str = "") -> None:
+        """Publish the grouping key of a rank."""
+        self.set(f"key/{name}/{rank}", key)
+
+    def get_keys(self, ranks: Sequence[int], name: str = "") -> list[str]:
+        """Return the grouping keys of these ranks, in their order; waits for them."""
+        return [text.decode() for text in self._gather([f"key/{name}/{rank}" for rank in ranks])]
+
+    # Barriers
+
+    def barrier(
+        self,
+        ranks: Iterable[int],
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Arrive for `ranks` and wait until `rendezvous_count` ranks have arrived. A name is used once.
+
+        The wait is cut into pieces of `timeout_chunk` (default: `timeout`), between which the caller is in bytecode.
+        BarrierTimeout, naming who has not come, after `timeout`. BarrierOverflow if more arrive than expected; an
+        arrival counts each time, also of the same rank.
+        """
+        call = uuid.uuid4().hex  # makes each arrival a different member, but the same one if it is sent again
+        members = [f"{rank} {call} {index}" for index, rank in enumerate(ranks)]
+        self._meet(f"barrier/{group_name}", members, rendezvous_count, timeout, timeout_chunk)
+
+    def reentrant_barrier(
+        self,
+        ranks: Iterable[int],
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Arrive for `ranks`, who may have arrived before, and wait until `rendezvous_count` different ones have.
+
+        With a `timeout` of 0 this only arrives. Otherwise as `barrier`.
+        """
+        members = [str(rank) for rank in ranks]
+        self._meet(f"reentrant_barrier/{group_name}", members, rendezvous_count, timeout, timeout_chunk)
+
+    def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
+        """Whether a rank, or somebody for it, has arrived."""
+        return str(rank) in self.members(f"reentrant_barrier/{group_name}")
+
+    def _meet(self, name: str, members: Iterable[str], count: int, timeout: timedelta, chunk: timedelta | None) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        size = 0
+        for member in members:
+            size = self.arrive(name, member)
+        while timeout and size < count:
+            left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+            try:
+                size = self.wait_size(name, count, min(left, chunk or left))
+            except StoreTimeoutError:
+                if time.monotonic() >= deadline:
+                    raise BarrierTimeout(_missing(name, self.members(name), count, timeout)) from None
+        if size > count:
+            raise BarrierOverflow(f"{name}: {size} arrivals where {count} were expected: {_ranks(self.members(name))}")
+
+    # Sets, made of keys
+
+    def arrive(self, name: str, member: str) -> int:
+        """Put a member (one line of text) into a set, where it may be already; returns the size."""
+        self.append(f"{name}/members", f"{member}\n")
+        members = self._members(name)
+        # The member that makes the set reach a size says so; see `wait_size` for when it cannot any more.
+        self.set(f"{name}/reached/{members.index(member) + 1}", "1")
+        return len(members)
+
+    def wait_size(self, name: str, size: int, timeout: timedelta | None = None) -> int:
+        """Wait until a set has so many members; returns how many it has. StoreTimeoutError if not in time."""
+        found = len(self._members(name))
+        if found >= size:
+            return found
+        try:
+            self.wait([f"{name}/reached/{size}"], timeout)
+        except StoreTimeoutError:
+            # Whoever should have said so may have died between the two steps of its arrival.
+            if len(self._members(name)) < size:
+                raise
+        return len(self._members(name))
+
+    def members(self, name: str) -> frozenset[str]:
+        """Return the members of a set; it is empty if nobody has arrived."""
+        return frozenset(self._members(name))
+
+    def _members(self, name: str) -> list[str]:
+        return list(dict.fromkeys(self._text(f"{name}/members").splitlines()))
+
+    # Waiting
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all these keys exist. StoreTimeoutError if they do not in time (default: that of the store)."""
+        if timeout is None:
+            timeout = self.timeout
+        seconds = max(timeout.total_seconds(), _SHORTEST_S)
+        started = time.monotonic()
+        try:
+            super().wait(list(keys), timedelta(seconds=seconds))
+        except RuntimeError as error:  # of torch, which has no error of its own for this
+            if time.monotonic() - started < 0.9 * seconds:
+                raise
+            raise StoreTimeoutError(f"{', '.join(keys)}: not in the store within {seconds:g} s") from error
+
+    def _appears(self, key: str, timeout: timedelta) -> bool:
+        try:
+            self.wait([key], timeout)
+        except StoreTimeoutError:
+            return False
+        return True
+
+    def _gather(self, keys: list[str]) -> list[bytes]:
+        """Return values that others write; in between, the caller returns to bytecode."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                self.wait(keys, _CHUNK)
+                return [self.get(key) for key in keys]
+            except StoreTimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+
+    def _text(self, key: str) -> str:
+        return self.get(key).decode() if self.check([key]) else ""
+
+
+def _ranks(members: Iterable[str]) -> str:
+    return compact_ranks(int(member.split(" ")[0]) for member in members)
+
+
+def _missing(name: str, members: Iterable[str], count: int, timeout: timedelta) -> str:
+    """Say who has not come. Ranks that are numbered otherwise than 0 to count - 1 can only be named if they came."""
+    arrived = [int(member.split(" ")[0]) for member in members]
+    text = f"{name}: {len(arrived)} of {count} ranks came within {timeout.total_seconds():g} s"
+    if set(arrived) <= set(range(count)):
+        return f"{text}; missing: {compact_ranks(set(range(count)) - set(arrived))}"
+    return f"{text}; came: {compact_ranks(arrived)}"

@@ -1,0 +1,62 @@
+"""`events.jsonl`: one line per restart, next to the log file of the monitor processes.
+
+Written by one rank, the first that is left. A line is one write in append mode, so lines of several writers do not mix.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from inprocess.attribution import InterruptionRecord
+
+__all__ = ["RestartEvents"]
+
+_log = logging.getLogger(__name__)
+
+
+class RestartEvents:
+    """Appends to ``events.jsonl`` in the directory of `logfile`; does nothing if that is None."""
+
+    def __init__(self, logfile: str | None) -> None:
+        self._path = None if logfile is None else Path(logfile).parent / "events.jsonl"
+
+    def restarted(
+        self,
+        *,
+        iteration: int,
+        records: Iterable[InterruptionRecord],
+        terminated_ranks: Iterable[int],
+        world_size: tuple[int, int],
+        seconds: Mapping[str, float],
+    ) -> None:
+        """Write that `iteration` was interrupted, why, who is left out, and how long each phase took on this rank.
+
+        A file that cannot be written is logged, and restarts nobody.
+        """
+        if self._path is None:
+            return
+        event = {
+            "time": time.time(),
+            "event": "restart",
+            "iteration": iteration,
+            "reasons": [{**asdict(record), "interruption": record.interruption.name} for record in records],
+            "terminated_ranks": sorted(terminated_ranks),
+            "world_size_before": world_size[0],
+            "world_size_after": world_size[1],
+            "seconds": {name: round(value, 6) for name, value in seconds.items()},
+        }
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(fd, json.dumps(event).encode() + b"\n")
+            finally:
+                os.close(fd)
+        except OSError as error:
+            _log.error("cannot write %s: %s", self._path, error)

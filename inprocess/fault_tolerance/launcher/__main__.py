@@ -1,0 +1,8 @@
+"""`python -m inprocess.fault_tolerance.launcher` is `ft_launcher`."""
+
+import sys
+
+from inprocess.fault_tolerance.launcher import main
+
+if __name__ == "__main__":
+    sys.exit(main())

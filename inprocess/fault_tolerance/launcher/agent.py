@@ -1,0 +1,241 @@
+"""The launcher's loop over cycles: torch's agent starts workers and numbers them; what happens when is decided here."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+
+from inprocess.fault_tolerance.data import LAUNCHER_SOCKET_ENV
+from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_survivors
+from inprocess.fault_tolerance.launcher.meeting import Meeting, MeetingError, StoreLost
+from inprocess.fault_tolerance.launcher.outcome import CycleEnd, Outcome
+from inprocess.fault_tolerance.launcher.parts import Parts
+from inprocess.fault_tolerance.launcher.signals import Interrupted
+from inprocess.fault_tolerance.launcher.verdict import decide
+from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, wait_readable
+
+__all__ = ["LauncherAgent"]
+
+_log = logging.getLogger(__name__)
+_LEAVE_TIMEOUT_S = 10.0
+_MEMBERSHIP_INTERVAL_S = 1.0  # torch's handler asks the store no more often
+
+
+class LauncherAgent(LocalElasticAgent):
+    """One node's agent. `run_job` once, on the main thread; nothing of torch's own loop is used."""
+
+    def __init__(self, spec: WorkerSpec, parts: Parts, **torchs: Any) -> None:
+        super().__init__(spec, **torchs)
+        self._parts = parts
+        self._workers = WorkerProcesses({})
+        self._cycle = 0
+        self._is_polled = not isinstance(spec.entrypoint, str)  # functions hand their results over before they end
+
+    @property
+    def entrypoint_name(self) -> str:
+        """What the workers run."""
+        return str(self._worker_group.spec.get_entrypoint_name())
+
+    def run_job(self) -> Outcome:
+        """Run cycles until the job is over for this node. Workers and what they left behind are gone then."""
+        rounds = self._parts.rounds
+        outcome: Outcome | None = None
+        try:
+            while outcome is None:
+                outcome = self._meet() or self._run_cycle()
+            return outcome
+        except StoreLost as error:
+            return Outcome(1, f"the node that hosts the rendezvous is gone: {error}")
+        finally:
+            self._end_workers()
+            self._shutdown()
+            if outcome is not None and outcome.ends_job:
+                rounds.shutdown()
+                if rounds.meeting is not None:
+                    rounds.meeting.leave(_LEAVE_TIMEOUT_S)
+
+    # -- a cycle -------------------------------------------------------------------------------------------------------
+
+    def _run_cycle(self) -> Outcome | None:
+        """Return how this launcher ends; None if another cycle follows."""
+        meeting = self._parts.rounds.meeting
+        assert meeting is not None
+        self._start()
+        end = self._watch(meeting)
+        if end.is_ours:
+            meeting.ask_restart(end.reason)
+        self._end_workers()
+        if end.outcome is not None:
+            return end.outcome
+        _log.warning("cycle %d is over: %s", self._cycle, end.reason)
+        outcome = decide(self._parts, meeting, end, self._cycle, self._worker_group.spec.max_restarts)
+        if outcome is None:
+            self._parts.gpu_memory.wait_free()
+            self._cycle += 1
+        return outcome
+
+    def _meet(self) -> Outcome | None:
+        """Be part of the next cycle, however long that takes. An outcome if there is none for this node."""
+        rounds, group = self._parts.rounds, self._worker_group
+        earlier = rounds.meeting
+        while True:
+            try:
+                with self._parts.signals.raising():
+                    self._rendezvous(group)
+                    assert rounds.meeting is not None
+                    self._cycle = rounds.meeting.agree_on_cycle(self._cycle)
+                break
+            except MeetingError as error:
+                _log.warning("meeting again: %s", error)
+            except Interrupted as interrupted:
+                rounds.leave()
+                return Outcome(128 + interrupted.number, f"{interrupted.number.name} while waiting for other nodes")
+            except RendezvousGracefulExitError:
+                return Outcome(0, "this spare node was not needed")
+            except RendezvousClosedError:
+                return self._closed(earlier)
+            except RendezvousTimeoutError:
+                return Outcome(1, "there are not enough nodes for another cycle")
+            except RendezvousError as error:
+                raise StoreLost(str(error)) from error
+        self._remaining_restarts = group.spec.max_restarts - self._cycle
+        return None
+
+    def _closed(self, earlier: Meeting | None) -> Outcome:
+        if earlier is None:
+            return Outcome(0, "the job is over; this node was not needed")
+        return earlier.stopped() or Outcome(1, "the rendezvous was closed")
+
+    def _start(self) -> None:
+        group = self._worker_group
+        self._parts.monitors.begin_cycle(self._cycle)
+        _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
+        for local_rank, pid in self._start_workers(group).items():
+            group.workers[local_rank].id = pid
+        assert self._pcontext is not None
+        workers = self._workers = WorkerProcesses(self._pcontext.pids())
+        torchs_close = self._pcontext._close
+
+        def close(death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+            workers.stop(self._parts.options.workers_stop_timeout_s)
+            torchs_close(death_sig, 1)  # files and what else is torch's; the workers are gone
+
+        # Torch stops the other workers itself, with a timeout of its own, as soon as it is asked how they are.
+        setattr(self._pcontext, "_close", close)  # noqa: B010 - a method is replaced
+        group.state = WorkerState.HEALTHY
+
+    def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
+        """Torch's agent calls this when it has made the variables of the workers: ours are added."""
+        for local_rank, env in envs.items():
+            env.update(self._parts.inbox.environment)
+            env.update(self._parts.monitors.environment(local_rank))
+        super()._setup_local_watchdog(envs)
+
+    def _watch(self, meeting: Meeting) -> CycleEnd:
+        """Wait for whatever comes first. Monitors that end are replaced meanwhile."""
+        is_done = False
+        membership_s = time.monotonic()
+        while True:
+            self._wait(None if meeting.nodes == 1 and not self._is_polled else self._worker_group.spec.monitor_interval)
+            number = self._parts.signals.take()
+            if number is not None:
+                return self._end_gracefully(number, meeting, is_done)
+            self._parts.monitors.restart_ended()
+            if not is_done:
+                result = self._look()
+                if result is not None and result.is_failed():
+                    return CycleEnd(_describe(result), failures=result.failures, is_ours=True)
+                if result is not None:
+                    is_done = True
+                    meeting.report_done()
+            try:
+                if is_done and meeting.all_done():
+                    return CycleEnd("success", Outcome(0, "all workers have ended with 0", ends_job=True))
+                if meeting.has_words():
+                    return self._told(meeting)
+                if meeting.nodes > 1 and not is_done and time.monotonic() >= membership_s:
+                    membership_s = time.monotonic() + _MEMBERSHIP_INTERVAL_S
+                    if self._parts.rounds.num_nodes_waiting() > 0:
+                        return CycleEnd("a node is gone and a spare waits", is_ours=True)
+            except (StoreLost, RendezvousError) as error:
+                if is_done:
+                    return CycleEnd("success", Outcome(0, "all workers of this node have ended with 0"))
+                raise StoreLost(str(error)) from error
+
+    def _wait(self, timeout_s: float | None) -> None:
+        wait_readable([self._parts.signals.fd, *self._parts.monitors.fds, *self._workers.fds], timeout_s)
+
+    def _look(self) -> RunResult | None:
+        """Return how the workers of this node have ended; None while they run. All have, when one has failed."""
+        if not self._workers.take_ended() and self._workers.fds and not self._is_polled:
+            return None
+        result: RunResult = self._monitor_workers(self._worker_group)
+        return None if result.state == WorkerState.HEALTHY else result
+
+    def _told(self, meeting: Meeting) -> CycleEnd:
+        stopped = meeting.stopped()
+        if stopped is not None:
+            return CycleEnd(stopped.reason, stopped)
+        return CycleEnd(f"another node says: {meeting.restart_reason()}")
+
+    def _end_gracefully(self, number: signal.Signals, meeting: Meeting, is_done: bool) -> CycleEnd:
+        """The launcher got a signal: the workers get it, too, and time to end by themselves."""
+        options = self._parts.options
+        wait_s = options.term_timeout_s if number == signal.SIGTERM else options.workers_stop_timeout_s
+        _log.warning("%s: workers get it, and %g s to end", number.name, wait_s)
+        self._workers.signal(number)
+        deadline = time.monotonic() + wait_s
+        result: RunResult | None = None
+        while not is_done and result is None and (left_s := deadline - time.monotonic()) > 0:
+            self._wait(min(left_s, self._worker_group.spec.monitor_interval) if self._is_polled else left_s)
+            if self._parts.signals.take() is not None:  # somebody gets impatient
+                deadline = min(deadline, time.monotonic() + options.workers_stop_timeout_s)
+            self._parts.monitors.restart_ended()
+            result = self._look()
+        if is_done or (result is not None and not result.is_failed()):
+            if not is_done:
+                meeting.report_done()
+            is_over = self._wait_for_others(meeting, deadline)
+            return CycleEnd("done", Outcome(0, f"{number.name}: the workers have ended with 0", ends_job=is_over))
+        outcome = Outcome(128 + number, f"{number.name}: not all workers have ended with 0")
+        return CycleEnd(outcome.reason, outcome, is_ours=meeting.nodes > 1)
+
+    def _wait_for_others(self, meeting: Meeting, deadline: float) -> bool:
+        """Wait until the workers of all nodes have ended well. False if that does not happen."""
+        while not meeting.all_done():
+            if meeting.has_words() or time.monotonic() >= deadline:
+                return False
+            wait_readable([self._parts.signals.fd], self._worker_group.spec.monitor_interval)
+            if self._parts.signals.take() is not None:
+                return False
+        return True
+
+    def _end_workers(self) -> None:
+        """End the workers and what they left behind, whatever state they are in. Idempotent."""
+        if not self._workers.pids:
+            return
+        workers, self._workers = self._workers, WorkerProcesses({})
+        workers.stop(self._parts.options.workers_stop_timeout_s)
+        if self._pcontext is not None:
+            self._pcontext.close()
+        workers.close()
+        end_leftovers(workers.pids.values())
+        if self._parts.options.config.check_remaining_processes:
+            log_survivors(f"{LAUNCHER_SOCKET_ENV}={self._parts.inbox.environment[LAUNCHER_SOCKET_ENV]}")
+        self._parts.monitors.end_cycle()
+
+
+def _describe(result: RunResult) -> str:
+    ended = [f"rank {rank} with {failure.exitcode}" for rank, failure in sorted(result.failures.items())]
+    return f"workers have ended: {', '.join(ended)}"

@@ -1,0 +1,138 @@
+"""The command: from the command line to an exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.launcher.api import LaunchConfig
+
+from inprocess.fault_tolerance.launcher.agent import LauncherAgent
+from inprocess.fault_tolerance.launcher.control import ControlInbox
+from inprocess.fault_tolerance.launcher.gpu_memory import GpuMemory
+from inprocess.fault_tolerance.launcher.monitors import RankMonitors
+from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
+from inprocess.fault_tolerance.launcher.outcome import Outcome
+from inprocess.fault_tolerance.launcher.parts import Parts
+from inprocess.fault_tolerance.launcher.progress import CheckpointProgress
+from inprocess.fault_tolerance.launcher.rendezvous import Rounds, rounds_over
+from inprocess.fault_tolerance.launcher.signals import Interrupted, SignalInbox
+
+__all__ = ["run"]
+
+_log = logging.getLogger(__name__)
+_JOIN_TIMEOUT_S = 600.0
+# Torch catches the signals in this list by raising an exception wherever its code is, also between the start of one
+# worker and the next. Ours are events; so it gets one that nobody sends.
+_SIGNALS_FOR_TORCH = "SIGRTMAX"
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Launch as the command line says; returns the exit code. Main thread; SystemExit for a wrong command line."""
+    args, options = parse(argv)
+    logging.basicConfig(
+        level=options.config.log_level,
+        format=f"%(asctime)s | %(levelname)s | ft_launcher {os.getpid()} | %(name)s | %(message)s",
+    )
+    if options.restart_policy != "any-failed":
+        _log.warning("the restart policy %s is not there yet; it is any-failed", options.restart_policy)
+    config, command, arguments = torchrun.config_from_args(args)
+    try:
+        outcome = record(_launch)(options, config, command, arguments)
+    except ChildFailedError as error:  # `record` has kept what the worker left about its failure
+        _log.error("%s", error)
+        return 1
+    if outcome is None:  # a worker function has called sys.exit(0)
+        return 0
+    log = _log.info if outcome.code == 0 else _log.error
+    log("exit code %d: %s", outcome.code, outcome.reason)
+    return outcome.code
+
+
+def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, arguments: list[str]) -> Outcome:
+    """Everything between the command line and the exit code. ChildFailedError if workers' failures end the job."""
+    with ExitStack() as stack:
+        signals = stack.enter_context(SignalInbox.of_names(config.signals_to_handle))
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_FOR_TORCH
+        monitors = RankMonitors(options.config, config.nproc_per_node)
+        stack.callback(monitors.close)
+        inbox = stack.enter_context(ControlInbox())
+        try:
+            with signals.raising():
+                rounds = _rounds(config)
+        except Interrupted as interrupted:
+            return Outcome(128 + interrupted.number, f"{interrupted.number.name} before the first rendezvous")
+        parts = Parts(
+            options=options,
+            rounds=rounds,
+            monitors=monitors,
+            inbox=inbox,
+            signals=signals,
+            progress=CheckpointProgress.from_config(options.config),
+            gpu_memory=GpuMemory(options.config),
+        )
+        agent = LauncherAgent(
+            _known(WorkerSpec, _spec(config, rounds, command, arguments)),
+            parts,
+            logs_specs=config.logs_specs,
+            start_method=config.start_method,
+            log_line_prefix_template=config.log_line_prefix_template,
+        )
+        outcome = agent.run_job()
+        if outcome.failures:
+            raise ChildFailedError(agent.entrypoint_name, dict(outcome.failures))
+        return outcome
+
+
+def _rounds(config: LaunchConfig) -> Rounds:
+    is_static = config.rdzv_backend == "static"
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes if is_static else config.min_nodes,  # the others are spares
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    timeout_s = float(config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S))
+    handler = registry.get_rendezvous_handler(parameters)
+    return rounds_over(handler, config.max_nodes > config.min_nodes, timeout_s)
+
+
+def _spec(config: LaunchConfig, rounds: Rounds, command: Any, arguments: list[str]) -> dict[str, Any]:
+    address, port = None, None
+    if config.rdzv_backend == "static":
+        address, _, text = config.rdzv_endpoint.strip().rpartition(":")
+        port = int(text)
+    return {
+        "role": config.role,
+        "local_world_size": config.nproc_per_node,
+        "entrypoint": command,
+        "args": tuple(arguments),
+        "rdzv_handler": rounds,
+        "max_restarts": config.max_restarts,
+        "monitor_interval": config.monitor_interval,
+        "master_addr": address,
+        "master_port": port,
+        "local_addr": config.local_addr,
+        "event_log_handler": getattr(config, "event_log_handler", "null"),
+        "numa_options": getattr(config, "numa_options", None),
+        "duplicate_stdout_filters": getattr(config, "duplicate_stdout_filters", None),
+        "duplicate_stderr_filters": getattr(config, "duplicate_stderr_filters", None),
+        "virtual_local_rank": getattr(config, "virtual_local_rank", False),
+    }
+
+
+def _known(kind: Any, values: dict[str, Any]) -> Any:
+    """Make one of the fields that this version of torch knows."""
+    names = {item.name for item in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in names})

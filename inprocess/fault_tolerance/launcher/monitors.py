@@ -1,0 +1,93 @@
+"""The monitor processes of a node, one per local rank, over all cycles."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from inprocess.fault_tolerance import sockets
+from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.fault_tolerance.data import MONITOR_SOCKET_ENV
+from inprocess.fault_tolerance.monitor_handle import MonitorControl, MonitorHandle
+from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
+from inprocess.fault_tolerance.wire import WireError
+
+__all__ = ["RankMonitors"]
+
+_log = logging.getLogger(__name__)
+_FAULTS = (OSError, EOFError, WireError)
+
+
+class RankMonitors:
+    """Monitors of so many local ranks. One thread; they end with this process at the latest.
+
+    RuntimeError when one does not start. `fds` become readable when a monitor has ended: call `restart_ended` then.
+    Its path is the same afterwards, and the worker connects to it by itself.
+    """
+
+    def __init__(self, config: FaultToleranceConfig, count: int) -> None:
+        self._config = config
+        self._cycle = 0
+        folder = sockets.private_directory()
+        self._paths = [os.path.join(folder, f"rank-{os.getpid()}-{local_rank}.sock") for local_rank in range(count)]
+        self._handles: list[MonitorHandle] = []
+
+    @property
+    def fds(self) -> list[int]:
+        """Process descriptors of the monitors."""
+        return [handle.sentinel for handle in self._handles]
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return the variable by which the worker with this local rank finds its monitor."""
+        return {MONITOR_SOCKET_ENV: self._paths[local_rank]}
+
+    def begin_cycle(self, cycle: int) -> None:
+        """Start those that do not run, and tell all which cycle begins."""
+        self._cycle = cycle
+        self.restart_ended()
+        if not self._handles:
+            with ThreadPoolExecutor(len(self._paths)) as pool:  # each takes a while to start, mostly waiting
+                started = [pool.submit(self._start, local_rank) for local_rank in range(len(self._paths))]
+            self._handles = [future.result() for future in started if future.exception() is None]
+            for future in started:
+                future.result()
+        self._tell(lambda control: control.set_cycle(cycle))
+
+    def end_cycle(self) -> None:
+        """The workers have ended: their connections are closed, so that the next find room."""
+        self._tell(lambda control: control.close_worker_connection())
+
+    def restart_ended(self) -> None:
+        """Start another monitor in the place of each that has ended."""
+        for local_rank, handle in enumerate(self._handles):
+            if not handle.is_alive():
+                _log.error("the monitor of local rank %d has ended (%s); starting another", local_rank, handle.exitcode)
+                handle.close()
+                self._handles[local_rank] = self._start(local_rank)
+                with contextlib.suppress(*_FAULTS):
+                    self._handles[local_rank].control.set_cycle(self._cycle)
+
+    def close(self) -> None:
+        """End them all. Idempotent."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.terminate()  # all at once, then wait for each
+        for handle in handles:
+            handle.close()
+        for path in self._paths:
+            sockets.remove_socket(path)  # one that was killed has left its own behind
+
+    def _start(self, local_rank: int) -> MonitorHandle:
+        return RankMonitorServer.run_in_subprocess(
+            self._config, self._paths[local_rank], is_restarter_logger=local_rank == 0
+        )
+
+    def _tell(self, send: Callable[[MonitorControl], None]) -> None:
+        for local_rank, handle in enumerate(self._handles):
+            try:
+                send(handle.control)
+            except _FAULTS as error:
+                _log.warning("the monitor of local rank %d does not answer: %s", local_rank, error)

@@ -1,0 +1,350 @@
+"""The rank's side of section monitoring.
+
+    rank_monitor_client   what training code calls
+      recorder            each event: measured, written to shared memory
+      link                the connection to a monitor process; none where the in-process wrapper's monitor serves
+
+`init_workload_monitoring` finds the monitor: that of the in-process wrapper around the calling function if it has
+`sections=`, else the one that listens at FT_RANK_MONITOR_IPC_SOCKET.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Any
+
+from inprocess.fault_tolerance import wire
+from inprocess.fault_tolerance.client_errors import (
+    RankMonitorClientError,
+    errors,
+    exit_after,
+    not_initialized,
+    raise_error,
+)
+from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.fault_tolerance.data import (
+    LAUNCHER_SOCKET_ENV,
+    MONITOR_SOCKET_ENV,
+    HeartbeatTimeouts,
+    RankInfo,
+    SectionTimeouts,
+    WorkloadControlRequest,
+)
+from inprocess.fault_tolerance.gossip import MaximaGossip
+from inprocess.fault_tolerance.ipc_connector import IpcConnector
+from inprocess.fault_tolerance.limits import learned_state, with_learned
+from inprocess.fault_tolerance.link import MonitorLink
+from inprocess.fault_tolerance.recorder import Forked, Recorder
+from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalcError
+from inprocess.sections.board import Board
+from inprocess.sections.gate import SECTION_BOARD_ENV
+from inprocess.sections.making import make_board
+from inprocess.stacks import StackReporter
+
+__all__ = ["RankMonitorClient", "RankMonitorClientError"]
+
+
+class RankMonitorClient:
+    """Names the phases of this rank's training to its monitor.
+
+    Methods may be called from any thread; `init_workload_monitoring` on the main thread, or the monitor cannot read the
+    stacks of this process. They raise `RankMonitorClientError`, and nothing else; so does every method but
+    `load_state_dict` and `send_workload_control_request` before initialization, and in a forked child. None waits for a
+    monitor that is stuck, except for a few seconds once; training goes on unwatched then, and the log says so.
+    """
+
+    def __init__(self) -> None:
+        self.logger: Any = logging.getLogger(__name__)
+        self.cfg: FaultToleranceConfig | None = None
+        self.hb_timeouts: HeartbeatTimeouts | None = None
+        self.section_timeouts: SectionTimeouts | None = None
+        self.rank_info: RankInfo | None = None
+        self._recorder: Recorder | None = None
+        self._link: MonitorLink | None = None
+        self._stacks: StackReporter | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._acknowledged = False
+        self._earlier_hook: Any = None
+        self._follows_forks = False
+        path = os.environ.get(LAUNCHER_SOCKET_ENV)
+        self._launcher = None if path is None else IpcConnector(path)
+        if path is None:
+            self.logger.debug("%s is not set: there is no launcher to ask for anything", LAUNCHER_SOCKET_ENV)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether `init_workload_monitoring` was called, and `shutdown_workload_monitoring` was not since."""
+        return self._recorder is not None
+
+    # -- connecting ----------------------------------------------------------------------------------------------------
+
+    def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
+        """Find the monitor, tell it who this is, get the settings. From now on the rank is watched.
+
+        `num_warmup_iters` overrides the setting. Limits are the configured ones, or those loaded, or (in a function
+        that the in-process wrapper has restarted) those learned before the restart.
+        """
+        if self.is_initialized:
+            raise RankMonitorClientError("monitoring is initialized already; call shutdown_workload_monitoring first")
+        with errors("monitoring cannot be initialized"):
+            self.rank_info = RankInfo.get_for_current_rank()
+            board = self._find_board() or self._connect(self.rank_info)
+            if num_warmup_iters is not None:
+                board.set_warmup(num_warmup_iters)
+            self.cfg = FaultToleranceConfig.from_kwargs(**board.config)
+            self._acknowledged = not self.cfg.skip_section_response
+            self._recorder = Recorder(board, self.cfg.safety_factor)
+            self.hb_timeouts, self.section_timeouts = board.limits()
+            if self._loaded is not None:
+                self._install(*with_learned(self.hb_timeouts, self.section_timeouts, self._loaded))
+            self._confirm()
+        if self.cfg.install_exception_hook:
+            self._earlier_hook, sys.excepthook = sys.excepthook, exit_after
+        self._follow_forks()
+
+    def shutdown_workload_monitoring(self) -> None:
+        """Leave: the rank is not watched any more. Idempotent; monitoring can be initialized again."""
+        recorder, self._recorder = self._recorder, None
+        link, self._link = self._link, None
+        stacks, self._stacks = self._stacks, None
+        if recorder is not None and recorder.same_process:
+            recorder.detach()
+        if link is not None:
+            link.close()
+        if stacks is not None and threading.current_thread() is threading.main_thread():
+            stacks.uninstall()
+        if self._earlier_hook is not None:
+            if sys.excepthook is exit_after:
+                sys.excepthook = self._earlier_hook
+            self._earlier_hook = None
+
+    def _find_board(self) -> Board | None:
+        """Return the board of the in-process wrapper around this process's function; None without one."""
+        pid, _, fd = os.environ.get(SECTION_BOARD_ENV, "").partition(":")
+        if pid != str(os.getpid()):
+            return None
+        board = Board.attach(int(fd))
+        if board.has_live_client():
+            raise RankMonitorClientError("another client of this process is initialized; shut it down first")
+        return board
+
+    def _connect(self, rank_info: RankInfo) -> Board:
+        """Return a board that the monitor at the socket reads."""
+        path = os.environ.get(MONITOR_SOCKET_ENV)
+        if path is None:
+            raise RankMonitorClientError(f"{MONITOR_SOCKET_ENV} is not set: this process was not started by a launcher")
+        self._stacks = StackReporter()
+        self._stacks.install()
+        hello = wire.Init(rank_info, self._stacks.signal_number)
+        self._link = MonitorLink(path, hello, self._stacks.fd)
+        try:
+            config = FaultToleranceConfig.from_kwargs(**self._link.open())
+            board, fd = make_board(config)
+            board.begin(0, board.stamp())
+            self._link.attach(fd)
+        except BaseException:
+            self.shutdown_workload_monitoring()
+            raise
+        return board
+
+    def _follow_forks(self) -> None:
+        """Have forked children close their copies of the connection: the end of this process must be seen."""
+        if self._follows_forks:
+            return
+        self._follows_forks = True
+        client = weakref.ref(self)
+
+        def in_child() -> None:
+            found = client()
+            if found is not None and found._link is not None:
+                found._link.close_copies()
+
+        os.register_at_fork(after_in_child=in_child)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def start_section(self, name: str) -> None:
+        """Open a section. One that is not in the settings is ignored; one that is open already is an error."""
+        recorder = self._recorder
+        if recorder is None:
+            not_initialized()
+        try:
+            opened = recorder.open(name)
+        except (TimeoutsCalcError, Forked) as error:
+            raise_error(error)
+        if opened and self._acknowledged:
+            self._confirm()
+
+    def end_section(self, name: str) -> None:
+        """Close a section. One that is not in the settings is ignored; one that is not open is an error."""
+        recorder = self._recorder
+        if recorder is None:
+            not_initialized()
+        try:
+            # Under an exception the section has not done its work: nothing to learn from.
+            closed = recorder.close(name, learn=sys.exc_info()[0] is None)
+        except (TimeoutsCalcError, Forked) as error:
+            raise_error(error)
+        if closed and self._acknowledged:
+            self._confirm()
+
+    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a section.
+
+        One that was entered before an in-process restart closes nothing after it; one that is left by an exception
+        does not count for learning.
+        """
+        return SectionContext(self, name)
+
+    def end_all_sections(self) -> None:
+        """Close every section that is open, if any."""
+        with errors("sections cannot be closed"):
+            self._initialized().close_all()
+        if self._acknowledged:
+            self._confirm()
+
+    def send_heartbeat(self) -> None:
+        """Beat."""
+        with errors("no heartbeat can be sent"):
+            self._initialized().beat()
+        if self._acknowledged:
+            self._confirm()
+
+    def set_iteration(self, iteration: int) -> None:
+        """Say which iteration of training events belong to from now on. Megatron's is known without."""
+        self._initialized().set_iteration(iteration)
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def calculate_and_set_hb_timeouts(self, skip_if_not_ready: bool = False) -> bool:
+        """Collective. Learn both limits of heartbeats, the same on all ranks, and install them.
+
+        With too little data: False if that may be skipped, else an error; the same on all ranks.
+        """
+        recorder = self._initialized()
+        with errors("limits of heartbeats cannot be learned"):
+            recorder.calc.synchronize_all()
+            return self._learn_hb(recorder, skip_if_not_ready)
+
+    def calculate_and_set_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+        skip_if_not_ready: bool = False,
+    ) -> bool:
+        """Collective. Learn the limits of the selected sections (None: all) and of the gap, and install them.
+
+        With too little data: False if that may be skipped, else an error; the same on all ranks.
+        """
+        recorder = self._initialized()
+        with errors("limits of sections cannot be learned"):
+            recorder.count_running_gap()
+            recorder.calc.synchronize_all()
+            return self._learn_sections(recorder, selected_sections, calc_out_of_section, skip_if_not_ready)
+
+    def learn_through_store(self, store: Any, checkpoint: int, rank: int, world_size: int) -> bool:
+        """Learn all limits there is data for, without a collective: call it at each checkpoint, with its number.
+
+        What the ranks have measured by a checkpoint is used at a later one, when all are known to have left it in the
+        `store` (of torch, or of the wrapper); so limits become the same everywhere, and nobody waits. True if limits
+        were installed.
+        """
+        recorder = self._initialized()
+        with errors("limits cannot be learned"):
+            recorder.count_running_gap()
+            if not MaximaGossip(store, rank, world_size).exchange(recorder.calc, checkpoint):
+                return False
+            learned = self._learn_hb(recorder, skip=True)
+            return self._learn_sections(recorder, None, True, skip=True) or learned
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the learned limits, as JSON knows them; equal on all ranks."""
+        if self.hb_timeouts is None:
+            return dict(self._loaded or learned_state(None, None))
+        return learned_state(self.hb_timeouts, self.section_timeouts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Install limits an earlier run has learned; before initialization: keep them for it."""
+        self._loaded = dict(state_dict)
+        if self.is_initialized:
+            with errors("limits cannot be loaded"):
+                assert self.hb_timeouts is not None
+                assert self.section_timeouts is not None
+                self._install(*with_learned(self.hb_timeouts, self.section_timeouts, state_dict))
+                self._confirm()
+
+    def _learn_hb(self, recorder: Recorder, skip: bool) -> bool:
+        if skip and not recorder.calc.can_get_hb_timeouts():
+            return False
+        assert self.section_timeouts is not None
+        self._install(recorder.calc.get_hb_timeouts(self.hb_timeouts), self.section_timeouts)
+        self._confirm()
+        return True
+
+    def _learn_sections(self, recorder: Recorder, names: Collection[str] | None, gap: bool, skip: bool) -> bool:
+        if skip and not recorder.calc.can_get_section_timeouts(names, gap):
+            return False
+        assert self.hb_timeouts is not None
+        self._install(self.hb_timeouts, recorder.calc.get_section_timeouts(names, gap, self.section_timeouts))
+        self._confirm()
+        return True
+
+    def _install(self, beats: HeartbeatTimeouts, sections: SectionTimeouts) -> None:
+        self._initialized().set_limits(beats, sections)
+        self.hb_timeouts, self.section_timeouts = beats, sections
+
+    # -- the launcher --------------------------------------------------------------------------------------------------
+
+    def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
+        """Ask the launcher for something; returns when it has got it. It gets the tuple (RankInfo, request)."""
+        if self._launcher is None:
+            raise RankMonitorClientError(f"{LAUNCHER_SOCKET_ENV} is not set: there is no launcher to ask")
+        with errors("the launcher cannot be asked"):
+            self._launcher.send((self.rank_info or RankInfo.get_for_current_rank(), req))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _initialized(self) -> Recorder:
+        return self._recorder if self._recorder is not None else not_initialized()
+
+    def _confirm(self) -> None:
+        """Have the monitor look at the board, and wait until it has."""
+        if self._link is not None:
+            with errors("the monitor refuses"):
+                self._link.request(wire.Confirm(self._initialized().events()))
+
+
+class SectionContext:
+    """See `section`."""
+
+    __slots__ = ("_client", "_generation", "_name")
+
+    def __init__(self, client: RankMonitorClient, name: str) -> None:
+        self._client = client
+        self._name = name
+        self._generation: int | None = None
+
+    def __enter__(self) -> None:
+        recorder = self._client._initialized()
+        self._client.start_section(self._name)
+        self._generation = recorder.generation
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        recorder = self._client._recorder
+        if recorder is None:  # shut down within the section
+            return
+        try:
+            closed = recorder.close(self._name, self._generation, learn=kind is None)
+        except (TimeoutsCalcError, Forked) as problem:
+            if error is None:
+                raise_error(problem)
+            return  # the error that ends the section matters more
+        if closed and self._client._acknowledged:
+            self._client._confirm()

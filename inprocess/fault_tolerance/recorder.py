@@ -1,0 +1,218 @@
+"""Every event of a rank: measured, and written to the board. The hot path; nothing in here waits for anybody.
+
+An event that belongs to a past is dropped: of a client that another one has replaced, or of an iteration that the
+in-process wrapper is unwinding, or has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from inprocess.fault_tolerance.data import HeartbeatTimeouts, SectionTimeouts
+from inprocess.fault_tolerance.fork_guard import ForkGuard
+from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalc, TimeoutsCalcError
+from inprocess.sections.board import FROZEN_AT, GENERATION, LIVE, OFFSET, Board
+
+__all__ = ["Forked", "Recorder"]
+
+_log = logging.getLogger(__name__)
+_NS = 1e-9
+_OWNER_MASK = LIVE - 1
+
+
+class Forked(Exception):
+    """This process is a child of the one that is monitored."""
+
+
+class Recorder:
+    """Owns the client's words of a board. All methods may be called from any thread, also from signal handlers.
+
+    TimeoutsCalcError for an event that makes no sense; `Forked` in a forked child.
+    """
+
+    def __init__(self, board: Board, safety_factor: float, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.board = board
+        self.calc = TimeoutsCalc(board.names, start_time=board.stamp(clock_ns) * _NS, safety_factor=safety_factor)
+        self.iteration: int | None = None
+        self._clock_ns = clock_ns
+        self._words = board.words
+        self._slots = board.slots
+        self._same_process = ForkGuard()
+        self._lock = threading.RLock()  # reentrant: a signal handler of the user may close sections
+        self._abandoned: set[str] = set()
+        self._generation = board.claim()
+        self._owner = self._generation & _OWNER_MASK
+        self._iteration_source = _megatron_iteration()
+        board.restart(self._generation, board.stamp(clock_ns))
+        if self._iteration_source is not None:
+            self.set_iteration(self._iteration_source() or 1)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def open(self, name: str) -> bool:
+        """A section begins. False if the name is not watched, or the event was dropped."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return False
+        if not self._same_process:
+            raise Forked
+        with self._lock:
+            words = self._words
+            if words[GENERATION] != self._generation and not self._catch_up():
+                return False
+            stamp = words[FROZEN_AT] or self._clock_ns() - words[OFFSET]
+            self.calc.update_on_section_open(name, stamp * _NS)
+            if self._iteration_source is not None:
+                self._ask_iteration()
+            self.board.open(slot, stamp, self.iteration)
+        return True
+
+    def close(self, name: str, generation: int | None = None, learn: bool = True) -> bool:
+        """A section ends. False if the name is not watched, or the event was dropped.
+
+        Dropped is also what belongs to another `generation` than this one.
+        """
+        slot = self._slots.get(name)
+        if slot is None:
+            return False
+        if not self._same_process:
+            raise Forked
+        with self._lock:
+            words = self._words
+            if words[GENERATION] != self._generation and not self._catch_up():
+                return False
+            if generation is not None and generation != self._generation:
+                return False
+            stamp = words[FROZEN_AT] or self._clock_ns() - words[OFFSET]
+            try:
+                self.calc.update_on_section_close(name, stamp * _NS, learn)
+            except TimeoutsCalcError:
+                if name not in self._abandoned:
+                    raise
+                self._abandoned.discard(name)
+                return False
+            self.board.close_section(slot, stamp)
+        return True
+
+    def close_all(self) -> None:
+        """Every open section ends."""
+        with self._entered() as current:
+            for name in list(self.calc.open_sections) if current else ():
+                self.close(name)
+
+    def beat(self) -> None:
+        """A heartbeat."""
+        with self._entered() as current:
+            if current:
+                stamp = self.board.stamp(self._clock_ns)
+                self.calc.update_on_heartbeat(stamp * _NS)
+                self.board.beat(stamp)
+
+    def set_iteration(self, iteration: int) -> None:
+        """From now on events belong to this iteration."""
+        self.iteration = int(iteration)
+        self.board.set_iteration(self.iteration)
+
+    @property
+    def generation(self) -> int:
+        """What events belong to now: changes with each restart."""
+        return self._generation
+
+    @property
+    def open_sections(self) -> Collection[str]:
+        """The names of what is open."""
+        return tuple(self.calc.open_sections)
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def set_limits(self, beats: HeartbeatTimeouts, sections: SectionTimeouts) -> None:
+        """Install limits, for what is open, too."""
+        with self._entered():
+            self.board.set_limits(beats, sections)
+
+    def count_running_gap(self) -> None:
+        """Measure the time since the last close, if nothing is open."""
+        with self._entered() as current:
+            if current:
+                self.calc.update_on_running_gap(self.board.stamp(self._clock_ns) * _NS)
+
+    def events(self) -> int:
+        """Return how many events the board has."""
+        with self._entered():
+            return self.board.events
+
+    def detach(self) -> None:
+        """Nothing is watched any more. Idempotent."""
+        with self._entered():
+            if self._words[GENERATION] & _OWNER_MASK == self._owner:
+                self.board.detach()
+
+    @property
+    def same_process(self) -> bool:
+        """False in a forked child."""
+        return bool(self._same_process)
+
+    # -- the past ------------------------------------------------------------------------------------------------------
+
+    def _entered(self) -> _Entered:
+        return _Entered(self)
+
+    def _catch_up(self) -> bool:
+        """Under the lock, the generation has changed: False if events do not count; else begin anew."""
+        generation = self._words[GENERATION]
+        if generation & _OWNER_MASK != self._owner or not generation & LIVE:
+            return False
+        self._abandoned = set(self.calc.open_sections)
+        begun = self.board.begun()
+        self.calc.restart(begun * _NS)
+        self.board.restart(generation, begun)
+        self._generation = generation
+        _log.info("another iteration has begun: %s not open any more", sorted(self._abandoned) or "nothing was open;")
+        return True
+
+    def _ask_iteration(self) -> None:
+        iteration = self._iteration_source() if self._iteration_source is not None else None
+        if iteration is not None and iteration != self.iteration:
+            self.set_iteration(iteration)
+
+
+class _Entered:
+    """The lock, in the right process. Enters with whether events count."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> bool:
+        recorder = self._recorder
+        if not recorder._same_process:
+            raise Forked
+        recorder._lock.acquire()
+        return recorder._words[GENERATION] == recorder._generation or recorder._catch_up()
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._lock.release()
+
+
+def _megatron_iteration() -> Callable[[], int | None] | None:
+    """Return what tells Megatron's iteration, if its module of global arguments is loaded."""
+    module = sys.modules.get("megatron.training.global_vars")
+    if module is None:
+        return None
+
+    def ask() -> int | None:
+        try:
+            arguments: Any = module.get_args()
+        except Exception:  # asserts that they are set
+            return None
+        for name in ("curr_iteration", "iteration"):
+            value = getattr(arguments, name, None)
+            if isinstance(value, int):
+                return value
+        return None
+
+    return ask

@@ -1,0 +1,79 @@
+"""Unix sockets between processes of one user: mode 0600 always, and the kernel is asked who connects."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+import tempfile
+
+__all__ = ["connect", "listen", "peer_pid", "private_directory", "remove_socket"]
+
+_CREDENTIALS = struct.Struct("3i")
+_LONGEST_PATH = 107
+
+
+def listen(path: str) -> socket.socket:
+    """Return a non-blocking socket that listens at a path, for this user; what was left there is removed. OSError."""
+    _check_path(path)
+    remove_socket(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name: there is no moment at which others could connect
+        listener.bind(path)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(path: str, timeout_s: float) -> socket.socket:
+    """Return a connection whose operations take `timeout_s` at most. OSError; PermissionError for another user's."""
+    _check_path(path)
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        end.settimeout(timeout_s)
+        end.connect(path)
+        peer_pid(end)
+    except BaseException:
+        end.close()
+        raise
+    return end
+
+
+def peer_pid(end: socket.socket) -> int:
+    """Return the process at the other end, as the kernel knows it. PermissionError if it is another user's."""
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    if uid != os.geteuid():
+        raise PermissionError(f"process {pid} belongs to user {uid}, not {os.geteuid()}")
+    return int(pid)
+
+
+def remove_socket(path: str) -> None:
+    """Remove a socket; anything else stays."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+
+
+def private_directory() -> str:
+    """Return the directory for sockets of this user, mode 0700, made if needed. PermissionError if it is not ours."""
+    path = os.path.join(tempfile.gettempdir(), f"inprocess-ft-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} is not a directory of this user; remove it or set TMPDIR")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        os.chmod(path, 0o700)
+    return path
+
+
+def _check_path(path: str) -> None:
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise OSError(f"the path of a unix socket has at most {_LONGEST_PATH} bytes: {path}")

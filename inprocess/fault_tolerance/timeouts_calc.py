@@ -1,0 +1,249 @@
+"""Limits learned from what was measured: a factor above the longest of each kind.
+
+What is measured of a quantity is kept in blocks of 64 values, the largest of each, for the last 32 blocks. From 16
+blocks on the largest block does not count for the factor, so that one slow outlier among thousands of values does not
+make a limit five times as slow; a limit is never below what was seen, though. Blocks that are older are forgotten.
+
+    limit = max(floor, factor * high value, largest value)
+
+Nothing here talks to a monitor. `synchronize_all` is the only thing that needs torch, and imports it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from inprocess.sections.table import WARMUP
+from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
+
+__all__ = ["TimeoutsCalc", "TimeoutsCalcError"]
+
+_BLOCK = 64
+_BLOCKS = 32
+_BLOCKS_TO_TRIM = 16
+_NEW_WEIGHT = 0.5
+
+
+class TimeoutsCalcError(Exception):
+    """A section was opened or closed at the wrong time, or there is too little data for what was asked for."""
+
+
+class _Largest:
+    """The largest values seen lately; -1: none."""
+
+    __slots__ = ("_blocks", "_left", "current")
+
+    def __init__(self) -> None:
+        self.current = -1.0
+        self._left = _BLOCK
+        self._blocks: deque[float] = deque(maxlen=_BLOCKS)
+
+    def add(self, value: float) -> None:
+        if value > self.current:
+            self.current = value
+        self._left -= 1
+        if not self._left:
+            self._blocks.append(self.current)
+            self.current, self._left = -1.0, _BLOCK
+
+    @property
+    def longest(self) -> float:
+        return max(self.current, *self._blocks, -1.0)
+
+    @property
+    def high(self) -> float:
+        """The value a factor is applied to."""
+        if len(self._blocks) < _BLOCKS_TO_TRIM:
+            return self.longest
+        return sorted((*self._blocks, self.current))[-2]
+
+
+class TimeoutsCalc:
+    """Measures one rank, and computes limits. For one thread at a time. Stamps and results are seconds; stamps are
+    `time.monotonic()` where not given.
+
+    `floor` is the lowest limit ever computed: very short sections must not get limits that a scheduler can miss.
+    """
+
+    def __init__(
+        self,
+        sections: Iterable[str] | None = None,
+        start_time: float | None = None,
+        safety_factor: float = 5.0,
+        floor: float = 1.0,
+    ) -> None:
+        self.safety_factor = safety_factor
+        self.floor = floor
+        self.start_time = time.monotonic() if start_time is None else start_time
+        self._sections: dict[str, _Largest] = {name: _Largest() for name in sections or ()}
+        self._initial, self._beat, self._gap = _Largest(), _Largest(), _Largest()
+        self._last_beat: float | None = None
+        self._idle_since: float | None = self.start_time
+        self._agreed: list[float] | None = None
+        self.open_sections: dict[str, float] = {}
+
+    # -- measuring -----------------------------------------------------------------------------------------------------
+
+    def reset_start_time(self, start_time: float | None = None) -> None:
+        """Restart the clock of the first beat."""
+        self.start_time = time.monotonic() if start_time is None else start_time
+
+    def restart(self, stamp: float) -> None:
+        """Forget what is open, without learning from it; everything begins anew at `stamp`. What was learned stays."""
+        self.open_sections.clear()
+        self.start_time = self._idle_since = stamp
+        self._last_beat = None
+
+    def update_on_heartbeat(self, stamp: float | None = None) -> None:
+        """Note a beat."""
+        stamp = time.monotonic() if stamp is None else stamp
+        if self._last_beat is None:
+            self._initial.add(stamp - self.start_time)
+        else:
+            self._beat.add(stamp - self._last_beat)
+        self._last_beat = stamp
+
+    def update_on_section_open(self, name: str, stamp: float | None = None) -> None:
+        """Note that a section begins. TimeoutsCalcError if it is open already, or unknown."""
+        stamp = time.monotonic() if stamp is None else stamp
+        opened = self.open_sections
+        if name in opened:
+            raise TimeoutsCalcError(f"section {name!r} is open already; close it with end_section first")
+        if name not in self._sections:
+            raise TimeoutsCalcError(f"section {name!r} is not in the configuration")
+        if not opened and self._idle_since is not None:
+            self._gap.add(stamp - self._idle_since)
+        opened[name] = stamp
+
+    def update_on_section_close(self, name: str, stamp: float | None = None, learn: bool = True) -> None:
+        """Note that a section ends. TimeoutsCalcError if it is not open. Without `learn` its time does not count."""
+        stamp = time.monotonic() if stamp is None else stamp
+        since = self.open_sections.pop(name, None)
+        if since is None:
+            known = name in self._sections
+            raise TimeoutsCalcError(f"section {name!r} is not " + ("open" if known else "in the configuration"))
+        if learn:
+            self._sections[name].add(stamp - since)
+        if not self.open_sections:
+            self._idle_since = stamp
+
+    def update_on_section_close_all(self, stamp: float | None = None) -> None:
+        """Note that every open section ends."""
+        stamp = time.monotonic() if stamp is None else stamp
+        for name in list(self.open_sections):
+            self.update_on_section_close(name, stamp)
+
+    def update_on_running_gap(self, stamp: float | None = None) -> None:
+        """Count the time since the last close although the gap goes on, if nothing is open."""
+        if not self.open_sections and self._idle_since is not None:
+            self._gap.add((time.monotonic() if stamp is None else stamp) - self._idle_since)
+
+    # -- agreeing ------------------------------------------------------------------------------------------------------
+
+    def measured(self) -> list[float]:
+        """Return what was measured: first beat, beats, gap, sections in order, each high; then each longest."""
+        found = [self._initial, self._beat, self._gap, *self._sections.values()]
+        return [item.high for item in found] + [item.longest for item in found]
+
+    def agree(self, measured_by_ranks: Iterable[Sequence[float]]) -> None:
+        """Compute limits from the largest of what these ranks have measured. ValueError if they differ in length."""
+        self._agreed = [max(values) for values in zip(*measured_by_ranks, strict=True)]
+
+    def synchronize_all(self) -> None:
+        """Collective: from now on limits are computed from the largest values of all ranks, the same on each.
+
+        TimeoutsCalcError without a default process group.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise TimeoutsCalcError("limits are learned by all ranks together, and there is no process group")
+        device = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+        values = torch.tensor(self.measured(), dtype=torch.float32, device=device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        self.agree([values.tolist()])
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def can_get_hb_timeouts(self) -> bool:
+        """Whether a first beat and another one were seen."""
+        values = self._values()
+        return values["initial"][0] > 0 and values["beat"][0] > 0
+
+    def can_get_section_timeouts(
+        self, selected_sections: Collection[str] | None = None, calc_out_of_section: bool = True
+    ) -> bool:
+        """Whether all that is selected was seen. None selects every section, an empty collection none.
+
+        "warmup" is selected by None only if it was seen: mostly it is the name of a limit alone.
+        """
+        values = self._values()
+        wanted = [("section", name) for name in self._selected(selected_sections, values)]
+        return all(values[key][0] > 0 for key in [*wanted, *(["gap"] if calc_out_of_section else [])])
+
+    def get_hb_timeouts(self, current: HeartbeatTimeouts | None = None) -> HeartbeatTimeouts:
+        """Return both limits, merged with the current ones. TimeoutsCalcError if there is too little data."""
+        if not self.can_get_hb_timeouts():
+            raise TimeoutsCalcError("limits of heartbeats need at least two heartbeats")
+        values = self._values()
+        initial, subsequent = self._limit(values["initial"]), self._limit(values["beat"])
+        if current is not None and current.were_calculated:
+            initial, subsequent = _merged(current.initial, initial), _merged(current.subsequent, subsequent)
+        return HeartbeatTimeouts(initial, subsequent, were_calculated=True)
+
+    def get_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+        current: SectionTimeouts | None = None,
+    ) -> SectionTimeouts:
+        """Return limits: learned for what is selected, merged if they were learned before; the current ones else.
+
+        TimeoutsCalcError if there is too little data.
+        """
+        if not self.can_get_section_timeouts(selected_sections, calc_out_of_section):
+            raise TimeoutsCalcError("each section that is selected must have been closed once, and a gap been seen")
+        current = current or SectionTimeouts(dict.fromkeys(self._sections))
+        values = self._values()
+        limits = dict(current.section)
+        selected = self._selected(selected_sections, values)
+        for name in selected:
+            new = self._limit(values["section", name])
+            limits[name] = _merged(limits.get(name), new) if name in current.calculated_sections else new
+        gap = current.out_of_section
+        if calc_out_of_section:
+            new = self._limit(values["gap"])
+            gap = _merged(gap, new) if current.is_out_of_section_calculated else new
+        return SectionTimeouts(
+            limits,
+            gap,
+            {*current.calculated_sections, *selected},
+            current.is_out_of_section_calculated or calc_out_of_section,
+        )
+
+    def _selected(self, names: Collection[str] | None, values: Mapping[Any, tuple[float, float]]) -> list[str]:
+        if names is None:
+            return [name for name in self._sections if name != WARMUP or values["section", name][0] > 0]
+        unknown = sorted(set(names) - set(self._sections))
+        if unknown:
+            raise TimeoutsCalcError(f"sections {unknown} are not in the configuration")
+        return [name for name in self._sections if name in names]
+
+    def _values(self) -> dict[Any, tuple[float, float]]:
+        """Return (high, longest) by quantity."""
+        measured = self.measured() if self._agreed is None else self._agreed
+        half = len(measured) // 2
+        keys = ["initial", "beat", "gap", *(("section", name) for name in self._sections)]
+        return dict(zip(keys, zip(measured[:half], measured[half:], strict=True), strict=True))
+
+    def _limit(self, value: tuple[float, float]) -> float:
+        high, longest = value
+        return max(self.floor, self.safety_factor * high, longest)
+
+
+def _merged(old: float | None, new: float) -> float:
+    return new if old is None else (1 - _NEW_WEIGHT) * old + _NEW_WEIGHT * new

@@ -1,0 +1,104 @@
+"""Break the connections of gloo, and of nobody else, so that a collective whose peer is gone ends at once.
+
+Gloo has no abort: such a collective lasts until the timeout of its group. But one whose connection breaks ends with an
+error, and connections can be broken from this side. What matters is to know whose socket it is. Nothing is recorded
+beforehand; the kernel is asked at the moment of the abort:
+
+    thread of gloo --syscall--> epoll_wait(epoll descriptor) --fdinfo--> sockets of one group, with their inodes
+
+Every group runs one such thread, which watches the sockets of that group and no others. So all groups are found,
+however and on whichever thread they were made (`new_group`, device meshes, lazy connections, gloo beside NCCL), also
+while they are being made, and no socket of the user, of Python or of a store ever is. Holds for the TCP and TLS
+transports, over IPv4 and IPv6.
+
+Cannot be had, and ends at the timeout of the group:
+* a `recv` from any source: gloo does not tell it about broken connections;
+* everything where /proc does not tell system calls and epoll sets: other systems, some sandboxes, other processors
+  than x86-64 and arm64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from inprocess.own_sockets import (
+    Watched,
+    is_epoll_wait,
+    listening_address,
+    pinned,
+    read_text,
+    shut_down,
+    syscall_of,
+    watched_by,
+)
+
+__all__ = ["break_gloo_connections", "listening_sockets"]
+
+_THREAD_NAME = "gloo_tcp_loop"
+_LOOP_ARGUMENTS = (64, 10)  # events and milliseconds of gloo's epoll_wait: older torch gives the thread no name
+_RETRY_S = 0.001
+
+
+def break_gloo_connections(timeout: float = 0.25) -> int:
+    """Shut down every established connection of every gloo group in this process; return how many.
+
+    What waits on them, on any thread, ends with a RuntimeError within milliseconds, and so does later use of these
+    groups. Listening sockets are left alone, because gloo ends the process when one breaks; so are those that are just
+    being connected: call again for these. Takes a few milliseconds on any thread, at most about `timeout` seconds when
+    gloo is too busy to be looked at. Does not raise.
+    """
+    deadline = time.monotonic() + timeout
+    done: set[str] = set()
+    broken = 0
+    while True:
+        loops = _loops()
+        for task, epoll_fd in loops.items():
+            if epoll_fd is not None and task not in done:
+                done.add(task)
+                broken += _shut_down_all(epoll_fd)
+        if loops.keys() <= done or time.monotonic() > deadline:
+            return broken
+        time.sleep(_RETRY_S)
+
+
+def listening_sockets() -> list[tuple[str, int]]:
+    """Return the addresses at which the gloo groups of this process wait for connections."""
+    addresses = []
+    for epoll_fd in _loops().values():
+        for one in _watched_by_gloo(epoll_fd) if epoll_fd is not None else []:
+            with pinned(one.fd) as copy:
+                if copy is not None and os.fstat(copy).st_ino == one.inode:
+                    address = listening_address(copy)
+                    addresses += [] if address is None else [address]
+    return addresses
+
+
+def _loops() -> dict[str, int | None]:
+    """Threads of gloo, and the epoll descriptor each waits on; None for one that is busy just now."""
+    loops: dict[str, int | None] = {}
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            named = read_text(f"/proc/self/task/{task}/comm").strip() == _THREAD_NAME
+            call = syscall_of(task)
+            if call is not None and is_epoll_wait(call) and (named or call.arguments[2:4] == _LOOP_ARGUMENTS):
+                loops[task] = call.arguments[0]
+            elif named:
+                loops[task] = None
+    return loops
+
+
+def _shut_down_all(epoll_fd: int) -> int:
+    broken = 0
+    for one in _watched_by_gloo(epoll_fd):
+        with pinned(one.fd) as copy:
+            if copy is not None and os.fstat(copy).st_ino == one.inode:
+                broken += shut_down(copy)
+    return broken
+
+
+def _watched_by_gloo(epoll_fd: int) -> list[Watched]:
+    watched = watched_by(epoll_fd)
+    # Gloo keeps a pointer with each descriptor; loops that keep the descriptor itself are somebody else's.
+    return [] if any(one.data & 0xFFFFFFFF == one.fd for one in watched) else watched

@@ -1,0 +1,141 @@
+"""What the machine says about its GPUs, NVLinks and network cards, without touching CUDA.
+
+Through NVML when the package pynvml is there, and /sys. Everything is best effort: what cannot be asked is None or
+empty, with a line at DEBUG.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Gpu", "Port", "nearest_ports", "open_gpu"]
+
+_log = logging.getLogger(__name__)
+_MOST_LINKS = 18
+_GPU_LOST = (15, 999)  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_UNKNOWN
+
+
+class Gpu:
+    """One GPU of NVML, valid within `open_gpu`."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+
+    @property
+    def bus_id(self) -> str:
+        """PCI address as in /sys: "0000:3b:00.0"."""
+        text = self._nvml.nvmlDeviceGetPciInfo(self._handle).busId
+        domain, rest = (text.decode() if isinstance(text, bytes) else str(text)).lower().split(":", 1)
+        return f"{domain[-4:]}:{rest}"
+
+    def defects(self) -> list[str]:
+        """What makes the GPU unfit until somebody resets or replaces it."""
+        found = []
+        remapped = self._ask("nvmlDeviceGetRemappedRows")
+        if remapped is not None and remapped[3]:
+            found.append("remapping a memory row has failed")
+        action = self._recovery_action()
+        if action:
+            found.append(f"the driver asks for recovery action {action}")
+        return found
+
+    def inactive_links(self) -> list[int]:
+        """NVLinks that exist and are down."""
+        states = {link: self._ask("nvmlDeviceGetNvLinkState", link) for link in range(_MOST_LINKS)}
+        return [link for link, state in states.items() if state == 0]
+
+    def _recovery_action(self) -> int:
+        """0 for none; also when the driver or pynvml is too old to tell."""
+        field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+        if field is None:
+            return 0
+        values = self._ask("nvmlDeviceGetFieldValues", [field])
+        return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else 0
+
+    def _ask(self, function: str, *args: Any) -> Any:
+        try:
+            return getattr(self._nvml, function)(self._handle, *args)
+        except AttributeError:
+            return None
+        except self._nvml.NVMLError as error:
+            if error.value in _GPU_LOST:
+                raise
+            return None  # not supported by this GPU
+
+
+@contextlib.contextmanager
+def open_gpu(cuda_index: int) -> Iterator[Gpu | None]:
+    """The GPU with this index in CUDA's numbering (CUDA_VISIBLE_DEVICES is followed); None without NVML or GPU.
+
+    What NVML raises for a GPU that has fallen off the bus is raised.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception as error:
+        _log.debug("GPU %d cannot be looked at without NVML: %s", cuda_index, error)
+        yield None
+        return
+    try:
+        yield Gpu(nvml, _handle(nvml, cuda_index))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handle(nvml: Any, cuda_index: int) -> Any:
+    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    entry = visible[cuda_index] if cuda_index < len(visible) else str(cuda_index)
+    if entry.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(entry))
+    return nvml.nvmlDeviceGetHandleByUUID(entry)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of a network card in /sys/class/infiniband."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """As "mlx5_0 port 1"."""
+        return f"{self.path.parents[1].name} port {self.path.name}"
+
+    def is_active(self) -> bool:
+        """Whether the link is up."""
+        return "ACTIVE" in self._text("state")
+
+    def times_down(self) -> int:
+        """How often the link went down since the driver was loaded; 0 if the card does not count."""
+        text = self._text("counters/link_downed")
+        return int(text) if text.isdecimal() else 0
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text().strip()
+        except OSError:
+            return ""
+
+
+def nearest_ports(bus_id: str, sys_root: Path = Path("/sys")) -> list[Port]:
+    """The ports of the network card that shares most of its PCI path with the device; several if equally near."""
+    device = (sys_root / "bus/pci/devices" / bus_id).resolve().parts
+    best: list[Path] = []
+    most_shared = 0
+    cards = sys_root / "class/infiniband"
+    for card in sorted(cards.iterdir()) if cards.is_dir() else []:
+        parts = (card / "device").resolve().parts
+        shared = next((i for i, (a, b) in enumerate(zip(device, parts, strict=False)) if a != b), len(parts))
+        if shared > most_shared:
+            best, most_shared = [], shared
+        if shared == most_shared:
+            best.append(card)
+    return [Port(port) for card in best for port in sorted((card / "ports").glob("*"))]

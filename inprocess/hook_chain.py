@@ -1,0 +1,98 @@
+"""The hooks of one wrapper, inspected once, as the protocol calls them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from inprocess.abort import AbortTorchDistributed
+from inprocess.compose import Compose, members_of
+from inprocess.exception import HealthCheckError, RestartError
+from inprocess.hooks import Numbering, Role, StateHook
+from inprocess.rank_assignment import RankAssignmentCtx
+from inprocess.settings import Settings
+from inprocess.state import FrozenState, State
+
+__all__ = ["HookChain"]
+
+_log = logging.getLogger(__name__)
+
+
+class HookChain:
+    """Every method raises what the hook raises, unless it says something else."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.restart_health_check_hook = _with_device_checks(settings.health_check)
+        self._numbering = Numbering.inspect(settings.rank_assignment, settings.rank_filter)
+        self._initialize = StateHook.inspect(Role.INITIALIZE, settings.initialize)
+        self._health_check = StateHook.inspect(Role.HEALTH_CHECK, settings.health_check)
+        self._restart_health_check = StateHook.inspect(Role.HEALTH_CHECK, self.restart_health_check_hook)
+        self._abort = StateHook.inspect(Role.ABORT, settings.abort)
+        self.aborts_torch = any(isinstance(hook, AbortTorchDistributed) for hook in members_of(settings.abort))
+        self._finalize = StateHook.inspect(Role.FINALIZE, settings.finalize)
+        self._completion = StateHook.inspect(Role.COMPLETION, settings.completion)
+        self._terminate = StateHook.inspect(Role.TERMINATE, settings.terminate)
+
+    def initialize(self, state: FrozenState) -> None:
+        """Main thread, at the start of an iteration."""
+        self._initialize(state)
+
+    def health_check(self, state: FrozenState) -> None:
+        """Main thread, before the function runs. HealthCheckError whatever was raised."""
+        _check(self._health_check, state)
+
+    def restart_health_check(self, state: FrozenState) -> None:
+        """Main thread, after a fault. HealthCheckError whatever was raised."""
+        _check(self._restart_health_check, state)
+
+    def abort(self, state: FrozenState) -> None:
+        """Monitor thread, once per incident."""
+        self._abort(state)
+
+    def finalize(self, state: FrozenState) -> None:
+        """Main thread, after unwinding."""
+        self._finalize(state)
+
+    def complete(self, state: FrozenState) -> None:
+        """Main thread, after all ranks have completed. Errors are only logged."""
+        try:
+            self._completion(state)
+        except Exception:
+            _log.exception("the completion hook fails")
+
+    def terminate(self, state: FrozenState) -> None:
+        """Main thread, when this rank leaves."""
+        self._terminate(state)
+
+    def assign(self, state: State, store: Any, terminated_ranks: frozenset[int]) -> State:
+        """Main thread: return the state with the numbers of the next iteration.
+
+        RestartError if nobody would be active.
+        """
+        assigned = self._numbering(RankAssignmentCtx(state, store, set(terminated_ranks))).state
+        if assigned.active_world_size == 0:
+            raise RestartError(f"of {assigned.world_size} ranks that are left none is active: nobody would run")
+        return assigned
+
+
+def _check(hook: StateHook, state: FrozenState) -> None:
+    try:
+        hook(state)
+    except HealthCheckError:
+        raise
+    except Exception as error:
+        raise HealthCheckError(f"{type(error).__name__}: {error}") from error
+
+
+def _with_device_checks(health_check: Any) -> Any:
+    """Return the user's checks with those of this rank's devices after them, if LOCAL_RANK says which these are."""
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if not local_rank.isdecimal():
+        return health_check
+    from inprocess.health_check import ChainedGPUHealthCheck, ChainedNicHealthCheck, ChainedNVLHealthCheck
+
+    index = int(local_rank)
+    devices = (ChainedGPUHealthCheck(index), ChainedNVLHealthCheck(index), ChainedNicHealthCheck(index))
+    users = health_check.instances if isinstance(health_check, Compose) else (health_check,) if health_check else ()
+    return Compose(*reversed(devices), *users)  # called from right to left

@@ -1,0 +1,119 @@
+"""Bringing a blocked main thread back to bytecode, so that it notices an exception thrown into it.
+
+CPython raises an asynchronous exception only between bytecode instructions. A main thread in a blocking call gets there
+through a signal: the system call ends with EINTR, and CPython runs the Python function that handles the signal before
+it repeats the call; the first instruction of that function raises the pending exception, out of the blocking call.
+
+Freed by `wake` (the exception comes out of the call):
+    `time.sleep`; `acquire` of Lock, RLock, Semaphore; `Event.wait`, `Condition.wait`, `Thread.join`;
+    `queue.Queue.get`, `queue.SimpleQueue.get`; `concurrent.futures.Future.result`; multiprocessing locks, queues and
+    pipes; `os.read` and `os.write` of pipes, `open` of a FIFO; `socket.recv`, `send`, `accept`, `connect`;
+    `select`, `poll`, `epoll`, `asyncio.run`; `os.waitpid`, `Popen.wait`; `fcntl.flock`; `signal.sigtimedwait`,
+    `signal.pause`.
+Freed, but the call ends early, as if its work was done: `usleep`, `sem_wait` and the like called through `ctypes`.
+Not freed:
+    C and C++ code that repeats a call after EINTR, or waits for a mutex, a condition variable or the end of a thread,
+    which do not know EINTR: gloo and NCCL collectives, waiting in a torch store, CUDA synchronisation, OpenMP;
+    `getaddrinfo`; `signal.sigwait`; a busy loop in C; a process in uninterruptible sleep (a hung file server, a
+    driver); a main thread that blocks the signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from inprocess.realtime_signals import find_free_signal, read_signal_sets
+
+__all__ = ["MainThreadInterrupter"]
+
+_log = logging.getLogger(__name__)
+
+
+class MainThreadInterrupter:
+    """A signal handler that does nothing, on a real-time signal that nobody uses, and `wake`, which sends that signal.
+
+    `install` and `uninstall` (or the context) on the main thread. Elsewhere `install` logs a warning and leaves the
+    interrupter disabled: `enabled` is False, `why_disabled` says why, `wake` does nothing.
+
+    The signal may surprise a library in the process whose system calls do not expect EINTR: Python installs handlers
+    without SA_RESTART, and that is what makes this work. So send it only when the iteration has been given up.
+    Child processes: a forked one has the handler, but nobody sends it the signal; a new program has no handler.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self.why_disabled: str | None = "not installed"
+        self._pid = 0
+        self._main_thread = 0
+        self._lock = threading.RLock()  # no signal is sent between the check in `wake` and `uninstall`
+
+    @property
+    def enabled(self) -> bool:
+        """Whether `wake` works."""
+        return self.why_disabled is None
+
+    def install(self) -> None:
+        """Begin to handle a free real-time signal. Idempotent. Only the main thread can; else it stays disabled."""
+        if self.enabled:
+            return
+        try:
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("only the main thread can install a signal handler")
+            with self._lock:
+                number = find_free_signal()
+                signal.signal(number, _do_nothing)
+                self.signal_number = number
+                self._pid, self._main_thread = os.getpid(), threading.get_ident()
+                self.why_disabled = None
+        except (RuntimeError, ValueError, OSError) as error:
+            self.why_disabled = str(error)
+            _log.warning("a main thread in a blocking call cannot be woken: %s", error)
+
+    def uninstall(self) -> None:
+        """Give the signal back, with its default disposition as it was before. Idempotent; main thread.
+
+        One that is under way is thrown away. Let nobody throw exceptions into this thread any more: one that arrives
+        in here may leave the handler in place, harmlessly.
+        """
+        with self._lock:
+            number = self.signal_number
+            if not self.enabled or number is None:
+                return
+            self.why_disabled = "uninstalled"
+            if os.getpid() != self._pid or signal.getsignal(number) is not _do_nothing:
+                return  # somebody else's now
+            # The default action kills the process. Ignoring a signal makes the kernel drop those already sent.
+            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_DFL)
+
+    def wake(self) -> None:
+        """Make the main thread run bytecode if it is in one of the calls that can be freed. Any thread.
+
+        Call it after throwing the exception, and again, with pauses, until the main thread shows up: a signal that
+        comes just before the main thread enters the system call is not noticed inside.
+        """
+        with self._lock:
+            number = self.signal_number
+            if not self.enabled or number is None or os.getpid() != self._pid:
+                return
+            sets = read_signal_sets(self._pid)
+            if sets is None or not sets.is_caught(number):  # somebody took the handler away: it would be deadly
+                self.why_disabled = f"somebody removed the handler of signal {number}"
+                _log.warning("a main thread in a blocking call cannot be woken: %s", self.why_disabled)
+            elif not sets.is_pending(number):
+                signal.pthread_kill(self._main_thread, number)
+
+    def __enter__(self) -> MainThreadInterrupter:
+        self.install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.uninstall()
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Run bytecode."""

@@ -1,0 +1,106 @@
+"""Start of a monitor process: `python -m inprocess.monitor_process CHANNEL_FD [STACKS_FD]`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+
+from inprocess.coordination.server import StoreServer
+from inprocess.monitor_process.daemon import Daemon
+from inprocess.monitor_process.messages import Channel, Configure, Failed, Started
+from inprocess.monitor_process.target import Target
+
+_log = logging.getLogger("inprocess.monitor_process")
+_BIND_TIMEOUT_S = 30.0
+
+
+def main(arguments: list[str]) -> int:
+    """Watch one rank until it, and all who use the store hosted here, are done."""
+    os.chdir("/")
+    os.umask(0)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # of the rank's terminal or launcher; a monitor ends after its rank
+    end = socket.socket(fileno=int(arguments[0]))
+    stacks_fd = int(arguments[1]) if len(arguments) > 1 else None
+    end.setblocking(True)
+    channel = Channel(end)
+    config = _first_message(channel)
+    if config is None:
+        return 0
+    _log_to(config)
+    try:
+        target = Target(config.target_pid)
+    except ProcessLookupError:
+        return 0
+    try:
+        server = _host(config)
+    except OSError as error:
+        channel.send(Failed(f"cannot host the store at {config.host_address}: {error}"))
+        return 1
+    _write_pidfile(config)
+    channel.send(Started(os.getpid(), server.address if server is not None else None))
+    try:
+        Daemon(config, channel, target, stacks_fd, server).run()
+    except BaseException:
+        _log.exception("the monitor process of initial rank %d fails", config.initial_rank)
+        return 1
+    finally:
+        if config.pidfile is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(config.pidfile)
+    return 0
+
+
+def _first_message(channel: Channel) -> Configure | None:
+    import select
+
+    select.select([channel], [], [])
+    try:
+        message = channel.receive()
+    except EOFError:
+        return None
+    if not isinstance(message, Configure):
+        raise TypeError(f"the first message must be Configure, not {type(message).__name__}")
+    return message
+
+
+def _host(config: Configure) -> StoreServer | None:
+    if config.host_position is None:
+        return None
+    host, port = config.host_address or ("", 0)
+    server = StoreServer(host, port, session=config.session, position=config.host_position)
+    server.start(bind_timeout=_BIND_TIMEOUT_S if port else 0.0)
+    return server
+
+
+def _log_to(config: Configure) -> None:
+    """Log to a file of our own; without one, nowhere: the standard streams belong to the rank."""
+    root = logging.getLogger("inprocess")
+    root.propagate = False
+    root.setLevel(config.log_level)
+    handler: logging.Handler = logging.NullHandler()
+    if config.logfile is not None:
+        os.makedirs(os.path.dirname(config.logfile), exist_ok=True)
+        handler = logging.FileHandler(config.logfile)
+        handler.setFormatter(
+            logging.Formatter(
+                f"%(asctime)s | %(levelname)s | monitor_process | %(name)s | target_pid {config.target_pid} | "
+                f"rank {config.initial_rank} | %(message)s"
+            )
+        )
+    root.addHandler(handler)
+
+
+def _write_pidfile(config: Configure) -> None:
+    if config.pidfile is not None:
+        os.makedirs(os.path.dirname(config.pidfile), exist_ok=True)
+        with open(config.pidfile, "w") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""The soft and the hard time limit of one rank. No clock, no process: the caller brings both."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from inprocess.progress_watchdog import Timestamp
+
+__all__ = ["Limit", "ProgressLimits"]
+
+
+class Limit(enum.Enum):
+    """Which limit was overrun."""
+
+    SOFT = "soft"
+    HARD = "hard"
+
+
+@dataclass
+class ProgressLimits:
+    """When a rank without progress is late. Times are monotonic seconds.
+
+    Each limit is reported once until `start` arms both again; `stretch` gives a rank that waits for slower ones longer.
+    """
+
+    soft_s: float
+    hard_s: float
+    enabled: bool = True
+    armed: bool = False
+
+    def __post_init__(self) -> None:
+        self._auto: float | None = None
+        self._manual: float | None = None
+        self._reported: set[Limit] = set()
+        self._stretched_hard_s: float | None = None
+
+    def start(self, now: float) -> None:
+        """An iteration begins: progress was made now, and nothing was pinged."""
+        self.armed = True
+        self._auto, self._manual = now, None
+        self._reported.clear()
+        self._stretched_hard_s = None
+
+    def update(self, timestamp: Timestamp) -> None:
+        """Take over what the rank said last."""
+        self._auto, self._manual = timestamp.auto, timestamp.manual
+
+    def stretch(self, hard_s: float) -> bool:
+        """Set the hard limit of this iteration, once. False if it was set before."""
+        if self._stretched_hard_s is not None:
+            return False
+        self._stretched_hard_s = hard_s
+        self._reported.discard(Limit.HARD)
+        return True
+
+    def silent_s(self, now: float) -> float:
+        """Return for how long there has been no progress: automatic, or manual if the rank pings."""
+        times = [time for time in (self._auto, self._manual) if time is not None]
+        return now - min(times) if times else 0.0
+
+    def next_deadline(self) -> float | None:
+        """Return when `overrun` will have something to say if no progress is made; None for never."""
+        times = [time for time in (self._auto, self._manual) if time is not None]
+        left = [limit_s for limit, limit_s in self._limits() if limit not in self._reported]
+        if not (self.armed and self.enabled and times and left):
+            return None
+        return min(times) + min(left)
+
+    def overrun(self, now: float) -> Limit | None:
+        """Return a limit that is overrun and was not reported before; the soft one first."""
+        if not (self.armed and self.enabled):
+            return None
+        silent_s = self.silent_s(now)
+        for limit, limit_s in self._limits():
+            if limit not in self._reported and silent_s >= limit_s:
+                self._reported.add(limit)
+                return limit
+        return None
+
+    def _limits(self) -> tuple[tuple[Limit, float], ...]:
+        return (Limit.SOFT, self.soft_s), (Limit.HARD, self._stretched_hard_s or self.hard_s)

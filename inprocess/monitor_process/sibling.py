@@ -1,0 +1,135 @@
+"""The sibling monitor: heartbeats, and ranks whose whole node has vanished.
+
+The monitor process of each rank stamps a heartbeat, and watches that of the next rank, in the order of ranks, closed to
+a ring. A heartbeat is a number that changes; how long it has not changed is judged by the clock of the watcher alone,
+so the clocks of different hosts are never compared.
+
+When one stops, the others of the same node have stopped as well, and those who watch them, too. Then all heartbeats are
+watched for half the time limit more, and all that stand still are reported together.
+
+One thread per iteration, in the monitor process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from inprocess.exception import StoreError
+
+__all__ = ["HeartbeatStore", "SiblingMonitor"]
+
+_log = logging.getLogger(__name__)
+
+
+class HeartbeatStore(Protocol):
+    """The part of the store this module uses."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass
+class _Seen:
+    """The last value of a heartbeat, and when this process saw it first. Monotonic seconds."""
+
+    value: bytes | None
+    since: float
+
+
+class SiblingMonitor:
+    """Stamps the heartbeat of `rank` and watches its neighbour, from `start` to `stop`.
+
+    `report(ranks)` is called with dense ranks that have been silent for longer than `timeout_s`, each once.
+    """
+
+    def __init__(
+        self,
+        store: HeartbeatStore,
+        rank: int,
+        world_size: int,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        report: Callable[[list[int]], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._report = report
+        self._reported: set[int] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sibling-{rank}", daemon=True)
+
+    def start(self) -> None:
+        """Begin; does not wait for the store."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End, after at most one request to the store. Idempotent."""
+        self._stopped.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        neighbour = (self._rank + 1) % self._world_size
+        beats = 0
+        seen: _Seen | None = None
+        while not self._stopped.is_set():
+            try:
+                self._store.set(_key(self._rank), str(beats))
+                beats += 1
+                if neighbour != self._rank:
+                    seen = self._look(neighbour, seen)
+                    if self._silent(seen, self._timeout_s):
+                        self._report_silent(self._silent_ranks(neighbour))
+                        neighbour, seen = self._next_alive(neighbour), None
+            except StoreError as error:
+                _log.warning("the heartbeat of rank %d did not reach the store: %s", self._rank, error)
+            self._stopped.wait(self._interval_s)
+
+    def _look(self, rank: int, seen: _Seen | None) -> _Seen:
+        """Return what is known of a heartbeat. One that was never stamped counts from the first look."""
+        value = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+        if seen is None or value != seen.value:
+            return _Seen(value, time.monotonic())
+        return seen
+
+    def _silent(self, seen: _Seen, limit_s: float) -> bool:
+        return time.monotonic() - seen.since >= limit_s
+
+    def _silent_ranks(self, certain: int) -> list[int]:
+        """Return all ranks whose heartbeat stands still: watched for half the limit, own heartbeat going on."""
+        others = [r for r in range(self._world_size) if r not in (self._rank, certain) and r not in self._reported]
+        first = {rank: self._look(rank, None) for rank in others}
+        deadline = time.monotonic() + self._timeout_s / 2
+        beat = 0
+        while others and time.monotonic() < deadline and not self._stopped.wait(self._interval_s):
+            self._store.set(_key(self._rank), f"looking {beat}")
+            beat += 1
+        silent = [rank for rank in others if self._look(rank, first[rank]) is first[rank]]
+        return [] if self._stopped.is_set() else sorted([certain, *silent])
+
+    def _report_silent(self, ranks: list[int]) -> None:
+        if ranks:
+            _log.error("no heartbeat of rank(s) %s for %g s", ranks, self._timeout_s)
+            self._reported.update(ranks)
+            self._report(ranks)
+
+    def _next_alive(self, rank: int) -> int:
+        for step in range(1, self._world_size):
+            candidate = (rank + step) % self._world_size
+            if candidate not in self._reported:
+                return candidate
+        return self._rank
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat/{rank}"

@@ -1,0 +1,72 @@
+"""How a monitor process gets at the store of its rank.
+
+The coordination store needs no torch. A store of another kind is made again here, from the name of its class and its
+keyword arguments, with torch imported: slower to start, and in more memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, cast
+
+from inprocess.agreement import CoordinationStore
+from inprocess.coordination.namespace import CoordinationStore as SharedStore
+from inprocess.coordination.namespace import Namespace
+
+__all__ = ["describe_store", "iteration_store", "open_store"]
+
+_SECONDS = "timedelta_s"
+
+
+def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what `open_store` needs, in JSON's types.
+
+    ValueError if the store cannot be made again in another process.
+    """
+    if hasattr(base_store, "client_spec"):
+        return {"shared": base_store.client_spec()}
+    name = f"{factory.__module__}:{factory.__qualname__}"
+    if "<locals>" in name or factory.__module__ == "__main__":
+        raise ValueError(
+            f"the monitor process cannot make a store of class {name}: define the class in a module it can import"
+        )
+    values = {key: {_SECONDS: v.total_seconds()} if isinstance(v, timedelta) else v for key, v in kwargs.items()}
+    try:
+        json.dumps(values)
+    except TypeError as error:
+        raise ValueError(
+            f"store_kwargs must be numbers, texts and timedeltas, to reach another process: {error}"
+        ) from None
+    environment = {
+        name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ
+    }
+    return {"factory": name, "kwargs": values, "environment": environment}
+
+
+def open_store(description: dict[str, Any]) -> Any:
+    """Monitor process: open the store that `describe_store` described. It has `close` if there is anything to close."""
+    if "shared" in description:
+        return SharedStore.from_spec(description["shared"])
+    os.environ.update(description["environment"])
+    module, _, qualname = description["factory"].partition(":")
+    factory: Any = import_module(module)
+    for part in qualname.split("."):
+        factory = getattr(factory, part)
+    kwargs = {
+        key: timedelta(seconds=value[_SECONDS]) if isinstance(value, dict) and _SECONDS in value else value
+        for key, value in description["kwargs"].items()
+    }
+    return factory(**kwargs)
+
+
+def iteration_store(base_store: Any, iteration: int) -> CoordinationStore:
+    """Return the namespace of an iteration. The same keys for a rank and its monitor process."""
+    client = getattr(base_store, "client", base_store)
+    if isinstance(client, SharedStore):
+        return cast(CoordinationStore, Namespace(iteration, client))
+    from inprocess.store import PrefixStore
+
+    return cast(CoordinationStore, PrefixStore(iteration, base_store))

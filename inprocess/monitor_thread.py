@@ -1,0 +1,217 @@
+"""The monitor thread: it learns that an iteration was interrupted and brings the main thread out of it.
+
+One per iteration, in the rank's process:
+
+    wait          for the outcome of the iteration, at the store; completed: end
+    last call     until every process has reported what it knows of the incident
+    abort         the user's hook, under the atomic lock: it frees a main thread that is stuck in a collective
+    synchronize   until the main thread runs bytecode again
+    throw         RankShouldRestart into the main thread; again, with growing pauses, if it was swallowed
+
+It ends when the main thread acknowledges. Nothing is thrown afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from inprocess.agreement import Agreement, Outcome
+from inprocess.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
+from inprocess.atomic import AtomicLock
+from inprocess.attribution import Interruption, InterruptionRecord, format_interruptions
+from inprocess.exception import RankShouldRestart, StoreError, TimeoutError
+from inprocess.progress_watchdog import ProgressWatchdog
+from inprocess.state import FrozenState
+
+__all__ = ["MonitorThread", "async_raise", "reraise_if_unraisable"]
+
+_log = logging.getLogger(__name__)
+_FIRST_WAKE_S, _LONGEST_WAKE_S = 0.002, 0.25
+_FIRST_RETHROW_S, _LONGEST_RETHROW_S = 1.0, 30.0
+_LOCK_WARNING_S = 1.0
+_MOST_LATE_THROWS = 3
+
+
+@dataclass
+class Times:
+    """When things happened, in monotonic seconds; None for not (yet)."""
+
+    outcome: float | None = None
+    last_call: float | None = None
+    aborted: float | None = None
+    thrown: float | None = None
+    acknowledged: float | None = None
+
+
+@dataclass
+class MonitorThread:
+    """See the module. Create and start it on the main thread, at the start of an iteration.
+
+    `abort` gets the state with the reason in it. `wake` brings a main thread that is blocked in a call back to bytecode
+    and is called until it is there. `failure` is why the outcome could not be learned: the store is lost.
+    """
+
+    agreement: Agreement
+    state: FrozenState
+    abort: Callable[[FrozenState], object]
+    watchdog: ProgressWatchdog
+    atomic_lock: AtomicLock
+    wake: Callable[[], None]
+    interval_s: float
+    soft_timeout_s: float
+    last_call_wait_s: float
+    records: tuple[InterruptionRecord, ...] = ()
+    failure: StoreError | None = None
+    times: Times = field(default_factory=Times)
+
+    def __post_init__(self) -> None:
+        self._main_thread = threading.get_ident()
+        self._acknowledged = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"monitor-{self.state.iteration}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch. From now on RankShouldRestart may appear anywhere in the calling thread."""
+        self._thread.start()
+
+    def wait_thrown(self) -> None:
+        """Main thread, after a failure of its own: wait here until RankShouldRestart appears.
+
+        Returns if it will not: the iteration was completed before.
+        """
+        while self._thread.is_alive():
+            self._thread.join(self.interval_s)
+
+    def shutdown(self) -> None:
+        """Main thread: nothing can be thrown any more when this returns, and the watchdog runs again. Idempotent.
+
+        TimeoutError if the thread does not end.
+        """
+        limit_s = 5 * self.interval_s + self.last_call_wait_s + 5.0
+        for _ in range(_MOST_LATE_THROWS):  # the thread looks for the acknowledgement before each throw
+            try:
+                if self.times.acknowledged is None:
+                    self.times.acknowledged = time.monotonic()
+                self._acknowledged.set()
+                self._thread.join(limit_s)
+                clear_async_raise(self._main_thread)
+                break
+            except RankShouldRestart:
+                continue
+        self.watchdog.resume()
+        if self._thread.is_alive():
+            raise TimeoutError(f"the monitor thread has not ended within {limit_s:g} s")
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            if self._wait_interrupted():
+                self._interrupt_main_thread()
+        except Exception:
+            _log.exception("the monitor thread of iteration %d fails", self.state.iteration)
+
+    def _wait_interrupted(self) -> bool:
+        try:
+            outcome = None
+            while outcome is None:
+                if self._acknowledged.is_set():
+                    return False
+                outcome = self.agreement.wait_outcome(self.interval_s)
+            self.times.outcome = time.monotonic()
+            if outcome is Outcome.COMPLETED:
+                return False
+            initial_rank = self.state.initial_rank
+            assert initial_rank is not None
+            self.records = self.agreement.last_call(initial_rank, self.last_call_wait_s)
+        except StoreError as error:
+            _log.critical("the coordination store is lost: %s", error)
+            self.failure = error
+        self.times.last_call = time.monotonic()
+        return True
+
+    def _interrupt_main_thread(self) -> None:
+        reason = format_interruptions(self.records) if self.failure is None else str(self.failure)
+        _log.warning("iteration %d is interrupted: %s", self.state.iteration, reason)
+        if any(r.rank == self.state.rank and r.interruption is Interruption.SOFT_TIMEOUT for r in self.records):
+            _log.error("this rank makes no progress. The main thread is at\n%s", self._place())
+        exception_type = _with_message(f"iteration {self.state.iteration} is interrupted: {reason}")
+        with self.atomic_lock.hold(_LOCK_WARNING_S, self._warn_about_lock):
+            try:
+                self.abort(replace(self.state, interruptions=self.records))
+            except Exception:
+                _log.exception("the abort hook fails; going on")
+            self.times.aborted = time.monotonic()
+            with _Waker(self.wake):
+                self.watchdog.pause_and_synchronize()
+            if self._acknowledged.is_set():
+                return
+            async_raise(self._main_thread, exception_type)
+            self.times.thrown = time.monotonic()
+        self._throw_until_acknowledged(exception_type)
+
+    def _throw_until_acknowledged(self, exception_type: type[RankShouldRestart]) -> None:
+        with _Waker(self.wake) as waker:
+            if self._acknowledged.wait(self.soft_timeout_s):
+                return
+            waker.stop()
+            pause_s = _FIRST_RETHROW_S
+            while not self._acknowledged.is_set():
+                _log.error(
+                    "RankShouldRestart was swallowed; throwing it again. The main thread is at\n%s", self._place()
+                )
+                async_raise(self._main_thread, exception_type)
+                self.wake()
+                self._acknowledged.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_RETHROW_S)
+
+    def _warn_about_lock(self) -> None:
+        _log.warning("the abort waits for an atomic section to end. The main thread is at\n%s", self._place())
+
+    def _place(self) -> str:
+        frame = sys._current_frames().get(self._main_thread)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "(unknown)\n"
+
+
+class _Waker:
+    """Wakes the main thread again and again, from a thread of its own, while in its context."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="monitor-waker", daemon=True)
+
+    def _run(self) -> None:
+        pause_s = _FIRST_WAKE_S
+        while not self._stopped.wait(pause_s):
+            self._wake()
+            pause_s = min(2 * pause_s, _LONGEST_WAKE_S)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def __enter__(self) -> _Waker:
+        self._wake()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+
+def _with_message(message: str) -> type[RankShouldRestart]:
+    """Return a class that says `message` without arguments: only a class can be thrown into another thread."""
+
+    def __str__(self: BaseException) -> str:  # noqa: N807
+        return message
+
+    return type(
+        "RankShouldRestart", (RankShouldRestart,), {"__str__": __str__, "__module__": RankShouldRestart.__module__}
+    )

@@ -1,0 +1,97 @@
+"""End all process groups of torch in this process, whatever state they are in, so that new ones can be made.
+
+torch is never imported from here: without it there are no groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from inprocess.bounded_call import BoundedCall, bounded_call
+from inprocess.exception import TimeoutError
+
+__all__ = ["abort_nccl", "destroy_groups", "discard_process_groups"]
+
+_log = logging.getLogger(__name__)
+
+
+def discard_process_groups(timeout: float = 5.0) -> None:
+    """Leave no process group behind, and number the next one like the first; what fails is logged.
+
+    Call it on the main thread between two iterations, when no code of the wrapped function runs any more: a group that
+    was being made during the abort is known to torch only now. Takes microseconds when there is nothing to do, at most
+    about `timeout` seconds.
+    """
+    groups = _groups_module()
+    if groups is None:
+        return
+    destroy_groups(timeout)
+    # The name of a group is a count, and its prefix in the store. Destroying sets the count back; but a creation that
+    # failed has counted, too, and this rank would then wait under another name than those that had not come so far.
+    groups._world.group_count = 0
+
+
+def abort_nccl(timeout: float) -> int:
+    """Abort the NCCL backends of all groups, all at the same time; return how many there are.
+
+    At the same time, because one communicator's abort may wait for another's. Runs on the monitor thread, at most about
+    `timeout` seconds; what fails or hangs is logged.
+    """
+    calls = [BoundedCall(abort, f"abort of NCCL in process group {name!r}") for name, abort in _nccl_aborts()]
+    deadline = time.monotonic() + timeout
+    for call in calls:
+        try:
+            call.result(max(deadline - time.monotonic(), 0.0))
+        except TimeoutError as error:
+            _log.error("%s; its operations may hang on", error)
+        except Exception:
+            _log.exception("%s fails", call.name)
+    return len(calls)
+
+
+def destroy_groups(timeout: float) -> None:
+    """Destroy all process groups, if there are any; what fails or hangs is logged.
+
+    A group that something still refers to, for example the frame of a blocked main thread, ends with that reference.
+    """
+    groups = _groups_module()
+    if groups is None or not groups.is_initialized():
+        return
+    try:
+        bounded_call(groups.destroy_process_group, timeout, "destroying the process groups")
+    except TimeoutError as error:
+        _log.error("%s; a pending operation is not interruptible", error)
+    except Exception:
+        _log.exception("the process groups cannot be destroyed in order")
+        abort = getattr(groups, "_abort_process_group", None)  # since torch 2.6; forgets them even so
+        if abort is not None and groups.is_initialized():
+            with contextlib.suppress(Exception):
+                bounded_call(abort, timeout, "forgetting the process groups")
+
+
+def _groups_module() -> Any:
+    """torch.distributed.distributed_c10d if somebody has imported it."""
+    return sys.modules.get("torch.distributed.distributed_c10d")
+
+
+def _nccl_aborts() -> list[tuple[str, Callable[[], Any]]]:
+    groups = _groups_module()
+    nccl = getattr(groups, "ProcessGroupNCCL", None)
+    if groups is None or nccl is None:
+        return []
+    device = sys.modules["torch"].device("cuda")
+    found: dict[int, tuple[str, Callable[[], Any]]] = {}
+    for group, name in list(groups._world.pg_names.items()):
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # none for this device
+            continue
+        backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if isinstance(backend, nccl):
+            found[id(backend)] = (str(name), getattr(backend, "abort", None) or backend._shutdown)  # abort: torch 2.6
+    return list(found.values())

@@ -1,0 +1,261 @@
+"""The proof that the main thread still executes bytecode.
+
+    watchdog thread                               main thread
+      every interval: ask Python to call  ------>  runs the call between two bytecode instructions
+      sem_post(semaphore) on the main thread
+      sleep in sem_clockwait  <------------------  sem_post, the C function itself
+      stamp the time, send the timestamp
+
+A main thread in a C function does not get there, whether it holds the GIL or not. No Python code runs on the main
+thread for this: `int sem_post(sem_t *)` has the very signature of a pending call, and returns the 0 of success.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from inprocess.main_thread_probe import MainThreadProbe
+
+__all__ = ["ProgressWatchdog", "Timestamp"]
+
+_log = logging.getLogger(__name__)
+_SLICE_S = 0.002  # how long a main thread that waits for us stays out of bytecode
+_LAST_CALL_GRACE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamp:
+    """When this rank last made progress, in seconds of CLOCK_MONOTONIC: one clock for all processes of a host.
+
+    `auto` is about bytecode, `manual` about `ping`. None: not watched.
+    """
+
+    auto: float | None
+    manual: float | None = None
+
+    def timed_out(self, limit_s: float, now: float | None = None) -> bool:
+        """Return whether one of the two is more than `limit_s` before `now` (default: the present)."""
+        if now is None:
+            now = time.monotonic()
+        return any(stamp is not None and now - stamp > limit_s for stamp in (self.auto, self.manual))
+
+
+class TakesTimestamps(Protocol):
+    """What the watchdog needs of the monitor process. Must not block: it is called under the watchdog's lock."""
+
+    def send_timestamp(self, timestamp: Timestamp) -> Any: ...
+
+
+class _State(enum.Enum):
+    NEW = enum.auto()
+    RUNNING = enum.auto()
+    PAUSING = enum.auto()  # waiting for the main thread; nothing is sent
+    PAUSED = enum.auto()
+    STOPPING = enum.auto()
+    STOPPED = enum.auto()
+
+
+class _Pause:
+    """The pause that is going on, or else the next one."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()  # synchronized, or given up by `resume` or `shutdown`
+        self.synchronized = False
+
+
+class ProgressWatchdog:
+    """One thread that sends a `Timestamp` every `interval` (seconds or timedelta), the latest it has.
+
+    The automatic stamp is the time at which the watchdog learned that the main thread ran bytecode. It learns that at
+    once, unless some thread holds the GIL: then nothing is sent either, and the next stamp may be late by that time.
+    `rank` only names the thread. Create, `start` and `shutdown` it in the process it watches; in a forked child all
+    methods do nothing. What goes wrong in `send_timestamp` is logged, not raised.
+    """
+
+    def __init__(self, rank: int | None, monitor_process: TakesTimestamps, interval: timedelta | float) -> None:
+        seconds = interval.total_seconds() if isinstance(interval, timedelta) else float(interval)
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"interval must be a positive time, not {interval!r}")
+        self._monitor_process = monitor_process
+        self._interval_s = seconds
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # reentrant: a signal handler or destructor of the user may ping
+        self._state = _State.NEW  # written under the lock
+        self._pause = _Pause()
+        self._auto = time.monotonic()
+        self._manual: float | None = None
+        self._sending_fails = False
+        self._probe: MainThreadProbe | None = None
+        self._thread = threading.Thread(target=self._run, name=f"progress-watchdog-{rank}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; the first timestamp follows at once. RuntimeError if it was started before."""
+        with self._lock:
+            if self._state is not _State.NEW:
+                raise RuntimeError("a progress watchdog can be started only once")
+            self._probe = MainThreadProbe()
+            self._auto = time.monotonic()
+            self._state = _State.RUNNING
+            self._thread.start()
+
+    def ping(self) -> None:
+        """Stamp manual progress, and send. Any thread."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._manual = time.monotonic()
+                self._send()
+
+    def reset(self) -> None:
+        """Stamp automatic progress, forget the pings, and send. Any thread."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._auto, self._manual = time.monotonic(), None
+                self._send()
+
+    def pause_and_synchronize(self) -> bool:
+        """Stop sending, wait until the main thread has run bytecode again, then `reset`: exactly one send.
+
+        The proof is a call that was scheduled after this method was entered. Waits as long as that takes, on any thread
+        including the main one. True: paused, also if it was before (then nothing is sent). False: `resume` or
+        `shutdown` came in between. RuntimeError if the watchdog does not run.
+        """
+        if os.getpid() != self._pid:
+            return False
+        with self._lock:
+            probe = self._check_running()
+            pause = self._pause
+            if self._state is _State.RUNNING:
+                self._state = _State.PAUSING
+                probe.nudge()
+        _wait_in_bytecode(pause.over)
+        return pause.synchronized
+
+    def spin_till_paused(self) -> None:
+        """On the main thread: execute bytecode until a pause is complete, now or in future, or given up.
+
+        Costs next to nothing: it looks every 2 ms. Returns at once if the watchdog is paused or does not run.
+        """
+        if self._thread.is_alive() and os.getpid() == self._pid:
+            _wait_in_bytecode(self._pause.over)
+
+    def resume(self) -> None:
+        """End a pause, complete or not. Idempotent. RuntimeError if the watchdog does not run (any more)."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            probe = self._check_running()
+            if self._state is not _State.RUNNING:
+                self._state = _State.RUNNING
+                over, self._pause = self._pause.over, _Pause()
+                over.set()
+                probe.nudge()
+
+    def shutdown(self) -> None:
+        """End the thread, wait for it, and send once more. Idempotent; before `start` nothing is sent."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._state in (_State.NEW, _State.STOPPED):
+                self._state = _State.STOPPED
+                return
+            self._state = _State.STOPPING
+            self._pause.over.set()
+            if self._probe is not None:
+                self._probe.nudge()
+        while self._thread.is_alive():  # in slices: the thread waits for its last call on the main thread
+            self._thread.join(_SLICE_S if threading.current_thread() is threading.main_thread() else None)
+        with self._lock:
+            if self._state is _State.STOPPING:
+                self._state = _State.STOPPED
+                self._send()
+
+    def _check_running(self) -> MainThreadProbe:
+        if self._probe is None or self._state in (_State.STOPPING, _State.STOPPED) or not self._thread.is_alive():
+            raise RuntimeError("the progress watchdog does not run")
+        return self._probe
+
+    def _send(self) -> None:
+        """Under the lock: a timestamp must not overtake a newer one."""
+        try:
+            self._monitor_process.send_timestamp(Timestamp(self._auto, self._manual))
+            self._sending_fails = False
+        except Exception:
+            level = logging.DEBUG if self._sending_fails else logging.WARNING
+            _log.log(level, "cannot send a timestamp to the monitor process", exc_info=True)
+            self._sending_fails = True
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        probe = self._probe
+        assert probe is not None
+        try:
+            while self._state is not _State.STOPPING:
+                if self._state is _State.RUNNING:
+                    self._watch_one_interval(probe)
+                elif self._state is _State.PAUSING:
+                    self._synchronize(probe)
+                else:
+                    probe.wait(None)
+        except Exception:
+            _log.exception("the progress watchdog fails; this rank will be taken for a hanging one")
+        finally:
+            self._pause.over.set()
+            probe.close(_LAST_CALL_GRACE_S)
+
+    def _watch_one_interval(self, probe: MainThreadProbe) -> None:
+        """Send once: when the main thread has run bytecode, or at the end of the interval."""
+        end = time.monotonic() + self._interval_s
+        probe.schedule()  # if the queue is full: again in the next interval
+        ran = self._wait_for_call(probe, end, _State.RUNNING)
+        with self._lock:
+            if ran:
+                self._auto = time.monotonic()
+            if self._state is _State.RUNNING:
+                self._send()
+        while self._state is _State.RUNNING and time.monotonic() < end:
+            probe.wait(end)
+
+    def _synchronize(self, probe: MainThreadProbe) -> None:
+        pause = self._pause
+        # One call for what was scheduled before the pause, which proves nothing, and one after it.
+        for _ in range(2 if probe.outstanding else 1):
+            while True:
+                probe.schedule()
+                end = time.monotonic() + self._interval_s
+                if self._wait_for_call(probe, end, _State.PAUSING):
+                    break
+                if self._state is not _State.PAUSING:
+                    return
+                if not probe.outstanding:  # the queue is full
+                    probe.wait(end)
+        with self._lock:
+            if self._state is _State.PAUSING and self._pause is pause:
+                self._state = _State.PAUSED
+                self.reset()
+                pause.synchronized = True
+                pause.over.set()
+
+    def _wait_for_call(self, probe: MainThreadProbe, end: float, state: _State) -> bool:
+        """Return True when the outstanding call has run; False when time or that state is over, or there is none."""
+        while probe.outstanding and self._state is state and time.monotonic() < end:
+            if probe.wait(end):
+                return True
+        return False
+
+
+def _wait_in_bytecode(event: threading.Event) -> None:
+    """Wait; on the main thread in slices, so that it runs its pending calls."""
+    if threading.current_thread() is threading.main_thread():
+        while not event.wait(_SLICE_S):
+            pass
+    else:
+        event.wait()

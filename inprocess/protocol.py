@@ -1,0 +1,394 @@
+"""The restart protocol of one rank: an explicit state machine on the main thread.
+
+    ASSIGN ──▶ BEGIN ──▶ INITIALIZE ──▶ RUN or RESERVE ──▶ COMPLETE ──▶ DONE
+      ▲                      └──────────────┴──────────────────┘
+      │                        a fault, of this rank or another
+      │                                     ▼
+      └── END ◀── BARRIER ◀── HEALTH ◀── FINALIZE
+
+Between BEGIN and COMPLETE the monitor thread may throw RankShouldRestart into any line. Everywhere else nothing is
+thrown. An exception that is no fault of the iteration (KeyboardInterrupt, SystemExit, RestartAbort, a hook of the
+restart path that raises) leads from everywhere to LEAVE: the rank says that it goes, and the others restart without it.
+
+What the ranks decide together is in `agreement`; nothing here is decided by one rank for others.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+from inprocess.abort import discard_process_groups
+from inprocess.agreement import Agreement, Outcome, Roster, depart
+from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.events import RestartEvents
+from inprocess.exception import InternalError, RankDiscarded, RankShouldRestart, RestartError, StoreError
+from inprocess.monitor_thread import MonitorThread, reraise_if_unraisable
+from inprocess.settings import Settings
+from inprocess.state import FrozenState, Mode, State
+
+__all__ = ["Phase", "RestartProtocol", "Services"]
+
+_log = logging.getLogger(__name__)
+_SUMMARY_CHARS = 500
+_DETAIL_CHARS = 16_000
+
+
+class Phase(enum.Enum):
+    """Where a rank is in the protocol."""
+
+    ASSIGN = "assign ranks"
+    BEGIN = "begin the iteration"
+    INITIALIZE = "initialize"
+    RUN = "run the function"
+    RESERVE = "wait as a spare"
+    COMPLETE = "wait for the others to complete"
+    FINALIZE = "finalize"
+    HEALTH = "check health"
+    BARRIER = "wait for the others to end the iteration"
+    END = "end the iteration"
+    LEAVE = "leave"
+    DONE = "done"
+
+
+_FAULT = {Phase.FINALIZE, Phase.LEAVE}
+_NEXT: dict[Phase, set[Phase]] = {
+    Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
+    Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
+    Phase.INITIALIZE: {Phase.RUN, Phase.RESERVE} | _FAULT,
+    Phase.RUN: {Phase.COMPLETE} | _FAULT,
+    Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
+    Phase.COMPLETE: {Phase.DONE} | _FAULT,
+    Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
+    Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
+    Phase.BARRIER: {Phase.END, Phase.LEAVE},
+    Phase.END: {Phase.ASSIGN, Phase.LEAVE},
+    Phase.LEAVE: {Phase.DONE},
+    Phase.DONE: set(),
+}
+
+
+class Hooks(Protocol):
+    """The user's hooks, whatever their style; see `inprocess.hooks`."""
+
+    def initialize(self, state: FrozenState) -> None: ...
+    def health_check(self, state: FrozenState) -> None: ...
+    def restart_health_check(self, state: FrozenState) -> None: ...
+    def abort(self, state: FrozenState) -> None: ...
+    def finalize(self, state: FrozenState) -> None: ...
+    def terminate(self, state: FrozenState) -> None: ...
+    def assign(self, state: State, store: Any, terminated_ranks: frozenset[int]) -> State: ...
+
+
+class Services(Protocol):
+    """What the protocol needs around it; the `CallWrapper` has it."""
+
+    monitor_process: Any
+    progress_watchdog: Any
+    atomic_lock: Any
+
+    def wake_main_thread(self) -> None: ...
+    def iteration_store(self, iteration: int) -> Any: ...
+    def agreement(self, iteration: int, world_size: int | None) -> Agreement: ...
+    def forget_iteration(self, iteration: int) -> None: ...
+
+
+@dataclass
+class _Interrupted:
+    """How an iteration broke off on this rank."""
+
+    monitor: MonitorThread
+    exception: BaseException | None
+
+
+class RestartProtocol:
+    """Runs `function` until all ranks have completed it, or this rank leaves. One object per call of the wrapper."""
+
+    def __init__(
+        self, state: State, settings: Settings, hooks: Hooks, services: Services, function: Callable[[], Any]
+    ) -> None:
+        self.state = state
+        self.phase: Phase | None = None
+        self.completed = False
+        self._settings = settings
+        self._hooks = hooks
+        self._services = services
+        self._function = function
+        self._events = RestartEvents(settings.monitor_process_logfile)
+        self._terminated_ranks: frozenset[int] = frozenset()
+        self._records: tuple[InterruptionRecord, ...] = ()
+        self._agreement: Agreement | None = None
+        self._result: Any = None
+        self._since: dict[str, float] = {}
+
+    def __str__(self) -> str:
+        phase = "not begun" if self.phase is None else self.phase.value
+        return f"iteration {self.state.iteration}, rank {self.state.rank} of {self.state.world_size}: {phase}"
+
+    def run(self) -> Any:
+        """Return what the function returned (None on a spare). Raises what this rank leaves with."""
+        try:
+            phase = self._assign()
+            while phase is not Phase.DONE:
+                phase = self._iteration() if phase is Phase.BEGIN else self._restart()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self.completed = True
+        return self._result
+
+    def _enter(self, phase: Phase) -> None:
+        if self.phase is not None and phase not in _NEXT[self.phase]:
+            raise InternalError(f"there is no way from {self.phase.name} to {phase.name}")
+        self.phase = phase
+        self._since[phase.name.lower()] = time.monotonic()
+        _log.debug("%s", self)
+
+    @property
+    def _initial_rank(self) -> int:
+        assert self.state.initial_rank is not None
+        return self.state.initial_rank
+
+    # -- from ASSIGN to BEGIN ------------------------------------------------------------------------------------------
+
+    def _assign(self) -> Phase:
+        self._enter(Phase.ASSIGN)
+        store = self._services.iteration_store(self.state.iteration)
+        self.state.copy_from(self._hooks.assign(self.state, store, self._terminated_ranks))
+        self.state.set_distributed_vars()
+        return Phase.BEGIN
+
+    # -- an iteration --------------------------------------------------------------------------------------------------
+
+    def _iteration(self) -> Phase:
+        """Everything under the eyes of the monitor thread. Returns DONE, or FINALIZE after a fault."""
+        interrupted = self._guarded()
+        if interrupted is None:
+            return Phase.DONE
+        monitor, error = interrupted.monitor, interrupted.exception
+        self._records = monitor.records
+        self._note_times(monitor)
+        if monitor.failure is not None:
+            raise InternalError(f"the coordination store is lost: {monitor.failure}") from error
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        self.state.fn_exception = error
+        self.state.interruptions = self._records
+        return Phase.FINALIZE
+
+    def _guarded(self) -> _Interrupted | None:
+        """Run one iteration; None if all ranks completed it.
+
+        RankShouldRestart may surface at any bytecode in here. The first statement of the handler keeps the exception of
+        this rank before anything else can happen.
+        """
+        failure: BaseException | None = None
+        at_fault = False  # not, if it fails when the outcome is known: that is what the abort does to it
+        self._enter(Phase.BEGIN)
+        monitor = self._begin()
+        try:
+            try:
+                monitor.start()
+                with reraise_if_unraisable(RankShouldRestart):
+                    self._act()
+            except BaseException as error:
+                failure = error
+                if not isinstance(error, RankShouldRestart):
+                    if monitor.times.outcome is None:
+                        at_fault = True
+                        self._report(error)
+                    monitor.wait_thrown()
+        except RankShouldRestart:
+            pass
+        try:
+            monitor.shutdown()
+        except RankShouldRestart:  # thrown once more, because unwinding took long, and came up before `shutdown` began
+            monitor.shutdown()
+        try:
+            return self._how_it_broke_off(monitor, failure, at_fault)
+        finally:
+            del failure  # its traceback refers to this frame: in a cycle it would keep process groups, and the model
+
+    def _how_it_broke_off(
+        self, monitor: MonitorThread, failure: BaseException | None, at_fault: bool
+    ) -> _Interrupted | None:
+        if failure is None:
+            return None
+        discard_process_groups()
+        if isinstance(failure, RankShouldRestart):
+            failure._caught_by_us = True
+            return _Interrupted(monitor, None)
+        if monitor.times.thrown is None and monitor.failure is None and isinstance(failure, Exception):
+            raise InternalError("this rank failed after all had completed, and cannot restart alone") from failure
+        return _Interrupted(monitor, failure if at_fault or not isinstance(failure, Exception) else None)
+
+    def _begin(self) -> MonitorThread:
+        state, services, settings = self.state, self._services, self._settings
+        assert state.rank is not None
+        self._agreement = services.agreement(state.iteration, state.world_size)
+        self._agreement.publish_rank(self._initial_rank, state.rank)
+        services.monitor_process.start_iteration(state.rank, state.world_size, state.iteration)
+        services.progress_watchdog.reset()
+        state.store = services.iteration_store(state.iteration)
+        if state.iteration > 1:
+            services.forget_iteration(state.iteration - 2)
+        return MonitorThread(
+            agreement=self._agreement,
+            state=state.freeze(),
+            abort=self._hooks.abort,
+            watchdog=services.progress_watchdog,
+            atomic_lock=services.atomic_lock,
+            wake=services.wake_main_thread,
+            interval_s=settings.monitor_thread_interval.total_seconds(),
+            soft_timeout_s=settings.soft_timeout.total_seconds(),
+            last_call_wait_s=settings.last_call_wait.total_seconds(),
+        )
+
+    def _act(self) -> None:
+        """INITIALIZE, RUN or RESERVE, COMPLETE."""
+        assert self._agreement is not None
+        settings = self._settings
+        self._enter(Phase.INITIALIZE)
+        self._hooks.initialize(self.state.freeze())
+        self._hooks.health_check(self.state.freeze())
+        if self.state.mode is Mode.INACTIVE:
+            self._enter(Phase.RESERVE)
+            self._wait_as_spare()
+        else:
+            self._enter(Phase.RUN)
+            self._result = self._function()
+            self._agreement.announce_done()
+        self._enter(Phase.COMPLETE)
+        self._services.progress_watchdog.reset()
+        outcome = self._agreement.complete(
+            self._initial_rank,
+            settings.completion_timeout.total_seconds(),
+            settings.progress_watchdog_interval.total_seconds(),
+        )
+        if outcome is Outcome.INTERRUPTED:  # RankShouldRestart is on its way
+            while True:
+                time.sleep(settings.monitor_thread_interval.total_seconds())
+
+    def _wait_as_spare(self) -> None:
+        assert self._agreement is not None
+        self._result = None
+        interval_s = self._settings.progress_watchdog_interval.total_seconds()
+        while not self._agreement.wait_done(interval_s):
+            self._services.progress_watchdog.ping()
+
+    def _report(self, error: BaseException) -> None:
+        """Record the fault of this rank. Without a store the monitor thread will say so."""
+        kind = Interruption.EXCEPTION if isinstance(error, Exception) else Interruption.BASE_EXCEPTION
+        record = _record_of(error, self.state, kind)
+        _log.error("%s fails: %s\n%s", self, record.summary, record.detail)
+        assert self._agreement is not None
+        try:
+            self._agreement.interrupt(record)
+        except StoreError as problem:
+            _log.error("the fault cannot be recorded: %s", problem)
+
+    # -- after a fault -------------------------------------------------------------------------------------------------
+
+    def _restart(self) -> Phase:
+        """From FINALIZE to the next BEGIN. Whatever is raised makes this rank leave."""
+        self._enter(Phase.FINALIZE)
+        self._hooks.finalize(self.state.freeze())
+        self._enter(Phase.HEALTH)
+        self._hooks.restart_health_check(self.state.freeze())
+        self._enter(Phase.BARRIER)
+        roster = self._wait_for_all()
+        self._enter(Phase.END)
+        self._services.monitor_process.disable_sibling_monitor()
+        if self._initial_rank in roster.gone or self.state.rank in roster.terminated_ranks:
+            raise RankDiscarded(f"{self}: the others took this rank for lost and go on without it")
+        self._terminated_ranks = roster.terminated_ranks
+        world_size = self.state.world_size
+        phase = self._assign()
+        self._write_event(world_size)
+        self.state.advance()
+        while gc.collect():  # after the exception is dropped: its traceback holds the model
+            pass
+        return phase
+
+    def _wait_for_all(self) -> Roster:
+        assert self._agreement is not None
+        self._agreement.arrive_at_end(self._initial_rank)
+        return self._agreement.wait_roster(
+            self._initial_rank,
+            self._settings.barrier_timeout.total_seconds(),
+            self._settings.progress_watchdog_interval.total_seconds(),
+        )
+
+    def _note_times(self, monitor: MonitorThread) -> None:
+        for name in ("outcome", "last_call", "aborted", "thrown", "acknowledged"):
+            at = getattr(monitor.times, name)
+            if at is not None:
+                self._since[name] = at
+
+    def _write_event(self, world_size_before: int) -> None:
+        """The first rank that is left writes what happened; all log it."""
+        order = ("outcome", "last_call", "aborted", "thrown", "acknowledged", "finalize", "health", "barrier", "end")
+        steps = [(name, self._since[name]) for name in order if name in self._since]
+        seconds = {name: later - at for (name, at), (_, later) in pairwise(steps)}
+        seconds["total"] = time.monotonic() - steps[0][1] if steps else 0.0
+        _log.warning(
+            "restart: iteration %d ends, rank %s of %d, %d lost",
+            self.state.iteration,
+            self.state.rank,
+            self.state.world_size,
+            len(self._terminated_ranks),
+        )
+        if self.state.rank == 0:
+            self._events.restarted(
+                iteration=self.state.iteration,
+                records=self._records,
+                terminated_ranks=self._terminated_ranks,
+                world_size=(world_size_before, self.state.world_size),
+                seconds=seconds,
+            )
+        self._since.clear()
+
+    # -- leaving -------------------------------------------------------------------------------------------------------
+
+    def _leave(self, error: BaseException) -> None:
+        """Say that this rank goes, wait until the others know, run the terminate hook (which may replace `error`)."""
+        _log.critical("%s: leaving with %s: %s", self, type(error).__name__, error)
+        self.phase = Phase.LEAVE
+        if not isinstance(error, RankDiscarded):
+            record = _record_of(error, self.state, Interruption.BASE_EXCEPTION)
+            try:
+                depart(
+                    lambda iteration: self._services.agreement(iteration, self._world_size_in(iteration)),
+                    self.state.iteration,
+                    self._initial_rank,
+                    [record],
+                    self._settings.barrier_timeout.total_seconds(),
+                )
+            except RestartError as problem:
+                _log.error("the others may not know that this rank leaves: %s", problem)
+        self._services.monitor_process.leave()
+        self._services.monitor_process.disable_sibling_monitor()
+        self.state.mode, self.state.rank = Mode.TERMINATED, None
+        self._hooks.terminate(self.state.freeze())
+
+    def _world_size_in(self, iteration: int) -> int | None:
+        known = self._agreement is not None and self._agreement.iteration == iteration
+        return self._agreement.world_size if known and self._agreement is not None else None
+
+
+def _record_of(error: BaseException, state: State, kind: Interruption) -> InterruptionRecord:
+    """Describe an exception; one that cannot even be printed is described by its type."""
+    try:
+        summary = f"{type(error).__name__}: {error}"
+        detail = "".join(traceback.format_exception(error))
+    except Exception:
+        summary, detail = type(error).__name__, ""
+    rank = -1 if state.rank is None else state.rank
+    return InterruptionRecord(rank, kind, summary[:_SUMMARY_CHARS], detail[-_DETAIL_CHARS:])

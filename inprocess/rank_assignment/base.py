@@ -1,0 +1,135 @@
+"""What every rank assignment is and gets."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, overload
+
+from inprocess.exception import RankDiscarded
+from inprocess.state import Mode, State
+
+__all__ = ["AssignmentStore", "RankAssignment", "RankAssignmentCtx", "RankDiscarded", "TwoStyleAssignment"]
+
+
+class AssignmentStore(Protocol):
+    """What rank assignments need of the coordination store. `get` and `get_keys` wait for what is not there yet."""
+
+    def set(self, key: str, value: str | bytes, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+    def append(self, key: str, value: str, /) -> None: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def barrier(
+        self,
+        ranks: Iterable[int],
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Arrive for `ranks` and wait until `rendezvous_count` ranks have arrived. A name is used once."""
+
+    def send_key(self, key: str, rank: int, name: str = "", /) -> None:
+        """Publish the grouping key of a rank, for the purpose `name`."""
+
+    def get_keys(self, ranks: Sequence[int], name: str = "", /) -> list[str]:
+        """Return the grouping keys of the ranks, in their order."""
+
+
+@dataclasses.dataclass
+class RankAssignmentCtx:
+    """What a rank assignment works on.
+
+    `state` is this rank's own and is updated in place. `store` is the store of the iteration that ends; that of
+    iteration 0 serves the first assignment, too. `terminated_ranks` are those that do not go on, as dense ranks of that
+    iteration. Not frozen, because user code may fill it in instead of making a new one.
+    """
+
+    state: State
+    store: Any
+    terminated_ranks: set[int]
+
+
+class RankAssignment(abc.ABC):
+    """Gives the surviving ranks their numbers for the next iteration.
+
+    `__call__` gets and returns a `RankAssignmentCtx`; written for two parameters it gets and returns
+    `(state, terminated_ranks)`. It runs on every surviving rank at the same time, and what it does may depend only on
+    the state and the terminated ranks (and on what all ranks read from the store): without further talk the ranks must
+    come to the same numbering. It raises `RankDiscarded` on a rank that takes no further part.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any) -> Any: ...
+
+
+class TwoStyleAssignment(RankAssignment):
+    """An assignment of this package: subclasses write `assign`, callers may use either style."""
+
+    @overload
+    def __call__(self, ctx: RankAssignmentCtx, /) -> RankAssignmentCtx: ...
+
+    @overload
+    def __call__(self, state: State, terminated_ranks: set[int], /) -> tuple[State, set[int]]: ...
+
+    def __call__(
+        self, first: RankAssignmentCtx | State, terminated_ranks: set[int] | None = None
+    ) -> RankAssignmentCtx | tuple[State, set[int]]:
+        if isinstance(first, RankAssignmentCtx):
+            return self.assign(first)
+        if not isinstance(first, State) or terminated_ranks is None:
+            raise TypeError(
+                f"{type(self).__name__} takes a RankAssignmentCtx, or a State and the terminated ranks; "
+                f"not {type(first).__name__}"
+            )
+        ctx = self.assign(RankAssignmentCtx(first, first.store, terminated_ranks))
+        return ctx.state, ctx.terminated_ranks
+
+    @abc.abstractmethod
+    def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Update `ctx.state` and return the context for what comes next."""
+
+
+def check_terminated(ctx: RankAssignmentCtx) -> None:
+    """ValueError if a terminated rank is none of the world that just ended."""
+    strangers = sorted(rank for rank in ctx.terminated_ranks if not 0 <= rank < ctx.state.world_size)
+    if strangers:
+        raise ValueError(
+            f"terminated ranks {strangers} do not exist in a world of {ctx.state.world_size}; "
+            "they must be dense ranks of the iteration that ended"
+        )
+
+
+def surviving_rank(ctx: RankAssignmentCtx) -> int:
+    """Return this rank's number in the world that just ended; RankDiscarded if it is not to go on."""
+    check_terminated(ctx)
+    rank = ctx.state.rank
+    if rank is None or rank in ctx.terminated_ranks:
+        raise RankDiscarded(f"rank {rank} (initially {ctx.state.initial_rank}) is among the terminated ranks")
+    return rank
+
+
+def renumbered(ctx: RankAssignmentCtx, rank: int) -> RankAssignmentCtx:
+    """Give this rank its new dense number; nobody is left to terminate, and who is active is to be decided anew."""
+    state = ctx.state
+    state.rank = rank
+    state.world_size -= len(ctx.terminated_ranks)
+    state.active_rank = state.active_world_size = None
+    state.mode = Mode.INITIALIZED
+    return dataclasses.replace(ctx, terminated_ranks=set())
+
+
+def check_count(name: str, value: object) -> None:
+    """TypeError if `value` is no integer, ValueError if it is less than 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}: {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")

@@ -1,0 +1,10 @@
+"""What is open since when, in memory that a rank shares with its monitor, and which deadline is next.
+
+Without process, socket or torch: `inprocess.fault_tolerance` has the rank's client and a monitor process of its own;
+the monitor process of the in-process wrapper watches the same board.
+
+    timeouts, table        limits, and the deadlines that follow from them; pure
+    board, board_reading   the memory; its layout and the rank's side, and the monitor's look at it
+    watch, diagnosis       when to look, what to do, and what to say about a rank that is late
+    gate, embedded         the two sides in the wrapper: its process, and its monitor process
+"""

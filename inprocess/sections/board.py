@@ -1,0 +1,311 @@
+"""The memory a rank and its monitor share: what is open since when, and how long it may be.
+
+    rank      writes a few words per event; no system call, no wakeup, nothing that could wait for the monitor
+    monitor   reads the words (`board_reading`) when a deadline comes, and once per shortest limit (`watch`)
+
+So a monitor that is stuck, stopped or dead costs the rank nothing, and one that takes over finds everything in place.
+The memory is a sealed memfd: nobody can cut it short under the other's hands.
+
+Words are signed 64 bit. Each is written by one party only: the client of the rank, or the wrapper around it (`gate`).
+Stamps are nanoseconds of the section clock: CLOCK_MONOTONIC, which is one for all processes of a host, less the time
+during which hang protection was off. Zero means "never", a limit of -1 "no limit".
+
+Words of the client are consistent for a reader when SEQUENCE is even and the same before and after. A client that dies
+or is stopped in the middle leaves it odd; what is read then is right up to one event, because closing first moves
+IDLE_SINCE and then clears the section.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from inprocess.sections.table import STEP
+from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
+
+__all__ = ["Board", "BoardError"]
+
+_MAGIC = 0x494E5052_0001
+_LARGEST_BYTES = 16 << 20
+(
+    _MAGIC_AT,
+    SEQUENCE,
+    GENERATION,  # epoch, a bit for "events count", and the owner among the clients; by both parties, never at once
+    COUNTING,  # wrapper: whether clocks count
+    FROZEN_AT,  # wrapper: the stamp at which the section clock stands still, or 0
+    OFFSET,  # wrapper: nanoseconds by which the section clock is behind
+    BEGUN,  # wrapper: when the epoch began
+    CLIENT_GENERATION,  # the generation the words of the client are of
+    ATTACHED,
+    STARTED,
+    IDLE_SINCE,
+    LAST_BEAT,
+    STEP_AGE,  # -1 before the first step
+    ITERATION,  # -1 where it is not known
+    INITIAL_LIMIT,
+    BEAT_LIMIT,
+    OUT_LIMIT,
+    _BEATS_LEARNED,
+    _OUT_LEARNED,
+    WARMUP_ITERATIONS,
+    _SECTION_COUNT,
+    _BLOB_BYTES,
+) = range(22)
+_SECTIONS = 32
+_WORDS_PER_SECTION = 3  # since, limit, learned
+RECENT = 64
+OPEN, CLOSE, BEAT = range(3)
+_OWNER_MASK = (1 << 16) - 1
+LIVE = 1 << 16
+EPOCH_SHIFT = 17
+
+
+class BoardError(ValueError):
+    """The memory is not a board, or is of another version, or not sealed."""
+
+
+class Board:
+    """Made by `create` in the rank, by `attach` elsewhere. Not for several writers at once: callers hold a lock.
+
+    The mapping lasts until the object is forgotten, or `close`.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.words = memoryview(memory).cast("q")
+        if self.words[_MAGIC_AT] != _MAGIC:
+            raise BoardError("this memory is not a board of this version")
+        self._count = self.words[_SECTION_COUNT]
+        self.ring = _SECTIONS + _WORDS_PER_SECTION * self._count
+        start = 8 * (self.ring + 2 * RECENT)
+        size = self.words[_BLOB_BYTES]
+        if self._count < 0 or size < 0 or start + size > len(memory):
+            raise BoardError("the board is larger than its memory")
+        try:
+            blob = json.loads(bytes(memory[start : start + size]))
+            self.names: tuple[str, ...] = tuple(str(name) for name in blob["names"])
+            self.config: dict[str, Any] = dict(blob["config"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BoardError(f"the board's description is broken: {error}") from error
+        if len(self.names) != self._count:
+            raise BoardError("the board's description is of another size")
+        self.slots: dict[str, int] = {n: _SECTIONS + _WORDS_PER_SECTION * i for i, n in enumerate(self.names)}
+        self._step_slot = self.slots.get(STEP, -1)
+        self._sequence = self.words[SEQUENCE] & ~1
+        self._steps = 0
+        self._first_step: int | None = None
+
+    # -- making --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, names: Sequence[str], config: Mapping[str, Any], num_warmup_iterations: int) -> tuple[Board, int]:
+        """Return a board without activity and limits, and its descriptor, which the caller closes. OSError."""
+        blob = json.dumps({"names": list(names), "config": dict(config)}).encode()
+        count = len(names)
+        size = 8 * (_SECTIONS + _WORDS_PER_SECTION * count + 2 * RECENT) + len(blob)
+        fd = os.memfd_create("inprocess-sections", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size + -size % 8)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            memory = mmap.mmap(fd, 0)
+            with memoryview(memory).cast("q") as words:
+                words[_MAGIC_AT] = _MAGIC
+                words[_SECTION_COUNT], words[_BLOB_BYTES] = count, len(blob)
+                words[STEP_AGE] = words[ITERATION] = -1
+                words[INITIAL_LIMIT] = words[BEAT_LIMIT] = words[OUT_LIMIT] = -1
+                words[WARMUP_ITERATIONS] = num_warmup_iterations
+                for index in range(count):
+                    words[_SECTIONS + _WORDS_PER_SECTION * index + 1] = -1
+            memory[size - len(blob) : size] = blob
+            return cls(memory), fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> Board:
+        """Map the board behind a descriptor, which the caller keeps. BoardError if there is none."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            size = os.fstat(fd).st_size
+            if not seals & fcntl.F_SEAL_SHRINK or not 8 * _SECTIONS <= size <= _LARGEST_BYTES or size % 8:
+                raise BoardError("the descriptor is not that of a board")
+            return cls(mmap.mmap(fd, 0))
+        except OSError as error:
+            raise BoardError(f"the descriptor is not that of a board: {error}") from error
+
+    def close(self) -> None:
+        """Give the mapping up. Idempotent."""
+        self.words.release()
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+    # -- the section clock ---------------------------------------------------------------------------------------------
+
+    def stamp(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> int:
+        """Return the section clock's time."""
+        return self.words[FROZEN_AT] or clock_ns() - self.words[OFFSET]
+
+    # -- the client's side ---------------------------------------------------------------------------------------------
+
+    def claim(self) -> int:
+        """A client takes the board over from an earlier one, whose events are dropped from now on. Its generation."""
+        words = self.words
+        owner = (words[GENERATION] + 1) & _OWNER_MASK
+        words[GENERATION] = (words[GENERATION] & ~_OWNER_MASK) | owner
+        words[ATTACHED] = 1
+        return words[GENERATION]
+
+    def has_live_client(self) -> bool:
+        """Whether a client is attached whose events count in the present epoch."""
+        words = self.words
+        same = words[CLIENT_GENERATION] == words[GENERATION]
+        return bool(words[ATTACHED]) and same and bool(words[GENERATION] & LIVE)
+
+    def restart(self, generation: int, stamp: int) -> None:
+        """Nothing is open any more; everything counts from `stamp`."""
+        words = self.words
+        words[SEQUENCE] = self._sequence + 1
+        for slot in self.slots.values():
+            words[slot] = 0
+        words[STARTED] = words[IDLE_SINCE] = stamp
+        words[LAST_BEAT], words[STEP_AGE] = 0, -1
+        words[CLIENT_GENERATION] = generation
+        self._steps, self._first_step = 0, None
+        self._sequence += 2
+        words[SEQUENCE] = self._sequence
+
+    def detach(self) -> None:
+        """The client has gone: nothing is watched."""
+        self.words[ATTACHED] = 0
+
+    def open(self, slot: int, stamp: int, iteration: int | None) -> None:
+        """The section with this slot begins."""
+        words, sequence = self.words, self._sequence
+        words[SEQUENCE] = sequence + 1
+        if slot == self._step_slot:
+            self._count_step(iteration)
+        words[slot] = stamp
+        at = self.ring + (sequence & (2 * RECENT - 1))
+        words[at] = slot << 2 | OPEN
+        words[at + 1] = stamp
+        self._sequence = words[SEQUENCE] = sequence + 2
+
+    def close_section(self, slot: int, stamp: int) -> None:
+        """The section with this slot ends."""
+        words, sequence = self.words, self._sequence
+        words[SEQUENCE] = sequence + 1
+        words[IDLE_SINCE] = stamp
+        words[slot] = 0
+        at = self.ring + (sequence & (2 * RECENT - 1))
+        words[at] = slot << 2 | CLOSE
+        words[at + 1] = stamp
+        self._sequence = words[SEQUENCE] = sequence + 2
+
+    def beat(self, stamp: int) -> None:
+        """A heartbeat."""
+        words, sequence = self.words, self._sequence
+        words[SEQUENCE] = sequence + 1
+        words[LAST_BEAT] = stamp
+        at = self.ring + (sequence & (2 * RECENT - 1))
+        words[at] = BEAT
+        words[at + 1] = stamp
+        self._sequence = words[SEQUENCE] = sequence + 2
+
+    def set_iteration(self, iteration: int) -> None:
+        """Note the iteration, for reports."""
+        self.words[ITERATION] = iteration
+
+    def _count_step(self, iteration: int | None) -> None:
+        age = self._steps
+        self._steps += 1
+        if iteration is not None:
+            if self._first_step is None:
+                self._first_step = iteration
+            age = max(0, iteration - self._first_step)
+        self.words[STEP_AGE] = age
+
+    @property
+    def events(self) -> int:
+        """How many changes there were so far."""
+        return self._sequence // 2
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def set_limits(self, beats: HeartbeatTimeouts, sections: SectionTimeouts) -> None:
+        """Install limits; they hold for what is open already, too."""
+        words = self.words
+        words[SEQUENCE] = self._sequence + 1
+        words[INITIAL_LIMIT] = to_ns(beats.initial)
+        words[BEAT_LIMIT] = to_ns(beats.subsequent)
+        words[_BEATS_LEARNED] = beats.were_calculated
+        words[OUT_LIMIT] = to_ns(sections.out_of_section)
+        words[_OUT_LEARNED] = sections.is_out_of_section_calculated
+        for name, slot in self.slots.items():
+            words[slot + 1] = to_ns(sections.section.get(name))
+            words[slot + 2] = name in sections.calculated_sections
+        self._sequence += 2
+        words[SEQUENCE] = self._sequence
+
+    def limits(self) -> tuple[HeartbeatTimeouts, SectionTimeouts]:
+        """Return what `set_limits` has installed."""
+        words = self.words
+        beats = HeartbeatTimeouts(
+            from_ns(words[INITIAL_LIMIT]), from_ns(words[BEAT_LIMIT]), bool(words[_BEATS_LEARNED])
+        )
+        sections = SectionTimeouts(
+            {name: from_ns(words[slot + 1]) for name, slot in self.slots.items()},
+            from_ns(words[OUT_LIMIT]),
+            {name for name, slot in self.slots.items() if words[slot + 2]},
+            bool(words[_OUT_LEARNED]),
+        )
+        return beats, sections
+
+    def set_warmup(self, iterations: int) -> None:
+        """Override how many iterations the warm-up limit holds."""
+        self.words[WARMUP_ITERATIONS] = iterations
+
+    # -- the wrapper's side --------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int, stamp: int) -> None:
+        """Events count again, in a new epoch that begins now; what is open of an older one does not."""
+        words = self.words
+        words[BEGUN] = stamp
+        words[GENERATION] = epoch << EPOCH_SHIFT | LIVE | (words[GENERATION] & _OWNER_MASK)
+        words[COUNTING] = 1
+
+    def begun(self) -> int:
+        """Return the stamp at which the epoch began."""
+        return self.words[BEGUN]
+
+    def drop_events(self) -> None:
+        """Events do not count until `begin`; the clocks of what is open go on."""
+        self.words[GENERATION] &= ~LIVE
+
+    def stop_counting(self) -> None:
+        """Nothing is watched until `begin`."""
+        self.drop_events()
+        self.words[COUNTING] = 0
+
+    def freeze(self, now_ns: int) -> None:
+        """The section clock stands still."""
+        self.words[FROZEN_AT] = now_ns - self.words[OFFSET]
+
+    def thaw(self, now_ns: int) -> None:
+        """It goes on where it stood."""
+        self.words[OFFSET] = now_ns - self.words[FROZEN_AT]
+        self.words[FROZEN_AT] = 0  # second: in between it still stands
+
+
+def to_ns(seconds: float | None) -> int:
+    return -1 if seconds is None else max(0, round(seconds * 1e9))
+
+
+def from_ns(nanoseconds: int) -> float | None:
+    return None if nanoseconds < 0 else nanoseconds / 1e9  # 60 s come back as 60 s

@@ -1,0 +1,63 @@
+"""What a monitor finds out about a rank that is late, before it does anything to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from inprocess.sections.board import Board
+from inprocess.sections.board_reading import recent_events
+from inprocess.sections.watch import Alarm
+
+__all__ = ["report_alarm"]
+
+_log = logging.getLogger(__name__)
+_LISTED_EVENTS = 16
+
+
+def report_alarm(alarm: Alarm, board: Board, pid: int, rank: int | None, read_stacks: Callable[[], str]) -> str:
+    """Log one line of JSON at ERROR and return it: what is late, what is open for how long, what happened last, where
+    the process waits, and the Python stacks of its threads. Bounded by what `read_stacks` takes. Never raises."""
+    reading = alarm.reading
+    found: dict[str, Any] = {
+        "event": "section_timeout",
+        "step": alarm.step.value,
+        "summary": alarm.summary,
+        "pid": pid,
+        "rank": rank,
+        "host": socket.gethostname(),
+        "iteration": reading.iteration,
+        "epoch": reading.epoch,
+        "open": {name: round(reading.now - since, 3) for name, since in reading.activity.open.items()},
+        "recent": [
+            f"{event.kind} {event.section}".rstrip() + f" {reading.now - event.at:.3f} s ago"
+            for event in recent_events(board)[-_LISTED_EVENTS:]
+        ],
+        "waits_in": _proc(pid, "wchan"),
+        "state": _state(pid),
+    }
+    try:
+        found["stacks"] = read_stacks()
+    except Exception as error:  # a report without stacks is better than none
+        found["stacks"] = f"cannot be read: {error}"
+    line = json.dumps(found)
+    _log.error("%s", line)
+    return line
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        with open(f"/proc/{pid}/{name}") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> str:
+    for line in _proc(pid, "status").splitlines():
+        if line.startswith("State:"):
+            return line.split(maxsplit=1)[1]
+    return "gone"

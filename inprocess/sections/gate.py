@@ -1,0 +1,85 @@
+"""The in-process wrapper's side of the section board: when events and clocks count.
+
+    wrapper               rank's process                         monitor process
+    SectionGate ── makes the board, in memory both inherit ───▶ SectionWatch, in the daemon's loop
+        │ INPROCESS_SECTION_BOARD=PID:FD
+        ▼
+    RankMonitorClient in the wrapped function finds the board of its own process, before it looks for a socket
+
+The board belongs to the rank, so another monitor process takes over exactly where the last one stood. The variable
+names a process: children, forked or started, do not find a board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+from inprocess.sections.board import Board
+from inprocess.sections.making import SectionSettings, make_board
+
+__all__ = ["SECTION_BOARD_ENV", "SectionGate"]
+
+SECTION_BOARD_ENV = "INPROCESS_SECTION_BOARD"  # "PID:FD"
+
+
+class SectionGate:
+    """One per call of a wrapped function. Without settings it has no board, and all methods do nothing.
+
+    `begin` and `leave` around the function on the main thread; the others on any thread. None of them waits.
+    """
+
+    def __init__(self, config: SectionSettings | None) -> None:
+        self.fd: int | None = None
+        self._board: Board | None = None
+        self._lock = threading.Lock()
+        self._freezes = 0
+        self._earlier: str | None = None
+        if config is not None:
+            self._board, self.fd = make_board(config)
+            self._earlier = os.environ.get(SECTION_BOARD_ENV)
+            os.environ[SECTION_BOARD_ENV] = f"{os.getpid()}:{self.fd}"
+
+    def begin(self, epoch: int) -> None:
+        """The function is about to be called: everything counts from now on, and nothing is open."""
+        if self._board is not None:
+            self._board.begin(epoch, self._board.stamp())
+
+    def interrupt(self) -> None:
+        """The function is being unwound: its events do not count any more; the clocks of what is open go on."""
+        if self._board is not None:
+            self._board.drop_events()
+
+    def leave(self) -> None:
+        """The function has been left: nothing is watched. Idempotent."""
+        if self._board is not None:
+            self._board.stop_counting()
+
+    def freeze(self) -> None:
+        """Stop the clocks, until `thaw` was called as often."""
+        with self._lock:
+            self._freezes += 1
+            if self._board is not None and self._freezes == 1:
+                self._board.freeze(time.monotonic_ns())
+
+    def thaw(self) -> None:
+        """Let the clocks go on where they stood."""
+        with self._lock:
+            self._freezes -= 1
+            if self._board is not None and self._freezes == 0:
+                self._board.thaw(time.monotonic_ns())
+
+    def close(self) -> None:
+        """Nothing is watched; a client made from now on finds what it would have found before. Idempotent."""
+        self.leave()
+        fd, self.fd = self.fd, None
+        if fd is None:
+            return
+        if self._earlier is None:
+            os.environ.pop(SECTION_BOARD_ENV, None)
+        else:
+            os.environ[SECTION_BOARD_ENV] = self._earlier
+        with contextlib.suppress(OSError):
+            os.close(fd)

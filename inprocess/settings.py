@@ -1,0 +1,108 @@
+"""The arguments of `Wrapper`, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["Settings"]
+
+_SHORTER_THAN = (
+    ("soft_timeout", "hard_timeout"),
+    ("hard_timeout", "barrier_timeout"),
+    ("monitor_process_interval", "barrier_timeout"),
+    ("heartbeat_timeout", "barrier_timeout"),
+    ("monitor_process_interval", "heartbeat_timeout"),
+    ("monitor_thread_interval", "soft_timeout"),
+    ("progress_watchdog_interval", "soft_timeout"),
+    ("heartbeat_interval", "heartbeat_timeout"),
+    ("monitor_process_interval", "soft_timeout"),
+)
+_MAY_BE_ZERO = ("last_call_wait", "termination_grace_time")
+_ABSOLUTE_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See `Wrapper` for the meaning. TypeError for a wrong type, ValueError for a violated relation."""
+
+    store_factory: Any
+    store_kwargs: dict[str, Any] = field(default_factory=dict)
+    initialize: Any = None
+    abort: Any = None
+    completion: Any = None
+    terminate: Any = None
+    finalize: Any = None
+    health_check: Any = None
+    rank_assignment: Any = None
+    rank_filter: Any = None
+    monitor_thread_interval: timedelta = timedelta(seconds=1)
+    monitor_process_interval: timedelta = timedelta(seconds=1)
+    heartbeat_interval: timedelta = timedelta(seconds=1)
+    progress_watchdog_interval: timedelta = timedelta(seconds=1)
+    soft_timeout: timedelta = timedelta(seconds=60)
+    hard_timeout: timedelta = timedelta(seconds=90)
+    heartbeat_timeout: timedelta = timedelta(seconds=30)
+    barrier_timeout: timedelta = timedelta(seconds=120)
+    completion_timeout: timedelta = timedelta(seconds=120)
+    last_call_wait: timedelta = timedelta(seconds=1)
+    termination_grace_time: timedelta = timedelta(seconds=5)
+    monitor_process_logfile: str | None = None
+    monitor_process_pidfile: str | None = None
+    sections: Any = None
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if isinstance(item.default, timedelta):
+                self._check_duration(item.name)
+        for shorter, longer in _SHORTER_THAN:
+            a, b = getattr(self, shorter), getattr(self, longer)
+            _require(a < b, f"{shorter} < {longer}", {shorter: a, longer: b})
+        for name in _ABSOLUTE_PATHS:
+            path = getattr(self, name)
+            if path is None:
+                continue
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(f"{name} must be a path or None, not {type(path).__name__}")
+            object.__setattr__(self, name, os.fspath(path))
+            _require(os.path.isabs(path), f"os.path.isabs({name})", {name: os.fspath(path)})
+        if not isinstance(self.store_factory, type):
+            raise TypeError(f"store_factory must be a class of stores, not {type(self.store_factory).__name__}")
+        if not isinstance(self.store_kwargs, dict):
+            raise TypeError(f"store_kwargs must be a dict, not {type(self.store_kwargs).__name__}")
+        if self.sections is not None and not hasattr(self.sections, "rank_section_timeouts"):
+            raise TypeError(f"sections must be a FaultToleranceConfig or None, not {type(self.sections).__name__}")
+        if not isinstance(self.enabled, bool):
+            raise TypeError(f"enabled must be a bool, not {type(self.enabled).__name__}")
+
+    def _check_duration(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, timedelta):
+            raise TypeError(f"{name} must be a datetime.timedelta, not {type(value).__name__}")
+        if name in _MAY_BE_ZERO:
+            _require(value >= timedelta(0), f"{name} >= timedelta(0)", {name: value})
+        else:
+            _require(value > timedelta(0), f"{name} > timedelta(0)", {name: value})
+
+
+def require_no_process_group() -> None:
+    """ValueError if torch.distributed is not there, or has a process group already."""
+    import torch.distributed
+
+    _require(torch.distributed.is_available(), "torch.distributed.is_available()")
+    _require(
+        not torch.distributed.is_initialized(),
+        "not torch.distributed.is_initialized()",
+        hint="create process groups inside the wrapped function: they must be made again after each restart",
+    )
+
+
+def _require(holds: bool, condition: str, values: Mapping[str, object] | None = None, hint: str = "") -> None:
+    if holds:
+        return
+    shown = ", ".join(f"{name}={value}" for name, value in (values or {}).items())
+    raise ValueError(f"this must hold: {condition}" + (f" ({shown})" if shown else "") + (f"; {hint}" if hint else ""))

@@ -1,0 +1,80 @@
+"""Break the store connection the main thread waits on while it makes a process group: its peers will not come.
+
+`init_process_group` and `new_group` wait in a torch `TCPStore` for the other ranks. That wait cannot be interrupted by
+an exception from another thread, but ends at once when its connection breaks.
+
+Cannot be had, and ends at the timeout given to `init_process_group`:
+* a store that the caller passed in (`store=`): it may serve others, for example the restart protocol itself;
+* attempts to connect to a store that nobody serves (yet), unless `inprocess.store_connection` is active;
+* `FileStore` and `HashStore`, which have no connection.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+
+from inprocess.own_sockets import fd_waited_for, peer_port, pinned, shut_down, syscall_of
+
+__all__ = ["break_store_wait", "main_thread_frame_in_groups"]
+
+_GROUPS = os.path.join("torch", "distributed", "distributed_c10d.py")
+_RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
+
+
+def break_store_wait() -> bool:
+    """Break the connection the main thread waits on in torch's group creation; return whether there was one.
+
+    Any thread but the main one; takes less than a millisecond; does not raise. The wait ends with a
+    `torch.distributed.DistNetworkError` within 0.1 s.
+    """
+    frame = main_thread_frame_in_groups()
+    if frame is None or _store_was_passed_in(frame):
+        return False
+    if frame.f_code.co_name == "_create_c10d_store":
+        return _break_only_connection_to(frame.f_locals.get("port"))
+    task = threading.main_thread().native_id or 0
+    call = syscall_of(task)
+    fd = fd_waited_for(call) if call is not None else None
+    if fd is None:
+        return False
+    with pinned(fd) as copy:
+        # Still the same call: so the copy is of what it waits for.
+        return copy is not None and syscall_of(task) == call and shut_down(copy)
+
+
+def main_thread_frame_in_groups() -> FrameType | None:
+    """Return the innermost Python frame of the main thread if that is in torch's code that makes groups."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame if frame is not None and frame.f_code.co_filename.endswith((_GROUPS, _RENDEZVOUS)) else None
+
+
+def _store_was_passed_in(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and frame.f_code.co_filename.endswith(_GROUPS):
+            return frame.f_locals.get("init_method") is None  # torch fills it in unless it got a store
+        frame = frame.f_back
+    groups = sys.modules.get("torch.distributed.distributed_c10d")
+    return getattr(groups, "_default_pg_init_method", None) is None
+
+
+def _break_only_connection_to(port: object) -> bool:
+    """Break the connection to this port if there is exactly one.
+
+    The host of a store waits for its clients by asking again and again, so there is no call to look at. With more than
+    one connection to that port, one belongs to somebody else, and all are left alone.
+    """
+    to_port = [fd for fd in _open_fds() if peer_port(fd) == port]
+    if len(to_port) != 1:
+        return False
+    with pinned(to_port[0]) as copy:
+        return copy is not None and peer_port(copy) == port and shut_down(copy)
+
+
+def _open_fds() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""Helpers to try the restart wrapper out."""

@@ -1,0 +1,405 @@
+"""`Wrapper` makes a function restartable; a `CallWrapper` is one call of it on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from inprocess import rank_assignment as assignments
+from inprocess.abort import AbortTorchDistributed, unblock_main_thread
+from inprocess.agreement import Agreement
+from inprocess.atomic import AtomicLock
+from inprocess.call_injection import inject
+from inprocess.coordination.wire import Host
+from inprocess.hook_chain import HookChain
+from inprocess.interrupt import MainThreadInterrupter
+from inprocess.monitor_process.handle import MonitorProcess
+from inprocess.monitor_process.messages import Configure, Started
+from inprocess.monitor_process.stores import describe_store, iteration_store
+from inprocess.progress_watchdog import ProgressWatchdog
+from inprocess.protocol import RestartProtocol
+from inprocess.sections.gate import SectionGate
+from inprocess.sections.making import SectionSettings
+from inprocess.settings import Settings, require_no_process_group
+from inprocess.stacks import StackReporter
+from inprocess.state import State
+from inprocess.store import PrefixStore, TCPStore
+from inprocess.store_connection import interruptible_store_connections
+
+__all__ = ["CallWrapper", "Wrapper"]
+
+_log = logging.getLogger(__name__)
+_HOSTS = 4  # ranks whose monitor processes host the store, or stand by to do so
+_UNBLOCK_S = 0.02
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_CALLS: dict[tuple[str, int], int] = {}
+
+
+class Wrapper:
+    """Makes a function run again, in the same processes, after a fault on any rank.
+
+        @inprocess.Wrapper(soft_timeout=timedelta(seconds=30), ...)
+        def train(call: inprocess.CallWrapper | None = None): ...
+
+    Times are `datetime.timedelta`. `store_factory(**store_kwargs)` makes the store the ranks agree through; the default
+    outlives each single process. `initialize`, `abort`, `finalize`, `health_check`, `completion` and `terminate` are
+    hooks, `rank_assignment` (and the older `rank_filter`) numbers the ranks after a restart; see their modules.
+
+    No progress of the main thread for `soft_timeout` restarts the job, for `hard_timeout` ends this process. A monitor
+    process that is silent for `heartbeat_timeout` means that its node is lost. Nobody waits longer than
+    `barrier_timeout` for others after a fault, or than `completion_timeout` after the function has returned.
+    `last_call_wait` is how long, at most, reports of the same incident are collected. The intervals bound how long the
+    threads sleep; nothing of a restart waits for one. Paths may contain ``{rank}``, the initial rank.
+
+    With `sections`, a `fault_tolerance.FaultToleranceConfig`, a `fault_tolerance.RankMonitorClient` in the function
+    needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -
+    soft_timeout` more ends this process.
+
+    TypeError or ValueError if arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        store_factory: Any = TCPStore,
+        store_kwargs: dict[str, Any] | None = None,
+        initialize: Any = None,
+        abort: Any = AbortTorchDistributed(),  # noqa: B008 - it holds nothing
+        completion: Any = None,
+        terminate: Any = None,
+        finalize: Any = None,
+        health_check: Any = None,
+        rank_assignment: Any = assignments.ShiftRanks(),  # noqa: B008 - it holds nothing
+        rank_filter: Any = None,
+        monitor_thread_interval: timedelta = timedelta(seconds=1),
+        monitor_process_interval: timedelta = timedelta(seconds=1),
+        heartbeat_interval: timedelta = timedelta(seconds=1),
+        progress_watchdog_interval: timedelta = timedelta(seconds=1),
+        soft_timeout: timedelta = timedelta(seconds=60),
+        hard_timeout: timedelta = timedelta(seconds=90),
+        heartbeat_timeout: timedelta = timedelta(seconds=30),
+        barrier_timeout: timedelta = timedelta(seconds=120),
+        completion_timeout: timedelta = timedelta(seconds=120),
+        last_call_wait: timedelta = timedelta(seconds=1),
+        termination_grace_time: timedelta = timedelta(seconds=5),
+        monitor_process_logfile: str | os.PathLike[str] | None = None,
+        monitor_process_pidfile: str | os.PathLike[str] | None = None,
+        sections: SectionSettings | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.settings = Settings(
+            store_factory=store_factory,
+            store_kwargs=store_kwargs if store_kwargs is not None else {},
+            initialize=initialize,
+            abort=abort,
+            completion=completion,
+            terminate=terminate,
+            finalize=finalize,
+            health_check=health_check,
+            rank_assignment=rank_assignment,
+            rank_filter=rank_filter,
+            monitor_thread_interval=monitor_thread_interval,
+            monitor_process_interval=monitor_process_interval,
+            heartbeat_interval=heartbeat_interval,
+            progress_watchdog_interval=progress_watchdog_interval,
+            soft_timeout=soft_timeout,
+            hard_timeout=hard_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            barrier_timeout=barrier_timeout,
+            completion_timeout=completion_timeout,
+            last_call_wait=last_call_wait,
+            termination_grace_time=termination_grace_time,
+            monitor_process_logfile=monitor_process_logfile,  # type: ignore[arg-type]
+            monitor_process_pidfile=monitor_process_pidfile,  # type: ignore[arg-type]
+            sections=sections,
+            enabled=enabled,
+        )
+        self.hooks = HookChain(self.settings)
+
+    @property
+    def restart_health_check(self) -> Any:
+        """What is checked after a fault: the user's checks, then those of the devices; None for nothing."""
+        return self.hooks.restart_health_check_hook
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Return the restartable function; `function` itself if the wrapper is not enabled."""
+        if not self.settings.enabled:
+            return function
+
+        @functools.wraps(function)
+        def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+            with CallWrapper(self) as call:
+                result: _R | None = call(function, args, kwargs)
+                return result
+
+        return wrapped
+
+
+class CallWrapper:
+    """One call of a wrapped function on this rank. The function gets it in parameters annotated with this class.
+
+    A context manager; made on the main thread. ValueError if a process group exists already.
+    """
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        require_no_process_group()
+        self.wrapper = wrapper
+        self.state = State.from_env()
+        self.base_store: Any = None
+        self._completed = False
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._set_up(wrapper.settings)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _set_up(self, settings: Settings) -> None:
+        """In this order: the monitor process inherits nothing of the store; all ranks are there before it uses it."""
+        state = self.state
+        self._cleanup.enter_context(_frozen_heap())  # takes a while: before time limits count
+        self.interrupter = MainThreadInterrupter()
+        self._cleanup.enter_context(self.interrupter)
+        self._stacks = self._cleanup.enter_context(StackReporter())
+        self._sections = SectionGate(settings.sections)
+        self._cleanup.callback(self._sections.close)
+        config = self._configuration(settings)
+        self.monitor_process = MonitorProcess(
+            config, stacks_fd=self._stacks.fd, describe_store=self._describe_store, on_lost=self._monitor_lost
+        )
+        started = self.monitor_process.start()
+        self._cleanup.callback(lambda: self.monitor_process.shutdown(completed=self._completed))
+        kwargs = dict(settings.store_kwargs)
+        if config.session:
+            kwargs["session"] = config.session
+            kwargs.setdefault("wait_for_workers", False)  # the barrier does that, and on all ranks
+        self.base_store = settings.store_factory(**kwargs)
+        self._cleanup.callback(getattr(self.base_store, "close", lambda: None))
+        self._cleanup.callback(self.monitor_process.stop_replacing)
+        self._register_host(started)
+        self._meet_all("initial_barrier")
+        description = self._description(settings)
+        if config.session:
+            # If the host of the store died before all know who stands by, some would go on without the others.
+            self._meet_all("hosts_barrier")
+        self.monitor_process.connect(description)
+        self.progress_watchdog = ProgressWatchdog(
+            state.initial_rank, self.monitor_process, settings.progress_watchdog_interval
+        )
+        self.progress_watchdog.start()
+        self._cleanup.callback(self.progress_watchdog.shutdown)
+        self.atomic_lock = AtomicLock()
+
+    def _meet_all(self, name: str) -> None:
+        settings = self.wrapper.settings
+        self.base_store.barrier(
+            ranks=[self.state.rank],
+            group_name=name,
+            rendezvous_count=self.state.world_size,
+            timeout=settings.barrier_timeout,
+            timeout_chunk=settings.progress_watchdog_interval,
+        )
+
+    # -- what the wrapped function uses --------------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """How often the function was restarted."""
+        return self.state.iteration
+
+    @property
+    def store(self) -> Any:
+        """The store of the current iteration."""
+        return self.state.store
+
+    def ping(self) -> None:
+        """Say that the function makes progress. From the first ping of an iteration on, pings must keep coming."""
+        self.progress_watchdog.ping()
+
+    def atomic(self) -> AtomicLock:
+        """Return the context of a section that no restart interrupts. It may be nested.
+
+        A hang in it is ended by the hard timeout only.
+        """
+        return self.atomic_lock.atomic()  # itself: another context around it could be interrupted in between
+
+    @contextlib.contextmanager
+    def disable_hang_protection(self) -> Iterator[None]:
+        """A section in which the soft and the hard timeout do not count. Exceptions and other ranks still restart."""
+        self._disable_hang_protection()
+        try:
+            yield
+        finally:
+            self._enable_hang_protection()
+
+    def _disable_hang_protection(self) -> None:
+        self.monitor_process.disable_timeouts()
+        self._sections.freeze()
+
+    def _enable_hang_protection(self) -> None:
+        self.progress_watchdog.reset()  # first, or the time that was not counted would count at once
+        self._sections.thaw()
+        self.monitor_process.enable_timeouts()
+
+    # -- the call ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function` until all ranks have completed it."""
+
+        def run() -> Any:
+            injected_args, injected_kwargs = inject(function, CallWrapper, self, args, kwargs)
+            self._sections.begin(self.state.iteration)
+            try:
+                return function(*injected_args, **injected_kwargs)
+            finally:
+                self._sections.leave()
+
+        protocol = RestartProtocol(self.state, self.wrapper.settings, self.wrapper.hooks, self, run)
+        with _excepthook_restored(), self._torch_made_interruptible():
+            result = protocol.run()
+        self._completed = protocol.completed
+        self.wrapper.hooks.complete(self.state.freeze())
+        return result
+
+    def _torch_made_interruptible(self) -> contextlib.AbstractContextManager[None]:
+        return interruptible_store_connections() if self.wrapper.hooks.aborts_torch else contextlib.nullcontext()
+
+    def shutdown(self) -> None:
+        """Release everything: threads, the monitor process, the store. Idempotent."""
+        self._cleanup.close()
+
+    def __enter__(self) -> CallWrapper:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    # -- what the protocol uses ----------------------------------------------------------------------------------------
+
+    def iteration_store(self, iteration: int) -> Any:
+        """Return the store of an iteration, as hooks get it."""
+        return PrefixStore(iteration, self.base_store)
+
+    def agreement(self, iteration: int, world_size: int | None) -> Agreement:
+        """Return the agreement of an iteration."""
+        return Agreement(iteration_store(self.base_store, iteration), iteration, world_size)
+
+    def wake_main_thread(self) -> None:
+        """Bring a blocked main thread back to bytecode; to be repeated until it is there."""
+        self._sections.interrupt()
+        self.interrupter.wake()
+        if self.wrapper.hooks.aborts_torch:
+            unblock_main_thread(_UNBLOCK_S)
+
+    def forget_iteration(self, iteration: int) -> None:
+        """Nobody reads the keys of this iteration any more. And learn which servers stand by now."""
+        store = iteration_store(self.base_store, iteration)
+        clear = getattr(store, "clear", None)
+        if clear is not None:
+            clear()
+        client = getattr(self.base_store, "client", None)
+        if client is not None:
+            client.refresh_hosts()
+
+    # -- the monitor process -------------------------------------------------------------------------------------------
+
+    def _configuration(self, settings: Settings) -> Configure:
+        state = self.state
+        assert state.initial_rank is not None
+        address, session = None, ""
+        if issubclass(settings.store_factory, TCPStore):
+            host = settings.store_factory.server_address(**settings.store_kwargs)
+            address = (host.name, host.port)
+            session = self._session(address)
+        hosts = address is not None and state.initial_rank < _HOSTS
+        seconds = {
+            f"{name}_s": getattr(settings, name).total_seconds()
+            for name in ("soft_timeout", "hard_timeout", "heartbeat_interval", "heartbeat_timeout", "barrier_timeout")
+        }
+        return Configure(
+            target_pid=os.getpid(),
+            initial_rank=state.initial_rank,
+            initial_world_size=state.world_size,
+            **seconds,
+            termination_grace_s=settings.termination_grace_time.total_seconds(),
+            interval_s=settings.monitor_process_interval.total_seconds(),
+            logfile=_of_rank(settings.monitor_process_logfile, state.initial_rank),
+            pidfile=_of_rank(settings.monitor_process_pidfile, state.initial_rank),
+            log_level=logging.DEBUG,
+            stack_signal=self._stacks.signal_number,
+            host_position=state.initial_rank if hosts else None,
+            host_address=address if hosts and state.initial_rank == 0 else None,
+            session=session,
+            sections_fd=self._sections.fd,
+        )
+
+    def _session(self, address: tuple[str, int]) -> str:
+        """Name this call, the same on all ranks: they make the same calls with the same store, in the same order."""
+        _CALLS[address] = _CALLS.get(address, 0) + 1
+        return f"call {_CALLS[address]}"
+
+    def _register_host(self, started: Started) -> None:
+        client = getattr(self.base_store, "client", None)
+        position = self.monitor_process.host_position
+        if client is not None and position and started.address is not None:
+            client.register_host(Host(position, client.local_name, started.address[1]))
+
+    def _describe_store(self, started: Started) -> dict[str, Any]:
+        """Keeper thread: another monitor process runs."""
+        self._register_host(started)
+        return self._description(self.wrapper.settings)
+
+    def _description(self, settings: Settings) -> dict[str, Any]:
+        client = getattr(self.base_store, "client", None)
+        if client is not None:
+            client.refresh_hosts()
+        return describe_store(self.base_store, settings.store_factory, settings.store_kwargs)
+
+    def _monitor_lost(self, error: Exception) -> None:
+        """Keeper thread: this rank is not watched any more, and must not go on."""
+        from inprocess.attribution import Interruption, InterruptionRecord
+
+        rank = -1 if self.state.rank is None else self.state.rank
+        record = InterruptionRecord(rank, Interruption.MONITOR_PROCESS_EXCEPTION, str(error))
+        agreement = self.agreement(self.state.iteration, self.state.world_size)
+        assert self.state.initial_rank is not None
+        agreement.mark_gone(self.state.initial_rank)
+        agreement.interrupt(record)
+
+
+@contextlib.contextmanager
+def _excepthook_restored() -> Iterator[None]:
+    """Undo what each creation of a process group does: it wraps the hook for uncaught exceptions once more."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Leave what is alive now out of garbage collections: at each restart all garbage is collected, and looking through
+    the objects of torch and of the libraries around it would take most of the time of a restart."""
+    if gc.get_freeze_count():  # somebody else's business
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _of_rank(path: str | None, rank: int) -> str | None:
+    return None if path is None else path.replace("{rank}", str(rank))

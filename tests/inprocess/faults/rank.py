@@ -1,0 +1,84 @@
+"""One rank, forked from the nursery: run a program, and say how it ended and what it left in this process."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.inprocess.faults.events import Journal
+
+__all__ = ["live"]
+
+_SETTLE_S = 3.0
+
+
+def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder: Path) -> int:
+    """Call `program` ("module:function") with the arguments and a journal; the last event says how it ended.
+
+    Returns the exit code: 0 also if the program raised, which then is in the journal.
+    """
+    os.environ.update(env)
+    process = int(env["RANK"])
+    _redirect(folder / f"{process}.output")
+    journal = Journal(folder, process)
+    module, _, name = program.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    before = _holdings()
+    details: dict[str, Any]
+    try:
+        value = function(*arguments, journal)
+    except BaseException as error:
+        logging.getLogger("rank").exception("the program ends")
+        name, details = "raised", {"type": type(error).__name__, "text": str(error)}
+    else:
+        name, details = "returned", {"value": value}
+    journal.note(name, None, **details, left=_left(before))  # the exception, and what it refers to, is gone by now
+    return 0
+
+
+def _redirect(output: Path) -> None:
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    faulthandler.enable()
+    logging.basicConfig(
+        level=logging.DEBUG, format="%(relativeCreated)d %(levelname)s %(threadName)s %(name)s %(message)s"
+    )
+
+
+def _holdings() -> dict[str, str]:
+    """File descriptors and threads, those of C++ code as well."""
+    gc.collect()
+    found = {f"thread {thread.name}": "" for thread in threading.enumerate()}
+    for task in os.listdir("/proc/self/task"):
+        try:
+            found[f"task {task}"] = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+        except OSError:
+            continue
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if not target.endswith("/fd"):  # the descriptor of this listing
+            found[f"fd {fd}"] = target
+    return found
+
+
+def _left(before: Mapping[str, str]) -> list[str]:
+    """What is new, once it does not get less any more: threads and processes need a moment to end."""
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        left = [f"{key} {value}" for key, value in _holdings().items() if before.get(key) != value]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)

@@ -1,0 +1,302 @@
+"""What the ranks agree on, on the real store server and on a store of torch; and in every order of requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inprocess.agreement import Agreement, Outcome, Roster, depart
+from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.coordination import CoordinationStore, Namespace, StoreServer
+from inprocess.exception import BarrierTimeout
+from inprocess.store import FileStore, PrefixStore
+
+LONG_S, CHUNK_S = 20.0, 0.02
+
+Open = Callable[[int], Any]  # the store of an iteration
+
+
+def record(rank: int, kind: Interruption = Interruption.EXCEPTION, summary: str = "") -> InterruptionRecord:
+    return InterruptionRecord(rank, kind, summary)
+
+
+@pytest.fixture(params=["server", "file"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    if request.param == "file":
+        base = FileStore(str(tmp_path / "store"), 1)
+        yield lambda iteration: PrefixStore(iteration, base)
+        return
+    server = StoreServer("127.0.0.1", 0, session="test")
+    server.start()
+    with CoordinationStore([server.host], session="test") as client:
+        yield lambda iteration: Namespace(iteration, client)
+    server.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def three(open_store: Open) -> list[Agreement]:
+    """Three ranks in iteration 0, as the ranks themselves see it. The initial rank is the rank plus 10."""
+    agreements = [Agreement(open_store(0), 0, 3) for _ in range(3)]
+    for rank, agreement in enumerate(agreements):
+        agreement.publish_rank(10 + rank, rank)
+    return agreements
+
+
+class Interrupted:
+    """A store on which something happens before a certain request, once."""
+
+    def __init__(self, store: Any, operation: str, key: str, happens: Callable[[], Any]) -> None:
+        self._store = store
+        self._operation = operation
+        self._key = key
+        self._happens = [happens]
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+        if name != self._operation:
+            return operation
+
+        def request(key: Any, *rest: Any) -> Any:
+            if self._key in key and self._happens:
+                self._happens.pop()()
+            return operation(key, *rest)
+
+        return request
+
+
+# -- outcome -----------------------------------------------------------------------------------------------------------
+
+
+def test_completed_when_the_last_one_arrives(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    agreements = three(open_store)
+    waiting = [pool.submit(agreements[rank].complete, 10 + rank, LONG_S, CHUNK_S) for rank in (0, 1)]
+    assert agreements[2].wait_outcome(0.05) is None
+    assert agreements[2].complete(12, LONG_S, CHUNK_S) is Outcome.COMPLETED
+    assert [future.result(LONG_S) for future in waiting] == [Outcome.COMPLETED] * 2
+    # Whoever fails now restarts nobody.
+    assert agreements[1].interrupt(record(1)) is False
+    assert agreements[0].wait_outcome(LONG_S) is Outcome.COMPLETED
+
+
+def test_a_fault_ends_the_wait_for_the_others(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    agreements = three(open_store)
+    waiting = [pool.submit(agreements[rank].complete, 10 + rank, LONG_S, CHUNK_S) for rank in (0, 1)]
+    assert agreements[2].interrupt(record(2)) is True
+    assert [future.result(LONG_S) for future in waiting] == [Outcome.INTERRUPTED] * 2
+    # The last one comes too late to complete it.
+    assert agreements[2].complete(12, LONG_S, CHUNK_S) is Outcome.INTERRUPTED
+    assert agreements[0].interrupt(record(0)) is True
+
+
+def test_a_fault_between_the_last_arrival_and_the_decision(open_store: Open) -> None:
+    agreements = three(open_store)
+    for rank in (0, 1):
+        agreements[rank].store.arrive("completion", str(10 + rank))
+    store = Interrupted(open_store(0), "compare_set", "outcome", lambda: agreements[0].interrupt(record(0)))
+    assert Agreement(store, 0, 3).complete(12, LONG_S, CHUNK_S) is Outcome.INTERRUPTED
+
+
+def test_completion_between_a_fault_and_its_report(open_store: Open) -> None:
+    agreements = three(open_store)
+
+    def others_complete() -> None:
+        for rank in range(3):
+            agreements[rank].store.arrive("completion", str(10 + rank))
+        agreements[0].complete(10, LONG_S, CHUNK_S)
+
+    store = Interrupted(open_store(0), "compare_set", "outcome", others_complete)
+    assert Agreement(store, 0, 3).interrupt(record(1)) is False
+    assert agreements[2].wait_outcome(LONG_S) is Outcome.COMPLETED
+
+
+def test_who_should_decide_dies_before(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].store.arrive("completion", "10")
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    agreements[1].store.arrive("completion", "11")
+    with pytest.raises(KeyboardInterrupt):
+        Agreement(Interrupted(open_store(0), "compare_set", "outcome", die), 0, 3).complete(12, LONG_S, CHUNK_S)
+    assert agreements[0].complete(10, LONG_S, CHUNK_S) is Outcome.COMPLETED
+
+
+def test_nobody_waits_for_ever_for_completion(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].store.arrive("completion", "10")
+    with pytest.raises(BarrierTimeout, match=r"iteration 0: 2 of 3 ranks came to completion .*: initial ranks 10, 12"):
+        agreements[2].complete(12, 0.1, CHUNK_S)
+
+
+def test_spares_learn_that_somebody_is_done(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    agreements = three(open_store)
+    assert agreements[0].wait_done(0.05) is False
+    waiting = pool.submit(agreements[0].wait_done, LONG_S)
+    agreements[1].announce_done()
+    assert waiting.result(LONG_S) is True
+
+
+# -- reason ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_call_ends_when_all_have_answered(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(record(0))
+    waiting = [pool.submit(agreements[rank].last_call, 10 + rank, LONG_S) for rank in (0, 1)]
+    agreements[2].interrupt(record(2, summary="of the same incident"))
+    began = time.monotonic()
+    assert agreements[2].last_call(12, LONG_S) == (record(0), record(2))
+    assert [future.result(LONG_S) for future in waiting] == [(record(0), record(2))] * 2
+    assert time.monotonic() - began < LONG_S / 2
+    # Too late to be listed: all ranks must see the same reason.
+    agreements[1].interrupt(record(1))
+    assert agreements[0].last_call(10, LONG_S) == (record(0), record(2))
+
+
+def test_the_last_call_does_not_wait_for_the_dead(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(record(0, Interruption.TERMINATED))
+    for identity in (10, 11):
+        agreements[2].mark_gone(identity)
+        agreements[2].arrive_at_end(identity)
+    began = time.monotonic()
+    assert agreements[2].last_call(12, LONG_S) == (record(0, Interruption.TERMINATED),)
+    assert time.monotonic() - began < LONG_S / 2
+
+
+def test_the_last_call_does_not_wait_longer_than_it_may(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(record(0))
+    assert agreements[0].last_call(10, 0.05) == (record(0),)
+    agreements[1].interrupt(record(1))
+    assert agreements[1].last_call(11, 0.05) == (record(0),)
+
+
+def test_records_are_listed_once_and_broken_ones_are_left_out(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].store.append("records", str(record(1))[:20] + "\n")
+    for _ in range(2):
+        agreements[0].interrupt(record(0, summary="a\nb"))
+    assert agreements[0].last_call(10, 0.0) == (record(0),)
+
+
+# -- roster ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_roster_is_closed_when_all_stand_at_the_end(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    agreements = three(open_store)
+    waiting = pool.submit(agreements[0].wait_roster, 10, LONG_S, CHUNK_S)
+    agreements[0].arrive_at_end(10)
+    agreements[0].mark_gone(11)
+    agreements[0].arrive_at_end(11)
+    assert agreements[2].is_at_end(11)
+    assert not agreements[2].is_at_end(12)
+    agreements[2].arrive_at_end(12)
+    roster = Roster(frozenset({1}), frozenset({11}))
+    assert waiting.result(LONG_S) == roster
+    # Who is declared lost afterwards is lost in the next iteration.
+    agreements[0].mark_gone(12)
+    agreements[0].arrive_at_end(12)
+    assert agreements[2].wait_roster(12, LONG_S) == roster
+
+
+def test_the_wait_for_the_roster_names_who_has_come(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].arrive_at_end(10)
+    with pytest.raises(BarrierTimeout, match=r"iteration_barrier .*: initial ranks 10, 12"):
+        agreements[2].wait_roster(12, 0.1, CHUNK_S)
+
+
+def test_who_should_write_the_roster_dies_before(open_store: Open) -> None:
+    agreements = three(open_store)
+    for rank in (0, 1):
+        agreements[rank].arrive_at_end(10 + rank)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Agreement(Interrupted(open_store(0), "compare_set", "roster", die), 0, 3).arrive_at_end(12)
+    assert agreements[0].wait_roster(10, LONG_S, CHUNK_S) == Roster(frozenset(), frozenset())
+
+
+def test_a_rank_that_vanished_before_it_had_a_name(open_store: Open) -> None:
+    """Its neighbour knows the dense rank only."""
+    agreements = [Agreement(open_store(0), 0, 3) for _ in range(3)]
+    for rank in (0, 2):
+        agreements[rank].publish_rank(10 + rank, rank)
+    assert [agreements[0].identity_of(rank) for rank in range(3)] == [10, -2, 12]
+    agreements[0].mark_gone(-2)
+    for identity in (-2, 10, 12):
+        agreements[0].arrive_at_end(identity)
+    assert agreements[2].wait_roster(12, LONG_S) == Roster(frozenset({1}), frozenset({-2}))
+
+
+def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    """The roster of the first is without it, in the second it never appears: its dense rank is the one missing."""
+    agreements = three(open_store)
+    for rank, agreement in enumerate(agreements):
+        agreement.interrupt(record(rank))
+        agreement.arrive_at_end(10 + rank)
+    second = [Agreement(open_store(1), 1, 3) for _ in range(3)]
+    for rank in (0, 2):
+        second[rank].publish_rank(10 + rank, rank)
+    speaks = pool.submit(
+        depart, lambda i: Agreement(open_store(i), i), 0, 11, [record(1, Interruption.TERMINATED)], LONG_S
+    )
+    for rank in (0, 2):
+        assert second[rank].wait_outcome(LONG_S) is Outcome.INTERRUPTED
+    waiting = pool.submit(second[0].wait_roster, 10, LONG_S, CHUNK_S)
+    second[2].arrive_at_end(12)
+    second[0].arrive_at_end(10)
+    assert waiting.result(LONG_S) == Roster(frozenset({1}), frozenset({11}))
+    speaks.result(LONG_S)
+    assert second[2].last_call(12, LONG_S) == (record(1, Interruption.TERMINATED),)
+
+
+def test_who_dies_after_completion_is_not_spoken_for(open_store: Open) -> None:
+    agreements = three(open_store)
+    for rank in range(3):
+        agreements[rank].store.arrive("completion", str(10 + rank))
+    agreements[0].complete(10, LONG_S, CHUNK_S)
+    depart(lambda i: Agreement(open_store(i), i), 0, 11, [record(1, Interruption.TERMINATED)], 0.0)
+    assert not agreements[0].is_at_end(11)
+
+
+def test_many_at_once(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    """Eight ranks, two of which fail and one of which goes, all at the same time: all see the same."""
+    start = threading.Barrier(8)
+
+    def rank_main(rank: int) -> Any:
+        agreement = Agreement(open_store(0), 0, 8)
+        agreement.publish_rank(rank, rank)
+        start.wait(LONG_S)
+        if rank in (2, 5):
+            agreement.interrupt(record(rank))
+        else:
+            agreement.complete(rank, LONG_S, CHUNK_S)
+        outcome = agreement.wait_outcome(LONG_S)
+        records = agreement.last_call(rank, LONG_S)
+        if rank == 7:
+            agreement.mark_gone(rank)
+        agreement.arrive_at_end(rank)
+        return outcome, records, agreement.wait_roster(rank, LONG_S, CHUNK_S)
+
+    results = [future.result(LONG_S) for future in [pool.submit(rank_main, rank) for rank in range(8)]]
+    assert results == results[:1] * 8
+    outcome, records, roster = results[0]
+    assert outcome is Outcome.INTERRUPTED
+    assert {r.rank for r in records} == {2, 5}
+    assert roster == Roster(frozenset({7}), frozenset({7}))

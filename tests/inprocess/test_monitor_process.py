@@ -1,0 +1,400 @@
+"""Real monitor processes: what they do to a rank that hangs, or say when it dies; and what they are themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from inprocess.agreement import Agreement, Outcome
+from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.coordination import CoordinationStore, StoreServer
+from inprocess.exception import InternalError
+from inprocess.monitor_process.handle import MonitorProcess
+from inprocess.monitor_process.limits import Limit, ProgressLimits
+from inprocess.monitor_process.messages import Configure
+from inprocess.monitor_process.stores import iteration_store
+from inprocess.monitor_process.target import Target
+from inprocess.progress_watchdog import Timestamp
+from tests.support import LeakCheck
+
+LONG_S = 20.0
+SLEEPER = "import time; print('ready', flush=True); time.sleep(1000)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEPER
+POLITE = """
+import signal, sys, time
+def leave(*_):
+    print('asked', flush=True)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, leave)
+print('ready', flush=True)
+time.sleep(1000)
+"""
+
+
+class Rank:
+    """A process that stands for a rank."""
+
+    def __init__(self, program: str = SLEEPER) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@dataclass
+class Job:
+    """Ranks, their monitor processes, and the store."""
+
+    client: CoordinationStore
+    stack: contextlib.ExitStack
+    lost: list[Exception] = field(default_factory=list)
+
+    def rank(self, program: str = SLEEPER) -> Rank:
+        rank = Rank(program)
+        self.stack.callback(rank.close)
+        return rank
+
+    def monitor(self, rank: Rank, initial_rank: int = 0, world_size: int = 1, **options: Any) -> MonitorProcess:
+        """A monitor of the rank, in iteration 0."""
+        monitor = self.unconnected(rank.process.pid, initial_rank, world_size, **options)
+        monitor.connect(self.description())
+        self.agreement(world_size).publish_rank(initial_rank, initial_rank)
+        monitor.start_iteration(initial_rank, world_size, 0)
+        return monitor
+
+    def unconnected(self, pid: int, initial_rank: int = 0, world_size: int = 1, **options: Any) -> MonitorProcess:
+        seconds: dict[str, Any] = {
+            "soft_timeout_s": 1000.0,
+            "hard_timeout_s": 2000.0,
+            "heartbeat_interval_s": 1.0,
+            "heartbeat_timeout_s": 1000.0,
+            "barrier_timeout_s": 3000.0,
+            "termination_grace_s": 5.0,
+            "interval_s": 1.0,
+        }
+        config = Configure(
+            target_pid=pid, initial_rank=initial_rank, initial_world_size=world_size, **(seconds | options)
+        )
+        monitor = MonitorProcess(config, describe_store=lambda _: self.description(), on_lost=self.lost.append)
+        monitor.start()
+        self.stack.callback(lambda: monitor.shutdown(completed=True))
+        return monitor
+
+    def description(self) -> dict[str, Any]:
+        return {"shared": self.client.spec()}
+
+    def agreement(self, world_size: int = 1, iteration: int = 0) -> Agreement:
+        return Agreement(iteration_store(self.client, iteration), iteration, world_size)
+
+    def faults(self, world_size: int = 1) -> list[tuple[int, str]]:
+        """Wait until the iteration is interrupted; return why."""
+        return [(r.rank, r.interruption.name) for r in self.records(world_size)]
+
+    def records(self, world_size: int = 1) -> tuple[InterruptionRecord, ...]:
+        agreement = self.agreement(world_size)
+        assert agreement.wait_outcome(LONG_S) is Outcome.INTERRUPTED
+        return tuple(
+            InterruptionRecord.from_str(line) for line in agreement.store.get("records").decode().splitlines() if line
+        )
+
+
+@pytest.fixture
+def job(leak_check: LeakCheck) -> Iterator[Job]:
+    server = StoreServer("127.0.0.1", 0, session="test")
+    server.start()
+    with contextlib.closing(server), CoordinationStore([server.host], session="test") as client:  # noqa: SIM117
+        with contextlib.ExitStack() as stack:
+            yield Job(client, stack)
+
+
+def eventually(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {LONG_S} s: {what}"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+# -- time limits -------------------------------------------------------------------------------------------------------
+
+
+def test_the_soft_limit_is_reported_and_kills_nobody(job: Job) -> None:
+    rank = job.rank()
+    job.monitor(rank, soft_timeout_s=0.2)
+    (record,) = job.records()
+    assert record == InterruptionRecord(0, Interruption.SOFT_TIMEOUT)
+    assert record.summary.startswith("no progress for 0.")
+    assert rank.process.poll() is None
+
+
+def test_progress_counts_of_both_kinds(job: Job) -> None:
+    job.monitor(job.rank(), 0, 2, soft_timeout_s=0.3).send_timestamp(Timestamp(auto=time.monotonic() + 1000.0))
+    # The other one promised pings, and none comes.
+    now = time.monotonic()
+    job.monitor(job.rank(), 1, 2, soft_timeout_s=0.3).send_timestamp(Timestamp(auto=now + 1000.0, manual=now))
+    assert job.faults(2) == [(1, "SOFT_TIMEOUT")]
+
+
+def test_limits_can_be_switched_off(job: Job) -> None:
+    monitor = job.monitor(job.rank(), soft_timeout_s=0.3)
+    monitor.disable_timeouts()
+    monitor.disable_timeouts()
+    monitor.enable_timeouts()
+    assert job.agreement().wait_outcome(0.5) is None
+    monitor.enable_timeouts()
+    assert job.faults() == [(0, "SOFT_TIMEOUT")]
+
+
+def test_the_hard_limit_asks_first(job: Job) -> None:
+    rank = job.rank(POLITE)
+    job.monitor(rank, soft_timeout_s=0.1, hard_timeout_s=0.2, termination_grace_s=LONG_S)
+    assert rank.process.wait(LONG_S) == 3
+    assert job.faults()[:2] == [(0, "SOFT_TIMEOUT"), (0, "HARD_TIMEOUT")]
+    assert job.agreement().wait_roster(0, LONG_S).gone == {0}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_who_does_not_listen_is_killed(job: Job, stopped: bool) -> None:
+    rank = job.rank(DEAF)
+    if stopped:
+        rank.process.send_signal(signal.SIGSTOP)
+    job.monitor(rank, soft_timeout_s=0.1, hard_timeout_s=0.2, termination_grace_s=0.2)
+    assert rank.process.wait(LONG_S) == -signal.SIGKILL
+    assert (0, "HARD_TIMEOUT") in job.faults()
+
+
+def test_a_stopped_rank_is_asked_and_continued(job: Job) -> None:
+    rank = job.rank(POLITE)
+    rank.process.send_signal(signal.SIGSTOP)
+    job.monitor(rank, soft_timeout_s=0.1, hard_timeout_s=0.2, termination_grace_s=LONG_S)
+    assert rank.process.wait(LONG_S) == 3
+    assert rank.process.stdout is not None
+    assert rank.process.stdout.read() == "asked\n"
+
+
+def test_who_waits_for_others_gets_more_time(job: Job, tmp_path: Path) -> None:
+    rank, log = job.rank(), tmp_path / "log"
+    job.agreement(2).arrive_at_end(0)
+    job.monitor(rank, 0, 2, soft_timeout_s=0.1, hard_timeout_s=0.2, barrier_timeout_s=0.8, logfile=str(log))
+    eventually(lambda: "stands at the iteration barrier; its hard limit is 0.8 s" in log.read_text(), "more time")
+    assert rank.process.poll() is None
+    rank.process.wait(LONG_S)
+
+
+def test_limits_by_themselves() -> None:
+    limits = ProgressLimits(soft_s=10, hard_s=20)
+    assert (limits.overrun(1e9), limits.next_deadline()) == (None, None)  # not in an iteration yet
+    limits.start(100)
+    assert (limits.overrun(109.9), limits.next_deadline()) == (None, 110)
+    assert limits.overrun(125) is Limit.SOFT
+    assert limits.overrun(125) is Limit.HARD
+    assert (limits.overrun(1e9), limits.next_deadline()) == (None, None)
+    limits.start(200)
+    limits.update(Timestamp(auto=250, manual=205))
+    assert (limits.overrun(216), limits.silent_s(216)) == (Limit.SOFT, 11)
+    assert limits.next_deadline() == 225
+    assert limits.overrun(226) is Limit.HARD
+    assert limits.stretch(40) is True
+    assert limits.stretch(50) is False
+    assert limits.overrun(244) is None
+    limits.enabled = False
+    assert limits.overrun(245) is None
+    limits.enabled = True
+    assert limits.overrun(245) is Limit.HARD
+
+
+# -- death -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_rank_is_spoken_for(job: Job) -> None:
+    rank = job.rank()
+    monitor = job.monitor(rank, 1, 2, interval_s=60.0)
+    rank.process.kill()
+    began = time.monotonic()
+    (record,) = job.records(2)
+    assert time.monotonic() - began < 30.0  # an event, not found by looking every minute
+    assert record == InterruptionRecord(1, Interruption.TERMINATED)
+    assert str(rank.process.pid) in record.summary
+    other = job.agreement(2)
+    other.publish_rank(0, 0)
+    other.arrive_at_end(0)
+    roster = other.wait_roster(0, LONG_S)
+    assert (roster.terminated_ranks, roster.gone) == ({1}, {1})
+    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+
+
+def test_nothing_is_said_about_a_rank_that_has_left(job: Job) -> None:
+    rank = job.rank()
+    monitor = job.monitor(rank)
+    monitor.leave()
+    rank.process.kill()
+    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+    assert job.agreement().wait_outcome(0.0) is None
+
+
+def test_a_rank_that_dies_before_the_monitor_is_connected(job: Job) -> None:
+    rank = job.rank()
+    monitor = job.unconnected(rank.process.pid)
+    rank.process.kill()
+    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+
+
+def test_a_node_that_vanishes_is_noticed_by_its_neighbour(job: Job) -> None:
+    ranks = [job.rank() for _ in range(4)]
+    limits = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 3.0}
+    monitors = [job.unconnected(rank.process.pid, number, 4, **limits) for number, rank in enumerate(ranks)]
+    for number, monitor in enumerate(monitors):
+        monitor.connect(job.description())
+        job.agreement(4).publish_rank(number, number)
+    for number, monitor in enumerate(monitors):
+        monitor.start_iteration(number, 4, 0)
+    for number in (1, 2):  # they shared a machine
+        os.kill(ranks[number].process.pid, signal.SIGSTOP)
+        os.kill(monitors[number].pid, signal.SIGSTOP)
+    agreement = job.agreement(4)
+    for number in (0, 3):
+        agreement.arrive_at_end(number)
+    roster = agreement.wait_roster(0, LONG_S)
+    assert (roster.terminated_ranks, roster.gone) == ({1, 2}, {1, 2})
+    assert set(job.faults(4)) == {(1, "UNRESPONSIVE"), (2, "UNRESPONSIVE")}
+    for number in (1, 2):
+        os.kill(monitors[number].pid, signal.SIGCONT)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def test_another_monitor_takes_over(job: Job) -> None:
+    monitor = job.monitor(job.rank(), soft_timeout_s=0.5)
+    monitor.disable_timeouts()
+    first = monitor.pid
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: monitor.pid != first, "another one")
+    assert job.agreement().wait_outcome(0.7) is None, "it knows that limits are off"
+    monitor.enable_timeouts()
+    assert job.faults() == [(0, "SOFT_TIMEOUT")]
+    assert job.lost == []
+
+
+def test_monitors_that_die_again_and_again(job: Job) -> None:
+    monitor = job.monitor(job.rank())
+    dead: set[int] = set()
+    while not job.lost:
+        eventually(lambda: job.lost or monitor.pid not in dead, "another one")
+        if not job.lost:
+            dead.add(monitor.pid)
+            os.kill(monitor.pid, signal.SIGKILL)
+            eventually(lambda: job.lost or monitor.pid not in dead, "another one, or the end")
+    assert len(dead) == 3
+    assert "3 times in a row" in str(job.lost[0])
+
+
+def test_pid_file_and_log_file(job: Job, tmp_path: Path) -> None:
+    rank, log, pidfile = job.rank(), tmp_path / "logs" / "monitor.log", tmp_path / "pids" / "monitor.pid"
+    monitor = job.monitor(rank, logfile=str(log), pidfile=str(pidfile))
+    assert int(pidfile.read_text()) == monitor.pid
+    rank.process.kill()
+    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+    assert not pidfile.exists()
+    died = [line for line in log.read_text().splitlines() if line.endswith("has died")]
+    assert len(died) == 1
+    fields = died[0].split(" | ")
+    assert fields[1:6] == [
+        "ERROR",
+        "monitor_process",
+        "inprocess.monitor_process.daemon",
+        f"target_pid {rank.process.pid}",
+        "rank 0",
+    ]
+
+
+def test_one_that_cannot_start(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InternalError, match="did not start"):
+        job.unconnected(os.getpid(), logfile=str(tmp_path / "file" / "log"))
+
+
+def test_it_is_detached_from_its_rank(job: Job) -> None:
+    """No terminal, no standard stream, no socket and no other descriptor of the process that started it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, open(os.devnull) as file:
+        for descriptor in (listener.fileno(), file.fileno()):
+            os.set_inheritable(descriptor, True)
+        monitor = job.unconnected(os.getpid())
+        process = psutil.Process(monitor.pid)
+        assert os.getsid(monitor.pid) == os.getpgid(monitor.pid) == monitor.pid
+        assert process.terminal() is None
+        assert process.cwd() == "/"
+        opened = {int(fd): os.readlink(f"/proc/{monitor.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{monitor.pid}/fd")}
+        assert [opened[number] for number in range(3)] == ["/dev/null"] * 3
+        sockets = [link for link in opened.values() if link.startswith("socket:")]
+        assert len(sockets) == 1, "the channel to its rank, and nothing else"
+        assert f"socket:[{os.fstat(listener.fileno()).st_ino}]" not in sockets
+        assert [link for number, link in opened.items() if number > 2 and link == os.devnull] == []
+        for name in ("libtorch", "numpy"):
+            assert name not in Path(f"/proc/{monitor.pid}/maps").read_text()
+
+
+def test_signals_for_the_rank_do_not_reach_it(job: Job) -> None:
+    monitor = job.monitor(job.rank())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(monitor.pid, number)
+    pid = monitor.pid
+    monitor.disable_sibling_monitor()
+    assert job.agreement().wait_outcome(0.2) is None
+    assert monitor.pid == pid
+    assert not gone(pid)
+
+
+def test_it_ends_with_the_call(job: Job) -> None:
+    monitor = job.monitor(job.rank())
+    threads = threading.active_count()
+    monitor.shutdown(completed=True)
+    assert not psutil.pid_exists(monitor.pid)
+    assert threading.active_count() < threads
+    monitor.shutdown(completed=True)
+
+
+def test_idle_it_costs_next_to_nothing(job: Job) -> None:
+    monitor = job.monitor(job.rank())
+    process = psutil.Process(monitor.pid)
+    before = process.cpu_times()
+    time.sleep(2.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system <= 0.05
+
+
+def test_a_target_is_a_process_not_a_number() -> None:
+    child = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.DEVNULL)
+    target = Target(child.pid)
+    assert not target.gone
+    assert not target.wait_gone(0.01)
+    child.kill()
+    assert target.wait_gone(LONG_S)
+    child.wait()
+    assert target.gone
+    target.send(signal.SIGKILL)  # nobody there, and nobody else is hit
+    target.close()
+    target.close()
+    with pytest.raises(ProcessLookupError):
+        Target(child.pid)

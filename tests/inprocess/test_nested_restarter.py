@@ -1,0 +1,53 @@
+"""The lines an outer launcher follows."""
+
+import logging
+
+import pytest
+
+from inprocess.abort import Abort
+from inprocess.completion import Completion
+from inprocess.initialize import Initialize
+from inprocess.nested_restarter import (
+    NestedRestarterAborted,
+    NestedRestarterFinalized,
+    NestedRestarterHandlingCompleted,
+    NestedRestarterHandlingStarting,
+)
+from inprocess.state import FrozenState
+from inprocess.terminate import Terminate
+
+HOOKS = (
+    (NestedRestarterHandlingCompleted, Initialize),
+    (NestedRestarterHandlingStarting, Abort),
+    (NestedRestarterFinalized, Completion),
+    (NestedRestarterAborted, Terminate),
+)
+
+
+def lines(caplog: pytest.LogCaptureFixture, initial_rank: int, special_rank: int = 0) -> list[str]:
+    caplog.set_level(logging.INFO, "inprocess")
+    state = FrozenState(rank=0, world_size=2, initial_rank=initial_rank)
+    initialize, abort, completion, terminate = (hook(special_rank) for hook, _ in HOOKS)
+    for hook in (initialize, abort, initialize, completion, terminate):
+        assert hook(state) is state
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_every_phase_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(caplog, initial_rank=0) == [
+        "[NestedRestarter] name=[InProcess] state=initialize",
+        "[NestedRestarter] name=[InProcess] state=handling stage=starting",
+        "[NestedRestarter] name=[InProcess] state=handling stage=completed",
+        "[NestedRestarter] name=[InProcess] state=finalized",
+        "[NestedRestarter] name=[InProcess] state=aborted",
+    ]
+
+
+def test_only_one_initial_rank_writes(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(caplog, initial_rank=1) == []
+    assert len(lines(caplog, initial_rank=1, special_rank=1)) == 5
+
+
+@pytest.mark.parametrize(("hook", "kind"), HOOKS)
+def test_they_pass_for_what_they_are(hook: type, kind: type) -> None:
+    assert isinstance(hook(), kind)

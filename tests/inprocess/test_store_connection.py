@@ -1,0 +1,107 @@
+"""A rank whose store host never comes can be interrupted; with the host it connects as usual."""
+
+import importlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from inprocess.async_raise import async_raise
+from inprocess.store_connection import interruptible_store_connections
+
+rendezvous: Any = importlib.import_module(
+    "torch.distributed.rendezvous"
+)  # torch.distributed has a function of that name
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def no_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def connect(port: int, seconds: float, world_size: int = 2) -> None:
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=world_size, timeout=timeout
+    )
+
+
+def test_an_exception_from_another_thread_gets_through(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = threading.get_ident()
+    refused = threading.Event()
+
+    def interrupt() -> None:
+        refused.wait(20)
+        async_raise(main, Interrupted)
+
+    real = socket.create_connection
+
+    def attempt(*args: object, **kwargs: object) -> socket.socket:
+        if refused.is_set():  # from here on no socket is open for the exception to arrive in
+            raise ConnectionRefusedError
+        try:
+            return real(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            refused.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    started = time.monotonic()
+    monkeypatch.setattr(socket, "create_connection", attempt)
+    with interruptible_store_connections(), pytest.raises(Interrupted):
+        connect(port, 60)
+    thread.join()
+    assert time.monotonic() - started < 10
+
+
+def test_the_timeout_is_kept_and_torch_reports_it(port: int) -> None:
+    started = time.monotonic()
+    with interruptible_store_connections(), pytest.raises(dist.DistError):
+        connect(port, 0.5)
+    assert time.monotonic() - started < 10
+
+
+def test_a_host_that_is_there_is_connected_to(port: int, no_group: None) -> None:
+    host = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    with interruptible_store_connections():
+        store, rank, world_size = next(rendezvous.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
+    host.set("key", "value")
+    assert store.get("key") == b"value"
+    assert (rank, world_size) == (1, 2)
+
+
+def test_it_is_nested_and_removed() -> None:
+    original = rendezvous.TCPStore
+    with interruptible_store_connections():
+        outer = rendezvous.TCPStore
+        with interruptible_store_connections():
+            assert rendezvous.TCPStore not in (original, outer)
+        assert rendezvous.TCPStore is outer
+    assert rendezvous.TCPStore is original
+
+
+def test_a_later_patch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "TCPStore", rendezvous.TCPStore)
+
+    def later() -> None: ...
+
+    with interruptible_store_connections():
+        rendezvous.TCPStore = later
+    assert rendezvous.TCPStore is later
