@@ -5,13 +5,21 @@
 The text is the source code of Python's own standard library. Stop it at any moment, in any way, and start the same
 command again: it goes on from the last finalized step and ends with the same weights, bit by bit, as a run that was
 never stopped.
+
+With --restart the processes stay when a rank fails or hangs: all of them begin `train` again, from the newest step,
+which most of them still have in memory. Ranks beyond --active are spares and replace ranks that die. (Under torchrun
+none can: it ends all ranks of a node with the first that dies. Start them by themselves, with the same variables.)
 """
 
 import argparse
 import hashlib
 import json
+import os
 import sysconfig
 import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +30,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+import inprocess
+from ckpt.restart import CheckpointAbort, CheckpointFinalize
+from inprocess.abort import AbortTorchDistributed
+from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
+
+Observer = Callable[[dict[str, Any]], None]
 
 
 class ByteLM(nn.Module):
@@ -53,6 +67,97 @@ def batch_at(text: torch.Tensor, batch: int, context: int, seed: int) -> tuple[t
     return rows[:, :-1], rows[:, 1:]
 
 
+def join(call: inprocess.CallWrapper | None) -> None:
+    """The process group of this run, or of this iteration of it: after a restart there may be other ranks in it."""
+    if call is None:
+        dist.init_process_group("gloo")
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # of those that are active now
+        dist.init_process_group("gloo", store=call.store, rank=rank, world_size=world_size)
+
+
+def train(
+    args: argparse.Namespace,
+    text: torch.Tensor,
+    checkpointer: ckpt.Checkpointer,
+    observe: Observer,
+    call: inprocess.CallWrapper | None = None,
+) -> None:
+    """All of a training run. Of an earlier call in this process it needs nothing but the checkpoints."""
+    join(call)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def log(**record: Any) -> None:
+        record["time"] = time.time()
+        if args.log_file and rank == 0:
+            with args.log_file.open("a") as log_file:
+                log_file.write(json.dumps(record) + "\n")
+        observe(record)
+
+    torch.manual_seed(args.seed)  # the same initial weights on every rank
+    model = ByteLM(args.d_model, args.layers, args.context)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    torch.manual_seed(args.seed + 1 + rank)  # different dropout on every rank
+
+    # Everything a run needs to go on, described once, for saving and for restoring.
+    per_rank: dict[str, Any] = {"torch_rng": torch.get_rng_state(), "batches_read": 0}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rank": ckpt.PerRank(per_rank)}
+
+    # All ranks ask, whether they were there before or not; those that were find the bytes in memory.
+    start = checkpointer.restore(state) or 0
+    torch.set_rng_state(per_rank["torch_rng"])
+    report = checkpointer.last_restore
+    log(event="start", step=start, world_size=world_size, restored=asdict(report) if report else None)
+
+    for step in range(start + 1, args.steps + 1):
+        began = time.perf_counter()
+        in_flight = checkpointer.queue.get_num_unfinalized_calls()
+        seed = (args.seed * 1_000_003 + per_rank["batches_read"]) * world_size + rank
+        inputs, targets = batch_at(text, args.batch, args.context, seed)
+        per_rank["batches_read"] += 1
+        loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        stepped = time.perf_counter()
+        log(event="step", step=step, loss=loss.item(), step_s=stepped - began, in_flight=in_flight)
+
+        if step % args.save_every == 0:
+            per_rank["torch_rng"] = torch.get_rng_state()
+            begin = time.perf_counter()
+            # Returns once the bytes are copied to shared memory. In short: checkpointer.async_save(state, step)
+            checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
+            log(event="save", step=step, stall_s=time.perf_counter() - begin)
+        for saved in checkpointer.maybe_finalize():
+            log(event="finalized", step=saved)
+        if call is not None:
+            call.ping()  # whoever has not been here for --soft-timeout hangs
+
+    for saved in checkpointer.maybe_finalize(blocking=True):
+        log(event="finalized", step=saved)
+    if rank == 0:
+        digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
+        log(event="end", step=args.steps, digest=digest)
+        print(f"step {args.steps}: weights sha256 {digest}")
+    del ddp  # as last owner of the group it could block for ever in its destructor
+    dist.destroy_process_group()
+
+
+def restart_wrapper(args: argparse.Namespace, checkpointer: ckpt.Checkpointer) -> inprocess.Wrapper:
+    """What happens when a rank fails: groups are aborted, saves in flight decided, `train` begins again."""
+    return inprocess.Wrapper(
+        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},  # at MASTER_PORT torchrun may have its own store
+        abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
+        finalize=CheckpointFinalize(checkpointer, on_fault=args.on_fault),
+        rank_assignment=inprocess.Compose(MaxActiveWorldSize(args.active), ShiftRanks()),
+        soft_timeout=timedelta(seconds=args.soft_timeout),
+        monitor_process_logfile=args.monitor_log,
+    )
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="byte-level language model on Python's standard library")
     parser.add_argument("--root", required=True, help="where the checkpoints go")
@@ -65,65 +170,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-file", type=Path, help="append one JSON line per step to this file (rank 0)")
+    restart = parser.add_argument_group("restart in the same processes")
+    restart.add_argument("--restart", action="store_true", help="go on without the ranks that fail, hang or die")
+    restart.add_argument("--active", type=int, help="at most so many ranks train, the others are spares")
+    restart.add_argument("--on-fault", choices=("drain", "abort"), default="drain", help="what is done with saves")
+    restart.add_argument("--soft-timeout", type=float, default=60.0, help="seconds without a step are a hang")
+    restart.add_argument("--monitor-log", help="absolute path, {rank} in it; events.jsonl is written beside it")
     return parser.parse_args()
 
 
-def main() -> None:
+def main(observe: Observer = lambda record: None) -> None:
+    """`observe` is told what is logged, on every rank."""
     args = parse_args()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    log_file = args.log_file.open("a", buffering=1) if args.log_file and rank == 0 else None
-
-    def log(**record: Any) -> None:
-        if log_file:
-            log_file.write(json.dumps(record) + "\n")
-
     text = read_text()
-    torch.manual_seed(args.seed)  # the same initial weights on every rank
-    model = ByteLM(args.d_model, args.layers, args.context)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    torch.manual_seed(args.seed + 1 + rank)  # different dropout on every rank
-
-    # Everything a run needs to go on, described once, for saving and for restoring.
-    per_rank: dict[str, Any] = {"torch_rng": torch.get_rng_state(), "batches_read": 0}
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rank": ckpt.PerRank(per_rank)}
-
     with ckpt.Checkpointer(args.root, keep_last=args.keep_last) as checkpointer:
-        start = checkpointer.restore(state) or 0
-        torch.set_rng_state(per_rank["torch_rng"])
-        log(event="start", step=start, world_size=world_size)
-
-        for step in range(start + 1, args.steps + 1):
-            began = time.perf_counter()
-            in_flight = checkpointer.queue.get_num_unfinalized_calls()
-            seed = (args.seed * 1_000_003 + per_rank["batches_read"]) * world_size + rank
-            inputs, targets = batch_at(text, args.batch, args.context, seed)
-            per_rank["batches_read"] += 1
-            loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            stepped = time.perf_counter()
-
-            if step % args.save_every == 0:
-                per_rank["torch_rng"] = torch.get_rng_state()
-                # Returns once the bytes are copied to shared memory. In short: checkpointer.async_save(state, step)
-                checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
-                log(event="save", step=step, stall_s=time.perf_counter() - stepped, time=time.time())
-            for saved in checkpointer.maybe_finalize():
-                log(event="finalized", step=saved)
-            log(event="step", step=step, loss=loss.item(), step_s=stepped - began, in_flight=in_flight)
-
-    if rank == 0:  # leaving the `with` block has waited for the last save
-        digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
-        log(event="end", step=args.steps, digest=digest)
-        print(f"step {args.steps}: weights sha256 {digest}")
-    dist.destroy_process_group()
+        run = restart_wrapper(args, checkpointer)(train) if args.restart else train
+        run(args, text, checkpointer, observe)
 
 
 if __name__ == "__main__":

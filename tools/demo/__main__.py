@@ -1,4 +1,5 @@
-"""Train, kill, resume, compare. Ends with a table, or with a message and a non-zero exit code."""
+"""Train; kill everything and resume; restart in process after faults; compare. Ends with two tables and a picture, or
+with a message and a non-zero exit code."""
 
 import shutil
 import sys
@@ -11,14 +12,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tools.demo.compare import compare_checkpoints
+from tools.demo.picture import draw
+from tools.demo.restarted import loss_segments, read_recoveries, restarted
 from tools.demo.summary import summary_table
+from tools.demo.timeline import timeline
 from tools.demo.training import DemoError, Settings, TrainingRun
 
 OUT = Path("demo-out")
-STEPS = 60
-SAVE_EVERY = 5
-KILL_AFTER = 40  # the first save that may be in flight at the kill; should it be durable already, the next one
-LIMIT_S = 170.0
+STEPS = 36
+SAVE_EVERY = 4
+KILL_AFTER = 24  # the first save that may be in flight at the kill; should it be durable already, the next one
+FAULTS = ["6:exception", "12:exception:staged", "18:hang", "24:exception:half", "28:kill:staged"]
+SOFT_TIMEOUT_S = 8.0
+LIMIT_S = 300.0
+_WIDTH = 110  # in a file
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Killed:
 
 
 class Demo:
-    """The three runs. `interrupted` and `resumed` share one checkpoint root."""
+    """The four runs. `interrupted` and `resumed` share one checkpoint root."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -44,17 +51,27 @@ class Demo:
         reference = Settings("uninterrupted", OUT / "uninterrupted", STEPS, save_every=STEPS)
         interrupted = Settings("interrupted", OUT / "checkpoints", STEPS, SAVE_EVERY)
         resumed = Settings("resumed", OUT / "checkpoints", STEPS, SAVE_EVERY)
+        folder = OUT / "restarted"
+        folder.mkdir()
+        survivor = restarted("restarted-run", folder, FAULTS, STEPS, SAVE_EVERY, SOFT_TIMEOUT_S)
         columns = [TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         with Progress(*columns, console=self.console) as progress:
-            first = self._to_the_end(reference, progress, "1/3 without interruption")
-            killed = self._until_killed(interrupted, progress, "2/3 saving, then kill -9")
-            third = self._to_the_end(resumed, progress, "3/3 started again")
+            first = self._to_the_end(reference, progress, "1/4 without interruption")
+            killed = self._until_killed(interrupted, progress, "2/4 saving, then kill -9")
+            third = self._to_the_end(resumed, progress, "3/4 started again")
+            fourth = self._to_the_end(survivor, progress, f"4/4 {len(FAULTS)} faults, restarted in process")
         self._check(first, killed, third)
-        arrays = compare_checkpoints(*(run.settings.root / f"step_{STEPS:08d}" for run in (first, third)))
+        self._check_same(first, [fourth])
+        recoveries = read_recoveries(folder, FAULTS)
+        for run in (third, fourth):
+            arrays = compare_checkpoints(*(each.settings.root / f"step_{STEPS:08d}" for each in (first, run)))
         self.console.print(summary_table(first, killed.run, third, killed.step))
+        self.console.print(timeline(recoveries))
+        self.console.print(draw(OUT / "loss.png", first.of("step"), loss_segments(folder), recoveries))
         self.console.print(
-            f"[green]ok[/]: resumed from step {third.of('start')[0]['step']}; final weights and all {arrays} arrays of "
-            f"the last checkpoint are bit-identical to the uninterrupted run. {time.monotonic() - began:.0f} s in all."
+            f"[green]ok[/]: resumed from step {third.of('start')[0]['step']}, and restarted {len(recoveries)} times "
+            f"without new processes. Both times the final weights and all {arrays} arrays of the last checkpoint are "
+            f"bit-identical to the uninterrupted run. {time.monotonic() - began:.0f} s in all."
         )
 
     def _to_the_end(self, settings: Settings, progress: Progress, title: str) -> TrainingRun:
@@ -68,7 +85,7 @@ class Demo:
         with TrainingRun(settings, OUT) as run:
             code = run.follow(self.deadline, show)
             if code != 0:
-                raise DemoError(f"{settings.name}: torchrun ended with {code}\n{run.output()}")
+                raise DemoError(f"{settings.name}: ended with {code}\n{run.output()}")
             run.wait_for_silence(timeout=15)
         return run
 
@@ -93,7 +110,7 @@ class Demo:
             run.wait_for_silence(timeout=15)
             newest = max(run.published_steps(), default=0)
         outcome = "still published" if newest == step else "given up"
-        progress.update(bar, description=f"2/3 kill -9 at step {step}; save {outcome}")
+        progress.update(bar, description=f"2/4 kill -9 at step {step}; save {outcome}")
         return Killed(run, step, newest)
 
     def _check(self, first: TrainingRun, killed: Killed, third: TrainingRun) -> None:
@@ -101,17 +118,26 @@ class Demo:
         # The next start may publish the save that was in flight, if it was complete.
         if killed.newest == 0 or start not in (killed.newest, killed.step):
             raise DemoError(f"resumed from step {start}; killed at {killed.step}, published until {killed.newest}")
+        self._check_same(first, [killed.run, third])
+
+    def _check_same(self, first: TrainingRun, others: list[TrainingRun]) -> None:
+        """Every loss, also of steps that were done again, and the weights at the end."""
         losses = {record["step"]: record["loss"] for record in first.of("step")}
-        for record in killed.run.of("step") + third.of("step"):
-            if record["loss"] != losses[record["step"]]:
-                raise DemoError(f"step {record['step']}: loss {record['loss']}, uninterrupted {losses[record['step']]}")
-        digests = [run.of("end")[0]["digest"] for run in (first, third)]
-        if digests[0] != digests[1]:
-            raise DemoError(f"final weights differ: sha256 {digests[0]} uninterrupted, {digests[1]} resumed")
+        digest = first.of("end")[0]["digest"]
+        for run in others:
+            for record in run.of("step"):
+                step, loss = record["step"], record["loss"]
+                if loss != losses[step]:
+                    raise DemoError(f"{run.settings.name}: step {step}: loss {loss}, uninterrupted {losses[step]}")
+            for end in run.of("end"):
+                if end["digest"] != digest:
+                    raise DemoError(f"{run.settings.name}: final weights {end['digest']}, uninterrupted {digest}")
 
 
 def main() -> int:
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
     try:
         Demo(console).run()
     except DemoError as error:

@@ -1,4 +1,4 @@
-"""One run of examples/train_lm.py under torchrun, watched from outside: its log, its checkpoints, its processes."""
+"""One run of examples/train_lm.py, watched from outside: its log, its checkpoints, its processes."""
 
 import contextlib
 import json
@@ -34,10 +34,19 @@ class Settings:
     steps: int
     save_every: int
     world_size: int = 2
+    batch: int = 2
+    extra: tuple[str, ...] = ()  # for train_lm.py
+    launcher: tuple[str, ...] = ()  # what starts the ranks; default: torchrun
+
+    def command(self, log: Path) -> list[str]:
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world_size), str(SCRIPT))
+        options = {"root": self.root, "steps": self.steps, "save-every": self.save_every, "batch": self.batch}
+        given = [word for name, value in {**options, "log-file": log}.items() for word in (f"--{name}", str(value))]
+        return [sys.executable, "-m", *(self.launcher or torchrun), *given, *self.extra]
 
 
 class TrainingRun:
-    """A torchrun process and the trainers and writers under it. Leaving the context kills what is left of them."""
+    """A launcher and the trainers and writers under it. Leaving the context kills what is left of them."""
 
     def __init__(self, settings: Settings, out: Path) -> None:
         self.settings = settings
@@ -47,13 +56,9 @@ class TrainingRun:
         self._output = out / f"{settings.name}.txt"
         self._id = uuid.uuid4().hex
         self._read = 0
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(settings.world_size), str(SCRIPT)]
-        command += ["--root", str(settings.root), "--steps", str(settings.steps)]
-        command += ["--save-every", str(settings.save_every), "--log-file", str(self._log)]
         with self._output.open("wb") as output:
-            self._torchrun = subprocess.Popen(
-                command,
+            self._launcher = subprocess.Popen(
+                settings.command(self._log),
                 env={**os.environ, "OMP_NUM_THREADS": "1", _MARKER: self._id},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -68,13 +73,13 @@ class TrainingRun:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        self._torchrun.kill()
-        self._torchrun.wait()
+        self._launcher.kill()
+        self._launcher.wait()
 
     def follow(self, deadline: float, on_record: Callable[[dict[str, Any]], bool]) -> int | None:
         """Hand every new log record to `on_record` until it returns True, or the run ends: then its exit code."""
         while True:
-            code = self._torchrun.poll()
+            code = self._launcher.poll()
             self._see_published()
             for record in self._new_records():
                 self.records.append(record)
@@ -94,7 +99,7 @@ class TrainingRun:
 
     def kill_trainers(self) -> int:
         """kill -9 to every trainer, nobody else; how many there were."""
-        trainers = psutil.Process(self._torchrun.pid).children()
+        trainers = psutil.Process(self._launcher.pid).children()
         for trainer in trainers:
             trainer.send_signal(signal.SIGKILL)
         return len(trainers)
@@ -118,7 +123,7 @@ class TrainingRun:
         return time.monotonic() - began
 
     def output(self) -> str:
-        """What torchrun and the trainers printed; long output is cut in the middle."""
+        """What launcher and trainers printed; long output is cut in the middle."""
         lines = self._output.read_text(errors="replace").splitlines()
         return "\n".join(lines if len(lines) <= 120 else [*lines[:60], "...", *lines[-60:]])
 

@@ -1,0 +1,92 @@
+"""Checkpoints across an in-process restart: the only bridge between `ckpt` and `inprocess`.
+
+    wrapper = inprocess.Wrapper(
+        abort=inprocess.Compose(CheckpointAbort(checkpointer), inprocess.abort.AbortTorchDistributed()),
+        finalize=CheckpointFinalize(checkpointer),
+    )
+
+After a fault in iteration i, on every surviving rank, when the process groups are destroyed and the function is
+unwound:
+
+    fence      nothing of iteration i runs any more; a save that was being staged is given up
+    drain      every save that all ranks have staged is published, whoever has died; the others are given up
+    restore    the registered state goes back to the newest published step: the same on all ranks
+
+Each save is decided by one atomic rename, so all ranks restore the same step without talking to each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+from ckpt.checkpointer import Checkpointer
+from inprocess.abort import Abort
+from inprocess.finalize import Finalize
+from inprocess.state import FrozenState
+
+if TYPE_CHECKING:
+    from inprocess.fault_tolerance import RankMonitorClient
+
+__all__ = ["CheckpointAbort", "CheckpointFinalize", "report_sections"]
+
+_log = logging.getLogger("ckpt")
+
+
+def report_sections(checkpointer: Checkpointer, client: RankMonitorClient) -> None:
+    """Report what the trainer spends in checkpoints as sections ``ckpt.stage``, ``ckpt.finalize`` and ``ckpt.restore``.
+
+    Those that have no limit in the configuration cost nothing.
+    """
+    checkpointer.observe_phases(client.section)
+
+
+class CheckpointAbort(Abort):
+    """Wakes a main thread that waits in a checkpoint: for a free slot, or for saves to be decided."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self._checkpointer.interrupt()
+        return state
+
+
+class CheckpointFinalize(Finalize):
+    """Drains or gives up the saves in flight, and puts the registered state back to the newest published step.
+
+    With ``on_fault="drain"`` a save that was completely staged on all ranks is published in spite of the fault, even if
+    trainers were killed; at most `drain_timeout` is spent on that. With ``"abort"`` saves that are not published yet
+    are given up at once, and nobody is waited for. Afterwards the queue is empty, all slots are free, no finalize
+    function of a save that was given up has run, and none of these saves will ever be published.
+
+    A spare restores nothing: when it replaces a rank in the next iteration, all ranks call `Checkpointer.restore`.
+
+    Main thread, makes no collective. Raises what `Checkpointer.restore` raises, and then this rank leaves the job.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        on_fault: Literal["drain", "abort"] = "drain",
+        drain_timeout: timedelta = timedelta(seconds=30),
+    ) -> None:
+        if on_fault not in ("drain", "abort"):
+            raise ValueError(f"on_fault must be 'drain' or 'abort', not {on_fault!r}")
+        if drain_timeout < timedelta(0):
+            raise ValueError(f"drain_timeout must not be negative, but is {drain_timeout}")
+        self._checkpointer = checkpointer
+        self._drain_timeout = drain_timeout if on_fault == "drain" else None
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        begin = time.monotonic()
+        self._checkpointer.recover_from_fault(state.iteration + 1, self._drain_timeout, state.active_rank)
+        _log.info(
+            "checkpoints are ready for iteration %d after %.0f ms; restored %s",
+            state.iteration + 1,
+            1000 * (time.monotonic() - begin),
+            self._checkpointer.last_restore or "nothing",
+        )
+        return state

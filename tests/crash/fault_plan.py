@@ -1,0 +1,99 @@
+"""Faults as data: jobs that are made from a seed, each a sequence of iterations with one or two faults in each.
+
+A job trains on the same number of active ranks throughout; spares replace those that die. What it must come to is known
+from training without faults, simulated in one process (`restart_training.simulate`).
+"""
+
+import random
+from dataclasses import dataclass
+
+__all__ = ["Fault", "Job", "jobs"]
+
+RAISING = ("exception", "hang")  # the rank stays
+KILLING = ("sigkill", "os-exit")
+# The trainer goes on; another fault ends the iteration. A stopped writer is killed by its trainer, which must live.
+OF_PROCESSES = ("writer-killed", "server-killed", "writer-stopped")
+IN_TRAINING = ("step", "first-step", "staging", "between", "scheduled", "maybe-finalize", "finalize-fn")
+IN_RECOVERY = ("drain", "restore", "restored")
+STEPS_PER_ITERATION = 4
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In `iteration`, on the rank that has this number then, when it gets to `moment`, `offset` steps after its start
+    or later."""
+
+    iteration: int
+    kind: str
+    moment: str
+    rank: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {self.kind} at {self.moment} on rank {self.rank}, {self.offset} steps on"
+
+
+@dataclass(frozen=True)
+class Job:
+    """`seed` alone decides what happens. `spares` are there because `kills` ranks die."""
+
+    seed: str
+    on_fault: str
+    active: int
+    spares: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def kills(self) -> bool:
+        return self.spares > 0
+
+    @property
+    def steps(self) -> int:
+        return STEPS_PER_ITERATION * (self.iterations + 1)
+
+    @property
+    def iterations(self) -> int:
+        return 1 + max(fault.iteration for fault in self.faults)
+
+    def __str__(self) -> str:
+        return self.seed
+
+
+def _job(number: int, on_fault: str, iterations: int) -> Job:
+    active = 3 if number % 4 == 3 else 2
+    kills = number % 2 == 1
+    seed = f"{on_fault}-{active}-{'killing' if kills else 'raising'}-{number:03d}"
+    choose = random.Random(seed)
+    faults: list[Fault] = []
+    spares = 0
+    for iteration in range(iterations):
+        of_iteration = _faults(choose, iteration, active, kills, kills and spares < 4)
+        spares += sum(fault.kind in KILLING or fault.moment in IN_RECOVERY for fault in of_iteration)
+        faults += of_iteration
+    return Job(seed, on_fault, active, spares, tuple(faults))
+
+
+def _faults(choose: random.Random, iteration: int, active: int, kills: bool, may_kill: bool) -> list[Fault]:
+    """One fault, or two on different ranks; at least one ends the iteration by itself. Rank 0 at the latest."""
+
+    def fault(kinds: tuple[str, ...], moments: tuple[str, ...], rank: int) -> Fault:
+        return Fault(iteration, choose.choice(kinds), choose.choice(moments), rank, choose.randint(1, 3))
+
+    kinds = RAISING + KILLING if may_kill else RAISING
+    first, second = choose.sample(range(active), 2)
+    how = choose.choice(("alone", "alone", "pair", "process", "recovery" if may_kill else "pair"))
+    if how == "alone":
+        return [fault(kinds, IN_TRAINING, first)]
+    if how == "pair":
+        same = fault(kinds, IN_TRAINING, first)
+        return [same, Fault(iteration, choose.choice(RAISING), same.moment, second, same.offset)]
+    if how == "process":
+        victim = fault(OF_PROCESSES[: 2 if kills else 3], ("step", "between", "scheduled"), first)
+        later = Fault(iteration, "exception", "step", choose.choice((first, second)), victim.offset + 1)
+        return [victim, later]
+    return [fault(("exception",), IN_TRAINING, first), fault(("exception", *KILLING), IN_RECOVERY, second)]
+
+
+def jobs(on_fault: str, count: int, iterations: int) -> list[Job]:
+    """The first `count` jobs; always the same."""
+    return [_job(number, on_fault, iterations) for number in range(count)]

@@ -1,0 +1,57 @@
+"""The example survives, in its own processes, what the demo does to it, and ends with the weights of a quiet run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.test_train_lm import SMALL, train
+from tests.support import run_ranks
+from tools.demo import faults
+from tools.demo.picture import draw
+from tools.demo.restarted import loss_segments, read_recoveries
+from tools.demo.timeline import timeline
+from tools.demo.training import DemoError
+
+SCRIPT = Path(faults.__file__)
+PLAN = ["3:exception", "4:exception:staged", "6:exception:half", "7:kill"]
+STEPS = 8
+SILENT_S = 20.0  # nothing hangs here; only a machine that stands still is taken for it
+
+
+def train_with_faults(folder: Path, plan: list[str]) -> list[dict[str, Any]]:
+    run = [str(folder), *plan, "--", "--root", str(folder / "root"), "--steps", str(STEPS), *SMALL]
+    restart = ["--restart", "--active", "2", "--soft-timeout", str(SILENT_S)]
+    files = ["--log-file", str(folder / "log.jsonl"), "--monitor-log", str(folder / "monitor_{rank}.log")]
+    killed = {1: -9} if plan[-1].endswith("kill") else {}
+    run_ranks(SCRIPT, 3, *run, *restart, *files, returncodes=killed)
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_run_with_faults_ends_like_one_without(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", STEPS, tmp_path / "whole.jsonl")
+    disturbed = train_with_faults(tmp_path, PLAN)
+
+    assert disturbed[-1]["digest"] == whole[-1]["digest"]
+    losses = {record["step"]: record["loss"] for record in whole if record["event"] == "step"}
+    assert all(losses[r["step"]] == r["loss"] for r in disturbed if r["event"] == "step")
+
+    recoveries = read_recoveries(tmp_path, PLAN)
+    planned = {str(recovery.fault["step"]): recovery for recovery in recoveries if recovery.fault}
+    assert planned["4"].saves == {4: "published"}, "all ranks had staged it"
+    assert planned["6"].saves == {6: "given up"}, "one rank had not staged it"
+    last = planned["7"].starts
+    assert [start["process"] for start in last] == [0, 2], "the spare took the place of the rank that was killed"
+    assert [start["step"] for start in last] == [6, 6]
+    assert timeline(recoveries).row_count == len(recoveries)
+    steps = [record for record in whole if record["event"] == "step"]
+    assert "loss.png" in draw(tmp_path / "loss.png", steps, loss_segments(tmp_path), recoveries)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_a_fault_that_did_not_happen_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="0 faults of 1"):
+        read_recoveries(tmp_path, ["3:exception"])
