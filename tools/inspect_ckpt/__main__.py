@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 
-from . import clean, diff, ls, show, stats, timeline, validate
+from . import clean, convert, diff, export, ls, show, stats, timeline, validate
 from .opening import CannotReadError, NotPublishedError
 from .output import Exit, Output, one_line
 
@@ -36,6 +36,8 @@ _COMMANDS: dict[str, Command] = {
     "diff": diff,
     "stats": stats,
     "timeline": timeline,
+    "export": export,
+    "convert": convert,
     "clean": clean,
 }
 

@@ -1,0 +1,34 @@
+"""Pickles that run code when they are loaded: each makes a file, whose presence tells that it was run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Evil", "swapped_global"]
+
+
+class Evil:
+    """Runs `touch FILE` when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self._file}'",)
+
+    @staticmethod
+    def proves_itself(file: Path) -> None:
+        """Assert that the pickle does what it says where it is loaded without care."""
+        pickle.loads(pickle.dumps(Evil(file)))
+        assert file.exists()
+        file.unlink()
+
+
+def swapped_global(data: bytes, old: tuple[str, str], new: tuple[str, str]) -> bytes:
+    """A pickle with one looked-up name exchanged for another, for both ways in which names are written."""
+    text = f"c{old[0]}\n{old[1]}\n".encode()
+    assert text in data, "protocol 2"
+    return data.replace(text, f"c{new[0]}\n{new[1]}\n".encode())
