@@ -11,7 +11,7 @@ import torch
 
 from tools.bench.measure import Results, Round
 
-__all__ = ["as_document", "print_report"]
+__all__ = ["Row", "as_document", "environment", "print_report", "print_table"]
 
 _WRITER_BYTES = 150e6
 _WIDTH = 120  # in a file
@@ -19,27 +19,42 @@ _WIDTH = 120  # in a file
 
 @dataclass(frozen=True)
 class Row:
-    """One line: values of the rounds, to be read as `show` says; the limit they are compared with; the target."""
+    """One line: values of the rounds, to be read as `show` says; the limit they are compared with; the target, which
+    the ratio should not exceed, or reach if `at_least`."""
 
     title: str
     values: list[float]
     limits: list[float] | None = None
     target: float | None = None
     show: Callable[[float], str] = lambda seconds: f"{1e3 * seconds:.0f} ms"
+    at_least: bool = False
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of each round; empty without a limit."""
+        return [] if self.limits is None else [v / n for v, n in zip(self.values, self.limits, strict=True)]
 
     @property
     def ratio(self) -> float | None:
         """The median of the ratios of each round: noise that lasts longer than a round cancels out."""
-        return None if self.limits is None else median(v / n for v, n in zip(self.values, self.limits, strict=True))
+        return median(self.ratios) if self.ratios else None
 
     @property
     def met(self) -> bool | None:
-        return None if self.ratio is None or self.target is None else self.ratio <= self.target
+        if self.ratio is None or self.target is None:
+            return None
+        return self.ratio >= self.target if self.at_least else self.ratio <= self.target
+
+    def document(self) -> dict[str, Any]:
+        """The same for programs."""
+        figures = {"values": self.values, "ratio": self.ratio, "target": self.target, "met": self.met}
+        return {"title": self.title.strip(), **figures}
 
     def cells(self) -> list[str]:
         numbers = [self.show(pick(self.values)) for pick in (median, min, max)]
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
-        target = "" if self.target is None else f"≤ {self.target:g}"
+        ratio += f" ({min(self.ratios):.2f}-{max(self.ratios):.2f})" if len(self.ratios) > 1 else ""
+        target = "" if self.target is None else f"{'≥' if self.at_least else '≤'} {self.target:g}"
         return [self.title, *numbers, ratio, target, {True: "met", False: "missed", None: ""}[self.met]]
 
 
@@ -104,11 +119,7 @@ def environment() -> dict[str, Any]:
 
 
 def as_document(results: Results) -> dict[str, Any]:
-    rows = [
-        {"title": row.title.strip(), "values": row.values, "ratio": row.ratio, "target": row.target, "met": row.met}
-        for row in _rows(results)
-    ]
-    return {"environment": environment(), "rows": rows, **asdict(results)}
+    return {"environment": environment(), "rows": [row.document() for row in _rows(results)], **asdict(results)}
 
 
 def print_report(results: Results) -> None:
@@ -117,11 +128,12 @@ def print_report(results: Results) -> None:
         f"rounds; "
         "ratio: median of the rounds, to the limit in the same round"
     )
-    _print_table(title, [row.cells() for row in _rows(results)])
+    print_table(title, _rows(results))
     print(", ".join(f"{name} {value}" for name, value in environment().items()))
 
 
-def _print_table(title: str, lines: Iterable[list[str]]) -> None:
+def print_table(title: str, rows: Iterable[Row]) -> None:
+    lines = [row.cells() for row in rows]
     try:
         from rich import box
         from rich.console import Console

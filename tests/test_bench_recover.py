@@ -1,0 +1,39 @@
+"""The benchmark of recoveries runs, and says what it is expected to say. What it measures is nobody's business here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.bench.recover import main
+from tools.bench.recovering import SCENARIOS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # it starts Python with torch nine times
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, document = tmp_path / "disk", tmp_path / "result.json"
+    folder.mkdir()
+    small = ["--gb", "0.004", "--rounds", "1", "--repeats", "1"]
+    assert main([*small, "--folder", str(folder), "--json", str(document)]) == 0
+    assert list(folder.iterdir()) == []
+
+    result = json.loads(document.read_text())
+    (taken,) = result["rounds"]
+    assert set(taken) == {*SCENARIOS, "relaunch"}
+    for recovery in (recovery for recoveries in taken.values() for recovery in recoveries):
+        assert sum(recovery["phases"].values()) == pytest.approx(recovery["total"])
+    assert taken["memory"][0]["from_memory"], "restored from where the benchmark says"
+    assert not taken["cold"][0]["from_memory"]
+
+    rows = {row["title"]: row for row in result["rows"]}
+    targets = {row["target"] for row in rows.values() if row["target"] is not None}
+    assert targets == {0.1, 1.5}
+    table = capsys.readouterr().out
+    assert all(title in table for title in rows)
+
+
+def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--repeats", "0"])
+    assert "--repeats" in capsys.readouterr().err

@@ -1,0 +1,34 @@
+"""The benchmark of validation runs, and says what it is expected to say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.bench.checking import COMMANDS
+from tools.bench.validate import main
+
+
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, document = tmp_path / "disk", tmp_path / "result.json"
+    folder.mkdir()
+    small = ["--gb", "0.004", "--rounds", "1", "--tensors", "16"]
+    assert main([*small, "--folder", str(folder), "--json", str(document)]) == 0
+    assert list(folder.iterdir()) == []
+
+    result = json.loads(document.read_text())
+    rows = {row["title"]: row for row in result["rows"]}
+    assert {f"16 tensors: {name}" for name in COMMANDS} < rows.keys()
+    assert rows["validate, page cache cold"]["target"] == 0.8
+    assert all(value > 0 for row in rows.values() for value in row["values"])
+    speed = rows["validate, page cache cold"]
+    assert speed["met"] == (speed["ratio"] >= 0.8)
+
+    table = capsys.readouterr().out
+    assert all(title in table for title in rows)
+
+
+def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--tensors", "0"])
+    assert "--tensors" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Counts the calls of fsync, in all Python processes of a job."""

@@ -1,0 +1,155 @@
+"""What the numbers say: a figure for each question, the limit it is compared with, and the target of this package."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from tools.bench.suite.plan import Measured, Scenario
+from tools.bench.suite.spec import Turn
+from tools.bench.systems import SYSTEMS
+
+__all__ = ["FIGURES", "Figure", "Verdict", "ratios_of", "scale_verdicts", "values_of", "verdicts"]
+
+OURS = "ckpt"
+_MEGABYTES = 100e6
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One question about one kind of job. `limit` gives what the value is divided by; less is always better.
+
+    `target` is what our ratio should not exceed, `None` where none was set.
+    """
+
+    key: str
+    title: str
+    kind: str
+    value: Callable[[Turn], float]
+    limit: Callable[[Turn], float] | None = None
+    target: float | None = None
+    unit: str = "s"
+
+
+def _value(key: str) -> Callable[[Turn], float]:
+    return lambda turn: turn[key]
+
+
+def _cold_limit(turn: Turn) -> float:
+    return min(turn["limit_read_cold_s"], turn["limit_read_direct_s"])
+
+
+def _bytes_read(turn: Turn) -> float:
+    """Through calls of read, or from the device through mapped files: whichever is more."""
+    return max(turn["other_asked_bytes"], turn["other_fetched_bytes"])
+
+
+_COPY, _NEEDED, _LOCAL = (_value(key) for key in ("limit_copy_s", "limit_copy_needed_s", "other_local_bytes"))
+
+FIGURES = (
+    Figure("stall_first", "stall, first save", "saving", _value("stall_first_s"), _COPY, 1.5),
+    Figure("stall", "stall, steady", "saving", _value("stall_s"), _COPY, 1.15),
+    Figure("extra", "extra time of the step window", "saving", _value("extra_s"), _COPY, 1.5),
+    Figure("durable", "durable and committed", "saving", _value("durable_s"), _value("limit_write_s"), 1.10),
+    Figure("cold", "load, cold", "saving", _value("load_cold_s"), _cold_limit, 1.10),
+    Figure("cold_read", "load, cold: reading alone", "saving", _value("load_cold_read_s"), _cold_limit),
+    Figure("warm", "load, warm", "saving", _value("load_warm_s"), _NEEDED, 2.0),
+    Figure("warm_read", "load, warm: reading alone", "saving", _value("load_warm_read_s"), _NEEDED),
+    Figure("memory_load", "load from staging memory", "saving", _value("load_memory_s"), _NEEDED, 1.3),
+    Figure("memory", "memory beside the state", "saving", _value("memory_bytes"), _value("staged_bytes"), None, "B"),
+    Figure("files", "files", "saving", _value("files"), None, None, ""),
+    Figure("fsyncs", "calls of fsync", "saving", _value("fsyncs"), None, None, ""),
+    Figure("file_bytes", "bytes in files", "saving", _value("file_bytes"), _value("staged_bytes"), None, "B"),
+    Figure("small", "small tensors, durable", "small", _value("many_durable_s"), _value("one_durable_s"), 3.0),
+    Figure("small_files", "small tensors, files", "small", _value("many_files"), None, None, ""),
+    Figure("reshard", "load resharded", "reshard_load", _value("other_load_cold_s"), _value("same_load_cold_s"), 1.3),
+    Figure("reshard_bytes", "bytes read, resharded", "reshard_load", _bytes_read, _LOCAL, 1.05, "B"),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether our figure met its target, and which peers were ahead of us. `spread` is the least and the most of the
+    rounds."""
+
+    where: str
+    title: str
+    median: float
+    spread: tuple[float, float]
+    target: float | None
+    met: bool | None
+    ahead: tuple[str, ...] = ()
+    compared: bool = False
+    unit: str = ""
+
+
+def values_of(scenario: Scenario, figure: Figure, system: str) -> list[float]:
+    """Of each round; empty if the system has no such figure."""
+    turns = scenario.turns.get(system, [])
+    try:
+        return [figure.value(turn) for turn in turns]
+    except KeyError:
+        return []
+
+
+def ratios_of(scenario: Scenario, figure: Figure, system: str) -> list[float]:
+    """To the limit in the same round; empty without a limit."""
+    values = values_of(scenario, figure, system)
+    if figure.limit is None:
+        return []
+    return [v / figure.limit(turn) for v, turn in zip(values, scenario.turns.get(system, []), strict=False)]
+
+
+def verdicts(measured: Measured) -> list[Verdict]:
+    """Of every figure in every job: target and peers."""
+    found = []
+    for scenario in measured.scenarios:
+        for figure in (figure for figure in FIGURES if figure.kind == scenario.kind):
+            values = values_of(scenario, figure, OURS)
+            if values:
+                found.append(_verdict(scenario, figure, values))
+    return found + scale_verdicts(measured)
+
+
+def _verdict(scenario: Scenario, figure: Figure, values: list[float]) -> Verdict:
+    ratios = ratios_of(scenario, figure, OURS)
+    shown = ratios or values
+    target = _target(scenario, figure)
+    met = None if target is None else median(shown) <= target
+    peers = {name: values_of(scenario, figure, name) for name in scenario.turns if name != OURS}
+    ahead = [SYSTEMS[name].title for name, theirs in peers.items() if theirs and median(theirs) < median(values)]
+    unit = "x" if ratios else figure.unit
+    spread = (min(shown), max(shown))
+    where = scenario.title
+    return Verdict(where, figure.title, median(shown), spread, target, met, tuple(ahead), any(peers.values()), unit)
+
+
+def _target(scenario: Scenario, figure: Figure) -> float | None:
+    """Memory may have two slots, 5 % and 100 MB for each writer; 10,000 small tensors may have 200 files."""
+    if figure.key == "memory":
+        staged = median(turn["staged_bytes"] for turn in scenario.turns[OURS])
+        return 1.05 * SYSTEMS[OURS].slots + _MEGABYTES * scenario.world_size / staged
+    return 200.0 if figure.key == "small_files" else figure.target
+
+
+def scale_verdicts(measured: Measured) -> list[Verdict]:
+    """Of the simulated large job: seconds and bytes with a target of their own."""
+    of = measured.scale_of
+    planning = f"{of.get('tensors')} tensors, {of.get('ranks')} ranks"
+    commit = f"{of.get('tensors')} tensors, {of.get('parts')} parts"
+    asked = (
+        (planning, "planning, first, sharded", "planning", "first", 1.0, "s"),
+        (planning, "planning, cached, sharded", "planning", "cached", 0.02, "s"),
+        (planning, "planning, first, replicated", "planning", "first_replicated", 1.0, "s"),
+        (planning, "planning, cached, replicated", "planning", "cached_replicated", 0.02, "s"),
+        (commit, "commit check, whole chunks", "commit", "seconds", 2.0, "s"),
+        (commit, "commit check, whole chunks: memory", "commit", "memory", 500e6, "B"),
+        (commit, "commit check, a piece of all on each", "commit_sharded", "seconds", 2.0, "s"),
+        (commit, "commit check, a piece of all on each: memory", "commit_sharded", "memory", 500e6, "B"),
+    )
+    found = []
+    for where, title, what, key, target, unit in asked:
+        values = measured.scale.get(what, {}).get(key, [])
+        if values:
+            middle, spread = median(values), (min(values), max(values))
+            found.append(Verdict(where, title, middle, spread, target, middle <= target, unit=unit))
+    return found

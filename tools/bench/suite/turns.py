@@ -1,0 +1,236 @@
+"""The turn of one system: what is measured of it, step by step. All ranks do the same."""
+
+import ctypes
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ckpt.storage.checksums import crc32c
+from tools.bench.reading import drop_cache
+from tools.bench.state import State
+from tools.bench.suite.limit_turns import cached_share
+from tools.bench.suite.monitor import Request
+from tools.bench.suite.spec import Turn
+from tools.bench.systems import SYSTEMS, Place, make_system
+from tools.bench.training import StepLoop
+from tools.bench.workloads.transformer import local_tensors, sizes_of
+
+__all__ = ["SystemTurn", "Tools", "empty_folder"]
+
+_POLL_S = 0.001
+_FEWEST_STEPS = 6
+_SETTLE_S = 0.1
+_WARM_S_PER_GB = 3.0  # training would go on between the preparation and the first save
+_WINDOW = 1.25  # times what the last save took
+
+
+@dataclass(frozen=True)
+class Tools:
+    """`memory` is what rank 0 has to look at it; the other ranks have None. A window of training has at most
+    `most_steps`."""
+
+    memory: Request | None
+    most_steps: int
+
+
+class SystemTurn:
+    """Opens a system; `close` it before `loads`. Steps count from 1, or go on behind `last_step`."""
+
+    def __init__(self, name: str, place: Place, state: State, tools: Tools, last_step: int = 0) -> None:
+        self._entry = SYSTEMS[name]
+        if self._entry.one_rank_only and place.world_size > 1:
+            raise ValueError("saves from one process only")
+        self._system = make_system(name, place)
+        self._place, self._state, self._tools = place, state, tools
+        self._step = last_step
+        self._durable_s = 0.0
+        self._memory_so_far = (0, 0)
+
+    def saves(self) -> Turn:
+        """Prepare, the first save, and one more."""
+        ctypes.CDLL(None).malloc_trim(0)  # what an earlier system freed is none of this one's
+        dist.barrier()
+        if self._tools.memory is not None:
+            self._tools.memory.begin()
+        begin = time.perf_counter()
+        self._system.prepare(self._state)
+        prepared = time.perf_counter() - begin
+        self._memory_so_far = (0, 0) if self._tools.memory is None else self._tools.memory.end()
+        time.sleep(_SETTLE_S + _WARM_S_PER_GB * sizes_of(local_tensors(self._state)) / 1e9)
+        stall_first, durable_first = self._save()
+        time.sleep(_SETTLE_S)
+        stall, durable = self._save()
+        self._durable_s = durable
+        return {
+            "prepare_s": prepared,
+            "stall_first_s": stall_first,
+            "durable_first_s": durable_first,
+            "stall_s": stall,
+            "durable_s": durable,
+        }
+
+    def training(self, loop: StepLoop) -> Turn:
+        """The same number of steps without a save, with one that begins with them, and without one again.
+
+        There are enough steps for the save to end among them; if it does not, waiting for it counts, too.
+        """
+        alone = loop.run(_FEWEST_STEPS, _meet) / _FEWEST_STEPS
+        wanted = torch.tensor(math.ceil(_WINDOW * self._durable_s / alone))
+        dist.all_reduce(wanted, dist.ReduceOp.MAX)
+        steps = max(_FEWEST_STEPS, min(int(wanted), self._tools.most_steps))
+        before = self._timed(lambda: loop.run(steps, _meet))
+        self._step += 1
+        done = False
+
+        def between() -> None:
+            nonlocal done
+            _meet()
+            done = done or self._system.poll()
+
+        def with_save() -> None:
+            self._system.save(self._state, self._step)
+            loop.run(steps, between)
+            if not done:
+                self._wait()
+
+        window = self._timed(with_save)
+        after = self._timed(lambda: loop.run(steps, _meet))
+        return {"extra_s": window - (before + after) / 2, "step_s": alone, "steps": steps / self._place.world_size}
+
+    def memory(self) -> Turn:
+        """The most that all processes had while the system was made ready, or while a save was under way."""
+        if self._tools.memory is not None:
+            self._tools.memory.begin()
+        dist.barrier()
+        self._save()
+        if self._tools.memory is None:
+            return {}
+        _, most = self._tools.memory.end()
+        before, preparing = self._memory_so_far
+        return {"memory_bytes": float(max(most, preparing) - before)}
+
+    def from_memory(self) -> Turn:
+        """The newest step again, without storage; nothing of systems that cannot do that."""
+        load = getattr(self._system, "load_from_memory", None)
+        if load is None or not self._entry.from_memory:
+            return {}
+        seconds = self._loaded(lambda: load(self._state, self._step))
+        return {"load_memory_s": seconds}
+
+    def close(self) -> None:
+        dist.barrier()
+        self._system.close()
+
+    def loads(self, warm: bool = True) -> Turn:
+        """The newest step from the device, and again from the page cache."""
+        files = [path for path in self._place.folder.rglob("*") if path.is_file()]
+        taken: Turn = {}
+        if self._place.rank == 0:
+            drop_cache(files)
+            taken["cached_share"] = cached_share(files)
+        dist.barrier()
+        asked, fetched = _bytes_read()
+        taken["load_cold_s"] = self._loaded(lambda: self._system.load(self._state, self._step))
+        asked_after, fetched_after = _bytes_read()
+        taken |= {"asked_bytes": asked_after - asked, "fetched_bytes": fetched_after - fetched}
+        taken["local_bytes"] = float(sizes_of(local_tensors(self._state)))
+        if hasattr(self._system, "read_s"):
+            taken["load_cold_read_s"] = self._system.read_s
+        if warm:
+            self._system.load(self._state, self._step)  # what was read past the page cache is not in it yet
+            for path in files:
+                _read(path)
+            taken["load_warm_s"] = self._loaded(lambda: self._system.load(self._state, self._step))
+            if hasattr(self._system, "read_s"):
+                taken["load_warm_read_s"] = self._system.read_s
+        return taken
+
+    def counts(self, counter: Path) -> Turn:
+        """Files and bytes of a steady save, and how often a process of the job asked for durability."""
+        self.saves()
+        known = self._tree()
+        dist.barrier()
+        before = counter.stat().st_size if counter.exists() else 0
+        self._save()
+        dist.barrier()
+        if self._place.rank:
+            return {}
+        fresh = {path: size for path, size in self._tree().items() if path not in known}
+        after = counter.stat().st_size if counter.exists() else 0
+        return {"files": len(fresh), "file_bytes": sum(fresh.values()), "fsyncs": after - before}
+
+    def files_of_last(self) -> float:
+        """How many files the newest of two equal steps has."""
+        return len(self._tree()) / 2 if self._place.rank == 0 else 0
+
+    def _tree(self) -> dict[str, int]:
+        return {str(path): path.stat().st_size for path in self._place.folder.rglob("*") if path.is_file()}
+
+    def _save(self) -> tuple[float, float]:
+        self._step += 1
+        dist.barrier()
+        begin = time.perf_counter()
+        self._system.save(self._state, self._step)
+        stall = time.perf_counter() - begin
+        self._wait()
+        return stall, time.perf_counter() - begin
+
+    def _wait(self) -> None:
+        while not self._system.poll():
+            time.sleep(_POLL_S)
+
+    def _loaded(self, load: Callable[[], None]) -> float:
+        """Seconds of a load, which must bring back what was there."""
+        tensors = local_tensors(self._state)
+        expected = [_fingerprint(tensor) for tensor in tensors]
+        for tensor in tensors:
+            tensor.zero_()
+        seconds = self._timed(load)
+        differ = sum(_fingerprint(tensor) != e for tensor, e in zip(tensors, expected, strict=True))
+        if differ:
+            raise AssertionError(f"{differ} of {len(tensors)} tensors came back different")
+        return seconds
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+
+def empty_folder(folder: Path) -> None:
+    """Give the space back. The files stay until the end of the run: a file system may be slow for a while after many
+    were removed."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            os.truncate(path, 0)
+
+
+def _meet() -> None:
+    """Ranks that train together keep step."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(1))
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    """Differs when a load brings back anything else."""
+    return crc32c(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _bytes_read() -> tuple[float, float]:
+    """What this process asked the kernel for, and what came from a device for it, also through mapped files."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return float(lines["rchar"]), float(lines["read_bytes"])
+
+
+def _read(path: Path) -> None:
+    buffer = bytearray(4 << 20)
+    with path.open("rb", buffering=0) as stream:
+        while stream.readinto(buffer):
+            pass

@@ -1,0 +1,1 @@
+"""What the suite saves and loads."""
