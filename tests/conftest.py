@@ -3,6 +3,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import LeakCheck
+from tests.support.template import rank_template
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _template_of_ranks() -> Iterator[None]:
+    """Imports torch in the background while the first tests run."""
+    rank_template()
+    yield
+    rank_template().close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from ckpt.loading.sources import RestoreReport
 from ckpt.saving import held
 from ckpt.shared_memory import SharedMemory
 from tests import layouts
-from tests.support import LeakCheck
-from tests.support.forked_ranks import RankServer
+from tests.support import LeakCheck, rank_values
 
 _DRAIN = timedelta(seconds=30)
 _FLOATS = 50_000
@@ -173,13 +171,6 @@ def test_a_step_that_is_damaged_on_storage_is_not_passed_over(tmp_path: Path, le
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    server = RankServer()
-    yield server
-    server.close()
-
-
 def _join(rank: int, world_size: int, name: str) -> None:
     import torch.distributed as dist
 
@@ -218,8 +209,8 @@ def _fewer(rank: int, world_size: int, root: Path) -> tuple[RestoreReport, bool,
     return report, right, own
 
 
-def test_the_last_of_two_ranks_reads_what_the_lost_one_had_staged(server: RankServer, tmp_path: Path) -> None:
-    _, answer = server.run(_fewer, 2, tmp_path, timeout=50)
+def test_the_last_of_two_ranks_reads_what_the_lost_one_had_staged(tmp_path: Path) -> None:
+    _, answer = rank_values(_fewer, 2, tmp_path, timeout=50)
     report, right, own = answer
     assert right
     assert report.neighbour_memory_bytes > 0
@@ -248,9 +239,9 @@ def _layouts(rank: int, world_size: int, root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_shards_of_every_kind(server: RankServer, tmp_path: Path, world_size: int) -> None:
+def test_shards_of_every_kind(tmp_path: Path, world_size: int) -> None:
     """DTensor in all placements, FSDP, HSDP, tensor parallelism."""
-    assert server.run(_layouts, world_size, tmp_path, timeout=50) == [[]] * world_size
+    assert rank_values(_layouts, world_size, tmp_path, timeout=50) == [[]] * world_size
 
 
 def _different_names(rank: int, world_size: int, root: Path) -> tuple[int | None, float, int]:
@@ -271,8 +262,8 @@ def _different_names(rank: int, world_size: int, root: Path) -> tuple[int | None
     return answer
 
 
-def test_names_that_only_other_ranks_know(server: RankServer, tmp_path: Path) -> None:
-    assert server.run(_different_names, 2, tmp_path, timeout=50) == [(1, 0.0, 0), (1, 1.0, 0)]
+def test_names_that_only_other_ranks_know(tmp_path: Path) -> None:
+    assert rank_values(_different_names, 2, tmp_path, timeout=50) == [(1, 0.0, 0), (1, 1.0, 0)]
 
 
 def test_the_newest_step_stays_in_memory_when_later_saves_are_given_up(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.forked_ranks import RankServer
+from tests.support import rank_values
 
 _RUNS = 20 if os.environ.get("CKPT_RESTART_FAULTS") == "full" else 1
 _LATEST_S = 0.2
 _POLICIES = ("drain", "abort", "writers killed")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    server = RankServer()
-    yield server
-    server.close()
 
 
 def _one_dies(rank: int, world_size: int, folder: Path, policy: str, after_s: float) -> dict[str, Any] | None:
@@ -65,7 +57,7 @@ def _one_dies(rank: int, world_size: int, folder: Path, policy: str, after_s: fl
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_how_many_saves_in_flight_are_lost(server: RankServer, tmp_path: Path) -> None:
+def test_how_many_saves_in_flight_are_lost(tmp_path: Path) -> None:
     choose = random.Random(1)
     lost = dict.fromkeys(_POLICIES, 0)
     seconds: dict[str, list[float]] = {policy: [] for policy in _POLICIES}
@@ -74,7 +66,7 @@ def test_how_many_saves_in_flight_are_lost(server: RankServer, tmp_path: Path) -
         for policy in _POLICIES:
             folder = tmp_path / f"{policy} {number}"
             folder.mkdir()
-            answer, _ = server.run(_one_dies, 2, folder, policy, after_s, returncodes={1: -signal.SIGKILL}, timeout=45)
+            answer, _ = rank_values(_one_dies, 2, folder, policy, after_s, returncodes={1: -signal.SIGKILL}, timeout=45)
             lost[policy] += answer["step"] != 2
             seconds[policy].append(answer["s"])
     for policy in _POLICIES:

@@ -21,19 +21,16 @@ from ckpt.storage.commit import CheckpointRoot
 from ckpt.validation import validate
 from tests.crash.fault_plan import Job, jobs
 from tests.crash.restart_training import run, simulate
-from tests.support.forked_ranks import RankServer
-from tests.support.ranks import RanksFailed
+from tests.support import RanksFailed, run_ranks
 
 _FULL = os.environ.get("CKPT_RESTART_FAULTS") == "full"
 _JOBS = [job for mode in ("drain", "abort") for job in jobs(mode, 40 if _FULL else 3, 7 if _FULL else 3)]
 _COUNTS: Counter[str] = Counter()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    server = RankServer()
-    yield server
-    server.close()
+@pytest.fixture(scope="module", autouse=True)
+def _tell_how_many() -> Iterator[None]:
+    yield
     print(f"\nfaults that happened: {sum(_COUNTS.values())}: {dict(sorted(_COUNTS.items()))}")
 
 
@@ -90,15 +87,23 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("job", _JOBS, ids=str)
-def test_training_comes_to_the_same_end(server: RankServer, tmp_path: Path, job: Job) -> None:
+def test_training_comes_to_the_same_end(tmp_path: Path, job: Job) -> None:
     world_size = job.active + job.spares
     truth = simulate(job.active, job.steps)
     root = CheckpointRoot(str(tmp_path / "root"))
     plan = "\n".join(map(str, job.faults))
     anything = dict.fromkeys(range(world_size)) if job.kills else {}
     try:
-        with server.launch(run, world_size, job, tmp_path, env={"LOGLEVEL": "INFO"}) as fleet:
-            results = fleet.wait(100, anything)
+        results = run_ranks(
+            run,
+            world_size,
+            job,
+            tmp_path,
+            timeout=100,
+            returncodes=anything,
+            env={"LOGLEVEL": "INFO"},
+            init_process_group=False,
+        )
     except RanksFailed as error:
         raise AssertionError(f"seed {job.seed}\n{plan}\n{error}") from None
     events = _events(tmp_path)

@@ -17,7 +17,7 @@ from inprocess import CallWrapper, Wrapper
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.events import RestartEvents
 from tests.inprocess.restarting import SHORT, outcome, seconds
-from tests.support.forked_ranks import RankServer
+from tests.support import rank_values
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_writers_do_not_mix(tmp_path: Path) -> None:
     assert sorted(event["iteration"] for event in read(tmp_path)) == sorted([*range(50)] * 4)
 
 
-def test_each_restart_of_a_job_is_one_line(ranks: RankServer, tmp_path: Path) -> None:
+def test_each_restart_of_a_job_is_one_line(tmp_path: Path) -> None:
     """An exception, a hang in a sleep, a death. The reasons reach all ranks, too."""
 
     def main(rank: int, world_size: int) -> Any:
@@ -100,7 +100,7 @@ def test_each_restart_of_a_job_is_one_line(ranks: RankServer, tmp_path: Path) ->
 
         return train(), reasons
 
-    result, _ = ranks.run(main, 2, returncodes={1: -signal.SIGKILL})
+    result, _ = rank_values(main, 2, returncodes={1: -signal.SIGKILL})
     assert result == (3, [[], [(1, "EXCEPTION")], [(1, "SOFT_TIMEOUT")], [(1, "TERMINATED")]])
     exception, hang, death = read(tmp_path)
     assert [event["iteration"] for event in (exception, hang, death)] == [0, 1, 2]
@@ -127,7 +127,7 @@ def test_each_restart_of_a_job_is_one_line(ranks: RankServer, tmp_path: Path) ->
     assert all(log.count("monitor_process") > 2 for log in logs)
 
 
-def test_a_rank_that_holds_the_interpreter_is_killed_and_its_stacks_are_kept(ranks: RankServer, tmp_path: Path) -> None:
+def test_a_rank_that_holds_the_interpreter_is_killed_and_its_stacks_are_kept(tmp_path: Path) -> None:
     def main(rank: int, world_size: int) -> Any:
         limits = {**SHORT, **seconds(soft_timeout=0.5, hard_timeout=1.0, termination_grace_time=0.1)}
 
@@ -146,7 +146,7 @@ def test_a_rank_that_holds_the_interpreter_is_killed_and_its_stacks_are_kept(ran
 
         return outcome(train)
 
-    reasons, _ = ranks.run(main, 2, returncodes={1: -signal.SIGTERM})
+    reasons, _ = rank_values(main, 2, returncodes={1: -signal.SIGTERM})
     assert [reason[:2] for reason in reasons][:2] == [(1, "SOFT_TIMEOUT"), (1, "HARD_TIMEOUT")]
     assert "in holds_the_interpreter_for_ever" in reasons[1][2]
     (event,) = read(tmp_path)

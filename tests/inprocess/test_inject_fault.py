@@ -91,7 +91,7 @@ def test_a_locked_interpreter() -> None:
         seen = b""
         while select.select([process.stdout], [], [], 20 if b"injects" not in seen else 1)[0]:
             seen += os.read(process.stdout.fileno(), 1000)
-        assert b"injects LOCK_GIL\n" in seen
+        assert b"injects LOCK_GIL" in seen  # the end of the line may come after a tick
         # A signal handler of Python needs the lock that is never released.
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):

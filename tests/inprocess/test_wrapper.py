@@ -22,7 +22,7 @@ from inprocess.initialize import RetryController
 from inprocess.rank_assignment import ActiveWorldSizeDivisibleBy, MaxActiveWorldSize, ShiftRanks
 from inprocess.store import FileStore
 from tests.inprocess.restarting import SHORT, Calls, logged, numbers, outcome, seconds
-from tests.support.forked_ranks import RankServer
+from tests.support import rank_values
 
 # -- the decorator -----------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def test_the_wrapped_function_looks_like_the_function() -> None:
     assert wrapped.__wrapped__ is train  # type: ignore[attr-defined]
 
 
-def test_a_process_group_that_exists_is_refused(ranks: RankServer) -> None:
+def test_a_process_group_that_exists_is_refused() -> None:
     def main(rank: int, world_size: int) -> Any:
         import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def test_a_process_group_that_exists_is_refused(ranks: RankServer) -> None:
         )
         return outcome(Wrapper()(lambda: 1))
 
-    kind, text, _ = ranks.run(main, 1)[0]
+    kind, text, _ = rank_values(main, 1)[0]
     assert kind == "ValueError"
     assert "not torch.distributed.is_initialized()" in text
 
@@ -62,7 +62,7 @@ def test_a_process_group_that_exists_is_refused(ranks: RankServer) -> None:
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_on_one_rank_restarts_all_and_all_know_why(ranks: RankServer) -> None:
+def test_a_fault_on_one_rank_restarts_all_and_all_know_why() -> None:
     def main(rank: int, world_size: int) -> Any:
         calls = Calls()
         ran = []
@@ -88,7 +88,7 @@ def test_a_fault_on_one_rank_restarts_all_and_all_know_why(ranks: RankServer) ->
         with logged() as lines:
             return train(5, name="a"), ran, calls.made, [line for line in lines if line.startswith("WARNING")]
 
-    for rank, (result, ran, made, warnings) in enumerate(ranks.run(main, 2)):
+    for rank, (result, ran, made, warnings) in enumerate(rank_values(main, 2)):
         assert result == ("a", rank)
         assert ran == [(i, 5, "a", (str(rank), "2")) for i in (0, 1)]
         own = "only here" if rank == 1 else None
@@ -106,7 +106,7 @@ def test_a_fault_on_one_rank_restarts_all_and_all_know_why(ranks: RankServer) ->
         assert any("EXCEPTION on rank 1 (ValueError: only here)" in line for line in warnings)
 
 
-def test_hooks_of_the_classic_style_and_hooks_that_return_nothing(ranks: RankServer) -> None:
+def test_hooks_of_the_classic_style_and_hooks_that_return_nothing() -> None:
     def main(rank: int, world_size: int) -> Any:
         calls = Calls()
 
@@ -129,7 +129,7 @@ def test_hooks_of_the_classic_style_and_hooks_that_return_nothing(ranks: RankSer
 
         return train(), calls.made
 
-    for rank, (result, made) in enumerate(ranks.run(main, 2)):
+    for rank, (result, made) in enumerate(rank_values(main, 2)):
         own = "disk" if rank == 0 else None
         assert result == "iteration 1"
         assert made == [
@@ -144,7 +144,7 @@ def test_hooks_of_the_classic_style_and_hooks_that_return_nothing(ranks: RankSer
         ]
 
 
-def test_exceptions_that_cannot_be_copied_or_pickled_or_printed(ranks: RankServer) -> None:
+def test_exceptions_that_cannot_be_copied_or_pickled_or_printed() -> None:
     def main(rank: int, world_size: int) -> Any:
         class WithoutText(Exception):
             def __str__(self) -> str:
@@ -181,7 +181,7 @@ def test_exceptions_that_cannot_be_copied_or_pickled_or_printed(ranks: RankServe
 
         return train(None), seen  # type: ignore[arg-type]
 
-    ((result, seen),) = ranks.run(main, 1)
+    ((result, seen),) = rank_values(main, 1)
     assert result == 5
     assert [kind for kind, _ in seen] == ["WithoutText", "WithoutCopy", "ValueError", "ValueError", "ExceptionGroup"]
     summaries = [summary for _, (summary,) in seen]
@@ -190,7 +190,7 @@ def test_exceptions_that_cannot_be_copied_or_pickled_or_printed(ranks: RankServe
     assert summaries[2].startswith("ValueError: ")
 
 
-def test_one_wrapper_many_functions_many_calls_nothing_left(ranks: RankServer) -> None:
+def test_one_wrapper_many_functions_many_calls_nothing_left() -> None:
     def main(rank: int, world_size: int) -> Any:
         from tests.support import LeakCheck
 
@@ -216,7 +216,7 @@ def test_one_wrapper_many_functions_many_calls_nothing_left(ranks: RankServer) -
         leaks.check()
         return results, before, gc.get_freeze_count(), os.environ["RANK"]
 
-    for rank, (results, threads, frozen, variable) in enumerate(ranks.run(main, 2)):
+    for rank, (results, threads, frozen, variable) in enumerate(rank_values(main, 2)):
         assert results[::2] == [(n, 2, (str(rank), "2")) for n in range(3)]
         assert results[1::2] == [0, -1, -2]
         assert threads == 1
@@ -224,7 +224,7 @@ def test_one_wrapper_many_functions_many_calls_nothing_left(ranks: RankServer) -
         assert variable == str(rank)
 
 
-def test_garbage_of_the_failed_iteration_is_gone_before_the_next(ranks: RankServer) -> None:
+def test_garbage_of_the_failed_iteration_is_gone_before_the_next() -> None:
     def main(rank: int, world_size: int) -> Any:
         import weakref
 
@@ -247,10 +247,10 @@ def test_garbage_of_the_failed_iteration_is_gone_before_the_next(ranks: RankServ
         train()
         return alive
 
-    assert ranks.run(main, 1) == [[[], [False], [False, False]]]
+    assert rank_values(main, 1) == [[[], [False], [False, False]]]
 
 
-def test_a_store_of_torch_will_do(ranks: RankServer, tmp_path: Path) -> None:
+def test_a_store_of_torch_will_do(tmp_path: Path) -> None:
     def main(rank: int, world_size: int, path: str) -> Any:
         @Wrapper(store_factory=FileStore, store_kwargs={"file_name": path, "world_size": world_size})
         def train(call: CallWrapper | None = None) -> int:
@@ -261,14 +261,14 @@ def test_a_store_of_torch_will_do(ranks: RankServer, tmp_path: Path) -> None:
 
         return train()
 
-    assert ranks.run(main, 2, str(tmp_path / "store")) == [1, 1]
+    assert rank_values(main, 2, str(tmp_path / "store")) == [1, 1]
 
 
 # -- leaving -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["KeyboardInterrupt", "SystemExit", "RestartAbort"])
-def test_a_rank_that_leaves_is_restarted_without(ranks: RankServer, kind: str) -> None:
+def test_a_rank_that_leaves_is_restarted_without(kind: str) -> None:
     def main(rank: int, world_size: int) -> Any:
         calls = Calls()
         errors = {"KeyboardInterrupt": KeyboardInterrupt(), "SystemExit": SystemExit(3), "RestartAbort": RestartAbort()}
@@ -282,7 +282,7 @@ def test_a_rank_that_leaves_is_restarted_without(ranks: RankServer, kind: str) -
 
         return outcome(train), calls.made
 
-    (left, left_made), (result, made) = ranks.run(main, 2)
+    (left, left_made), (result, made) = rank_values(main, 2)
     assert left[0] == kind
     assert left[2] == "NoneType"  # no cause
     assert left_made == [("terminate", 0, None, None, (), True)]
@@ -290,14 +290,14 @@ def test_a_rank_that_leaves_is_restarted_without(ranks: RankServer, kind: str) -
     assert made == [("finalize", 0, 1, None, ((0, "BASE_EXCEPTION"),), True)]
 
 
-def test_the_exit_code_of_sys_exit_survives(ranks: RankServer) -> None:
+def test_the_exit_code_of_sys_exit_survives() -> None:
     def main(rank: int, world_size: int) -> None:
         Wrapper()(lambda: sys.exit(7))()
 
-    ranks.run(main, 1, returncodes={0: 7})
+    rank_values(main, 1, returncodes={0: 7})
 
 
-def test_restart_abort_on_all_ranks_ends_the_job(ranks: RankServer) -> None:
+def test_restart_abort_on_all_ranks_ends_the_job() -> None:
     def main(rank: int, world_size: int) -> Any:
         ran = []
 
@@ -311,14 +311,14 @@ def test_restart_abort_on_all_ranks_ends_the_job(ranks: RankServer) -> None:
         return outcome(train), ran
 
     began = time.monotonic()
-    for (kind, text, _), ran in ranks.run(main, 2):
+    for (kind, text, _), ran in rank_values(main, 2):
         assert kind == "RestartAbort"
         assert "max_iterations=2" in text
         assert ran == [0, 1]
     assert time.monotonic() - began < 20  # nobody waited for a barrier
 
 
-def test_too_few_ranks_end_the_job(ranks: RankServer) -> None:
+def test_too_few_ranks_end_the_job() -> None:
     def main(rank: int, world_size: int) -> Any:
         @Wrapper(initialize=RetryController(min_world_size=2))
         def train() -> None:
@@ -327,13 +327,13 @@ def test_too_few_ranks_end_the_job(ranks: RankServer) -> None:
 
         return outcome(train)
 
-    left, ended = ranks.run(main, 2)
+    left, ended = rank_values(main, 2)
     assert left[:2] == ("SystemExit", "gone")
     assert ended[0] == "RestartAbort"
     assert "min_world_size=2" in ended[1]
 
 
-def test_a_rank_that_fails_too_often_leaves(ranks: RankServer) -> None:
+def test_a_rank_that_fails_too_often_leaves() -> None:
     def main(rank: int, world_size: int) -> Any:
         @Wrapper(health_check=FaultCounter(max_rank_faults=1))
         def train(call: CallWrapper | None = None) -> Any:
@@ -346,13 +346,13 @@ def test_a_rank_that_fails_too_often_leaves(ranks: RankServer) -> None:
 
         return outcome(train)
 
-    result, (kind, text, cause) = ranks.run(main, 2)
+    result, (kind, text, cause) = rank_values(main, 2)
     assert result == (2, 1)
     assert (kind, cause) == ("HealthCheckError", "FaultCounterExceeded")
     assert "failed in 2 iterations" in text
 
 
-def test_hooks_that_raise(ranks: RankServer) -> None:
+def test_hooks_that_raise() -> None:
     """Before the function that is a fault like any other; in `abort` and `completion` it is logged; else one leaves."""
 
     def main(rank: int, world_size: int) -> Any:
@@ -398,7 +398,7 @@ def test_hooks_that_raise(ranks: RankServer) -> None:
         with logged() as lines:
             return outcome(train), finalized, [line for line in lines if "hook fails" in line]
 
-    (result, finalized, lines), (left, _, _) = ranks.run(main, 2)
+    (result, finalized, lines), (left, _, _) = rank_values(main, 2)
     assert result == (3, 1)
     assert finalized == ["ValueError", "HealthCheckError", "ValueError"]
     assert len([line for line in lines if "abort hook" in line]) == 3
@@ -406,7 +406,7 @@ def test_hooks_that_raise(ranks: RankServer) -> None:
     assert left[:2] == ("LookupError", "terminate")
 
 
-def test_when_nobody_would_work_all_leave_at_once(ranks: RankServer) -> None:
+def test_when_nobody_would_work_all_leave_at_once() -> None:
     """The last ones, between two iterations: there is nobody whom they could wait for."""
 
     def main(rank: int, world_size: int) -> Any:
@@ -418,7 +418,7 @@ def test_when_nobody_would_work_all_leave_at_once(ranks: RankServer) -> None:
 
         return outcome(train)
 
-    left, other = ranks.run(main, 2)
+    left, other = rank_values(main, 2)
     assert left[0] == "SystemExit"
     assert other[0] == "RestartError"
     assert "nobody would run" in other[1]
@@ -427,7 +427,7 @@ def test_when_nobody_would_work_all_leave_at_once(ranks: RankServer) -> None:
 # -- spares ------------------------------------------------------------------------------------------------------------
 
 
-def test_spares_wait_return_nothing_and_take_over(ranks: RankServer) -> None:
+def test_spares_wait_return_nothing_and_take_over() -> None:
     def main(rank: int, world_size: int) -> Any:
         ran = []
 
@@ -443,7 +443,7 @@ def test_spares_wait_return_nothing_and_take_over(ranks: RankServer) -> None:
 
         return outcome(train), ran, numbers()
 
-    (left, ran_0, _), (one, ran_1, _), (two, ran_2, _), (three, ran_3, variables) = ranks.run(main, 4)
+    (left, ran_0, _), (one, ran_1, _), (two, ran_2, _), (three, ran_3, variables) = rank_values(main, 4)
     assert left[0] == "SystemExit"
     assert ran_0 == [(0, ("0", "2"), 0, 4)]
     assert ran_1 == [(0, ("1", "2"), 1, 4), (1, ("0", "2"), 0, 3)]
@@ -456,7 +456,7 @@ def test_spares_wait_return_nothing_and_take_over(ranks: RankServer) -> None:
 # -- functions that do not cooperate -----------------------------------------------------------------------------------
 
 
-def test_who_swallows_the_exception_is_named_and_gets_it_again(ranks: RankServer) -> None:
+def test_who_swallows_the_exception_is_named_and_gets_it_again() -> None:
     def main(rank: int, world_size: int) -> Any:
         swallowed = []
 
@@ -479,7 +479,7 @@ def test_who_swallows_the_exception_is_named_and_gets_it_again(ranks: RankServer
         with logged() as lines:
             return train(), swallowed, lines
 
-    (first, _, _), (result, swallowed, lines) = ranks.run(main, 2)
+    (first, _, _), (result, swallowed, lines) = rank_values(main, 2)
     assert (first, result) == (1, 1)
     assert swallowed == ["RankShouldRestart", "RankShouldRestart"]
     named = [line for line in lines if "was swallowed near" in line]
@@ -491,7 +491,7 @@ def test_who_swallows_the_exception_is_named_and_gets_it_again(ranks: RankServer
     assert "in train" in again[0]
 
 
-def test_who_swallows_it_for_ever_is_killed(ranks: RankServer) -> None:
+def test_who_swallows_it_for_ever_is_killed() -> None:
     def main(rank: int, world_size: int) -> Any:
         @Wrapper(**{**SHORT, **seconds(soft_timeout=0.5, hard_timeout=1.5)})
         def train(call: CallWrapper | None = None) -> Any:
@@ -506,10 +506,10 @@ def test_who_swallows_it_for_ever_is_killed(ranks: RankServer) -> None:
 
         return train()
 
-    assert ranks.run(main, 2, returncodes={1: -signal.SIGTERM}) == [1, None]
+    assert rank_values(main, 2, returncodes={1: -signal.SIGTERM}) == [1, None]
 
 
-def test_a_hang_is_ended_and_its_rank_goes_on(ranks: RankServer) -> None:
+def test_a_hang_is_ended_and_its_rank_goes_on() -> None:
     """Also one that makes progress for the interpreter, but promised pings."""
 
     def main(rank: int, world_size: int) -> Any:
@@ -532,12 +532,12 @@ def test_a_hang_is_ended_and_its_rank_goes_on(ranks: RankServer) -> None:
 
         return train(), reasons
 
-    for result, reasons in ranks.run(main, 2):
+    for result, reasons in rank_values(main, 2):
         assert result == 2
         assert reasons == [[], [(1, "SOFT_TIMEOUT")], [(0, "SOFT_TIMEOUT")]]
 
 
-def test_hang_protection_can_be_switched_off(ranks: RankServer) -> None:
+def test_hang_protection_can_be_switched_off() -> None:
     def main(rank: int, world_size: int) -> Any:
         @Wrapper(**{**SHORT, **seconds(soft_timeout=0.5, hard_timeout=1.0)})
         def train(call: CallWrapper | None = None) -> int:
@@ -549,10 +549,10 @@ def test_hang_protection_can_be_switched_off(ranks: RankServer) -> None:
 
         return train()
 
-    assert ranks.run(main, 1) == [0]
+    assert rank_values(main, 1) == [0]
 
 
-def test_no_restart_inside_an_atomic_section(ranks: RankServer) -> None:
+def test_no_restart_inside_an_atomic_section() -> None:
     def main(rank: int, world_size: int) -> Any:
         whole = []
 
@@ -578,4 +578,4 @@ def test_no_restart_inside_an_atomic_section(ranks: RankServer) -> None:
 
         return train(), whole
 
-    assert ranks.run(main, 2) == [(1, []), (1, [True])]
+    assert rank_values(main, 2) == [(1, []), (1, [True])]

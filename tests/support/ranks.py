@@ -1,11 +1,12 @@
 """Run a function or a script as N real processes, one per rank, and never leave one behind.
 
-    pytest process                         rank r (own session)
-    launch_ranks() -- subprocess.Popen --> tests.support.rank_main: process group (gloo), call, result file
-         |                                      \\-- whatever it starts inherits TEST_RANKS_ID in its environment
+    pytest process                    rank r (own session)
+    launch_ranks()  -- fork, or --->  function: process group (gloo), call, result file (see `template`)
+         |             Popen          script: as torchrun would start it
+         |                                 \\-- whatever it starts has its session, or TEST_RANKS_ID in the environment
        wait() <------- pidfd of every rank
          |
-       close(): SIGKILL to every process with that TEST_RANKS_ID, also when its parent is long gone
+       close(): SIGKILL to every process of such a session or with that TEST_RANKS_ID, also when its parent is long gone
 
 Output goes to files, so a process that outlives its rank and still holds its stdout cannot block anybody.
 """
@@ -29,7 +30,8 @@ from typing import Any
 import cloudpickle
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.template import REPOSITORY, ForkedRank, rank_template
+
 MARKER = "TEST_RANKS_ID"
 _POLL_S = 0.01
 
@@ -79,13 +81,9 @@ class RankGroup:
         self.world_size = world_size
         self._folder = folder
         self._marker = uuid.uuid4().hex
-        self._processes: list[subprocess.Popen[bytes]] = []
-        if isinstance(target, Path):
-            command = [sys.executable, "-u", str(target), *map(str, args)]
-        else:
-            call = folder / "call.pickle"
-            call.write_bytes(cloudpickle.dumps((target, tuple(args))))
-            command = [sys.executable, "-u", "-m", "tests.support.rank_main", str(folder)]
+        self._processes: list[subprocess.Popen[bytes] | ForkedRank] = []
+        if not isinstance(target, Path):
+            (folder / "call.pickle").write_bytes(cloudpickle.dumps((target, tuple(args))))
         common = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
@@ -102,21 +100,28 @@ class RankGroup:
         }
         try:
             for rank in range(world_size):
-                with open(self._file(rank, "stdout"), "wb") as stdout, open(self._file(rank, "stderr"), "wb") as stderr:
-                    self._processes.append(
-                        subprocess.Popen(
-                            command,
-                            cwd=REPOSITORY,
-                            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            stdin=subprocess.DEVNULL,
-                            stdout=stdout,
-                            stderr=stderr,
-                            start_new_session=True,
-                        )
-                    )
+                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if isinstance(target, Path):
+                    self._processes.append(self._start_script(rank, target, args, environment))
+                else:
+                    self._processes.append(rank_template().fork(folder, environment))
         except BaseException:
             self.close()
             raise
+
+    def _start_script(
+        self, rank: int, script: Path, args: Sequence[Any], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        with open(self._file(rank, "stdout"), "wb") as stdout, open(self._file(rank, "stderr"), "wb") as stderr:
+            return subprocess.Popen(
+                [sys.executable, "-u", str(script), *map(str, args)],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
@@ -126,10 +131,10 @@ class RankGroup:
         self._processes[rank].send_signal(signum)
 
     def stdout(self, rank: int) -> str:
-        return self._file(rank, "stdout").read_text(errors="replace")
+        return self._text(rank, "stdout")
 
     def stderr(self, rank: int) -> str:
-        return self._file(rank, "stderr").read_text(errors="replace")
+        return self._text(rank, "stderr")
 
     def wait_for_output(self, rank: int, pattern: str, timeout: float = 30.0) -> re.Match[str]:
         """Wait until the rank's stdout matches the regular expression; fail at once when the rank ends without it."""
@@ -192,8 +197,10 @@ class RankGroup:
         trainers = {process.pid for process in self._processes}
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.pid not in trainers and process.environ().get(MARKER) == self._marker:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if process.pid in trainers or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if os.getsid(process.pid) in trainers or process.environ().get(MARKER) == self._marker:
                     found.append(process)
         return found
 
@@ -224,6 +231,10 @@ class RankGroup:
 
     def _file(self, rank: int, kind: str) -> Path:
         return self._folder / f"rank_{rank:05d}.{kind}"
+
+    def _text(self, rank: int, kind: str) -> str:
+        file = self._file(rank, kind)
+        return file.read_text(errors="replace") if file.exists() else ""
 
     def _value(self, rank: int) -> Any:
         file = self._file(rank, "result")
@@ -284,3 +295,8 @@ def run_ranks(
         if survivors_timeout is not None:
             group.wait_for_no_survivors(survivors_timeout)
         return results
+
+
+def rank_values(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """`run_ranks` without a process group: what the function returned on each rank, None where it did not."""
+    return [result.value for result in run_ranks(function, world_size, *args, init_process_group=False, **options)]

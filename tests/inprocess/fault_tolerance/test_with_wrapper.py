@@ -14,11 +14,8 @@ from inprocess import CallWrapper, Wrapper
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, RankMonitorClientError
 from inprocess.monitor_process.handle import MonitorProcess
 from inprocess.sections.gate import SECTION_BOARD_ENV
-from tests.inprocess.conftest import ranks
 from tests.inprocess.restarting import seconds
-from tests.support.forked_ranks import RankServer
-
-__all__ = ["ranks"]
+from tests.support import rank_values
 
 QUICK = seconds(progress_watchdog_interval=0.1, monitor_thread_interval=0.2, monitor_process_interval=0.2)
 PATIENT = {**QUICK, **seconds(soft_timeout=45.0, hard_timeout=50.0, last_call_wait=0.0)}
@@ -29,7 +26,7 @@ def hang() -> None:
         time.sleep(60)
 
 
-def test_a_late_section_restarts_the_job(ranks: RankServer) -> None:
+def test_a_late_section_restarts_the_job() -> None:
     def main(rank: int, world_size: int) -> Any:
         found: list[Any] = []
         kept = RankMonitorClient()  # lives through the restart; rank 1 makes a new one each time
@@ -64,7 +61,7 @@ def test_a_late_section_restarts_the_job(ranks: RankServer) -> None:
         train()
         return found, time.monotonic() - begun, os.environ.get(SECTION_BOARD_ENV)
 
-    for found, taken, variable in ranks.run(main, 2):
+    for found, taken, variable in rank_values(main, 2):
         assert found[0] == (0, [])
         assert found[1] == (1, [(1, "SOFT_TIMEOUT")])
         assert found[2][0] == 30.0
@@ -73,7 +70,7 @@ def test_a_late_section_restarts_the_job(ranks: RankServer) -> None:
         assert variable is None
 
 
-def test_a_section_that_outlives_the_restart_ends_the_rank(ranks: RankServer) -> None:
+def test_a_section_that_outlives_the_restart_ends_the_rank() -> None:
     def main(rank: int, world_size: int) -> Any:
         limits = seconds(soft_timeout=44.0, hard_timeout=45.0, last_call_wait=0.0, termination_grace_time=0.1)
 
@@ -94,14 +91,13 @@ def test_a_section_that_outlives_the_restart_ends_the_rank(ranks: RankServer) ->
         begun = time.monotonic()
         return train(), time.monotonic() - begun
 
-    with ranks.launch(main, 2) as fleet:
-        size, taken = fleet.wait(returncodes={1: None})[0].value
+    size, taken = rank_values(main, 2, returncodes={1: None})[0]
     assert size == 1
     assert taken < 40  # long before the limits of progress
 
 
 @pytest.mark.parametrize("ladder", ["limit", "progress"])
-def test_a_slow_rank_that_is_alive(ranks: RankServer, ladder: str) -> None:
+def test_a_slow_rank_that_is_alive(ladder: str) -> None:
     def main(rank: int, world_size: int, ladder: str) -> Any:
         config = FaultToleranceConfig(rank_section_timeouts={"a": 0.3}, ladder=ladder)
 
@@ -120,10 +116,10 @@ def test_a_slow_rank_that_is_alive(ranks: RankServer, ladder: str) -> None:
 
         return train()
 
-    assert ranks.run(main, 1, ladder) == [0 if ladder == "progress" else 1]
+    assert rank_values(main, 1, ladder) == [0 if ladder == "progress" else 1]
 
 
-def test_without_hang_protection_the_clocks_stand_still(ranks: RankServer) -> None:
+def test_without_hang_protection_the_clocks_stand_still() -> None:
     def main(rank: int, world_size: int) -> Any:
         @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 0.6}), **PATIENT)
         def train(call: CallWrapper | None = None) -> int:
@@ -142,12 +138,12 @@ def test_without_hang_protection_the_clocks_stand_still(ranks: RankServer) -> No
         begun = time.monotonic()
         return train(), time.monotonic() - begun
 
-    ((iteration, taken),) = ranks.run(main, 1)
+    ((iteration, taken),) = rank_values(main, 1)
     assert iteration == 1
     assert taken > 2.0
 
 
-def test_another_monitor_process_goes_on_with_the_same_board(ranks: RankServer) -> None:
+def test_another_monitor_process_goes_on_with_the_same_board() -> None:
     def main(rank: int, world_size: int) -> Any:
         @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 1.0}), **PATIENT)
         def train(call: CallWrapper | None = None) -> int:
@@ -164,10 +160,10 @@ def test_another_monitor_process_goes_on_with_the_same_board(ranks: RankServer) 
 
         return train()
 
-    assert ranks.run(main, 2, timeout=50.0) == [1, 1]
+    assert rank_values(main, 2, timeout=50.0) == [1, 1]
 
 
-def test_one_client_at_a_time(ranks: RankServer) -> None:
+def test_one_client_at_a_time() -> None:
     def main(rank: int, world_size: int) -> Any:
         @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 60.0}), **PATIENT)
         def train() -> str:
@@ -184,4 +180,4 @@ def test_one_client_at_a_time(ranks: RankServer) -> None:
 
         return train()
 
-    assert "another client" in ranks.run(main, 1)[0]
+    assert "another client" in rank_values(main, 1)[0]
