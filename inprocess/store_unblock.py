@@ -35,7 +35,7 @@ def break_store_wait() -> bool:
         return False
     if frame.f_code.co_name == "_create_c10d_store":
         return _break_only_connection_to(frame.f_locals.get("port"))
-    task = threading.main_thread().native_id or 0
+    task = os.getpid()  # the main thread; what `threading` says of it may be older than a fork
     call = syscall_of(task)
     fd = fd_waited_for(call) if call is not None else None
     if fd is None:

@@ -107,9 +107,13 @@ def test_a_killed_server_takes_no_call_with_it(queue: AsyncCallsQueue, tmp_path:
     assert after["server"] != before["server"]
 
 
+def _newest_child() -> psutil.Process:
+    return max(psutil.Process().children(), key=psutil.Process.create_time)
+
+
 def test_a_server_killed_at_its_start_is_replaced(queue: AsyncCallsQueue, leak_check: LeakCheck) -> None:
     queue.start()
-    (server,) = psutil.Process().children()
+    server = _newest_child()
     server.kill()
     assert ask(queue, functions.report_identity)["server"] != server.pid
 
@@ -117,7 +121,7 @@ def test_a_server_killed_at_its_start_is_replaced(queue: AsyncCallsQueue, leak_c
 def test_a_server_that_hangs_at_its_start_is_given_up(leak_check: LeakCheck) -> None:
     with AsyncCallsQueue(timeout_s=30, config=WriterConfig(start_timeout_s=1.0)) as queue:
         queue.start()
-        (server,) = psutil.Process().children()
+        server = _newest_child()
         server.suspend()
         queue.schedule_async_request(AsyncRequest(functions.nothing, (), []))
         assert queue.maybe_finalize_async_calls(blocking=True) == [0]

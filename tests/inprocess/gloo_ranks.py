@@ -45,7 +45,6 @@ class AborterThread:
         self.result: Any = None
         self._abort = abort
         self._after = after
-        self._main = threading.main_thread()
         self._joined = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -62,7 +61,7 @@ class AborterThread:
         deadline = time.monotonic() + 20
         previous = None
         while time.monotonic() < deadline:
-            call = syscall_of(self._main.native_id or 0)
+            call = syscall_of(os.getpid())  # the number of the main thread, too
             if call is not None and call == previous:  # twice the same one, 10 ms apart
                 break
             previous = call

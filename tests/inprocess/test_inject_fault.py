@@ -34,8 +34,12 @@ PROGRAM = """
 import sys, threading
 from inprocess.tools.inject_fault import Fault, inject_fault
 
+def tell(line):
+    sys.stdout.write(line)  # at once, so that lines of two threads do not mix
+    sys.stdout.flush()
+
 def report(fault):
-    print("injects", fault.name, flush=True)
+    tell(f"injects {fault.name}\\n")
 
 try:
     injection = inject_fault([Fault[sys.argv[1]]], delay=0.0, keep_alive=0, callback=report)
@@ -43,10 +47,10 @@ try:
     while True:
         injection.check()
         if sys.argv[2]:
-            print(sys.argv[2], flush=True)
+            tell(sys.argv[2] + "\\n")
         never.wait(0.01)
 except BaseException as error:
-    print("raised", type(error).__name__, flush=True)
+    tell(f"raised {type(error).__name__}\\n")
 """
 
 
@@ -91,7 +95,7 @@ def test_a_locked_interpreter() -> None:
         seen = b""
         while select.select([process.stdout], [], [], 20 if b"injects" not in seen else 1)[0]:
             seen += os.read(process.stdout.fileno(), 1000)
-        assert b"injects LOCK_GIL" in seen  # the end of the line may come after a tick
+        assert b"injects LOCK_GIL\n" in seen
         # A signal handler of Python needs the lock that is never released.
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
