@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+# So many tests at a time. Most of them wait for processes more than they compute.
+TEST_JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 .DEFAULT_GOAL := test
 .PHONY: test lint pytest test-faults demo bench bench-full clean
@@ -19,14 +22,14 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 pytest: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # The crash matrix and the fault matrix by themselves: all of both (`make test` runs some of their cells), verbose.
 # The second one has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
 test-faults: $(INSTALLED)
-	CKPT_CRASH_MATRIX=full CKPT_RESTART_FAULTS=full $(BIN)/python -m pytest -v tests/crash tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
-	INPROCESS_FAULT_MATRIX=full $(BIN)/python -m pytest -v tests/inprocess/faults $(PYTEST_ARGS)
-	INPROCESS_FAULT_MATRIX=full $(BIN)/python -m pytest -v tests/inprocess/fault_tolerance tests/examples $(PYTEST_ARGS)
+	CKPT_CRASH_MATRIX=full CKPT_RESTART_FAULTS=full $(PYTEST) -v tests/crash tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
+	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
+	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/fault_tolerance tests/examples $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools.demo

@@ -9,11 +9,11 @@ import sys
 import time
 
 from inprocess.flight_recorder import dump_flight_recorder
-from inprocess.gloo_peers import answer_for_missing_peers
-from inprocess.gloo_unblock import break_gloo_connections
-from inprocess.process_groups import abort_nccl, destroy_groups, discard_process_groups
 from inprocess.state import FrozenState
-from inprocess.store_unblock import break_store_wait
+from inprocess.unblock.gloo import break_gloo_connections
+from inprocess.unblock.gloo_peers import answer_for_missing_peers
+from inprocess.unblock.process_groups import abort_nccl, destroy_groups, discard_process_groups
+from inprocess.unblock.store_wait import break_store_wait
 
 __all__ = [
     "Abort",
@@ -44,8 +44,8 @@ class AbortTorchDistributed(Abort):
     """Ends all torch process groups: blocked collectives fail, and new groups can be made afterwards.
 
     Gloo operations, and waits for other ranks in the creation of a group, end with an error within a few milliseconds;
-    `inprocess.gloo_unblock` and `inprocess.store_unblock` name what cannot be freed and lasts until its own timeout.
-    NCCL communicators are aborted all at once. Then the groups are destroyed. Nothing to do is fine, too.
+    `inprocess.unblock.gloo` and `inprocess.unblock.store_wait` name what cannot be freed and lasts until its own
+    timeout. NCCL communicators are aborted all at once. Then the groups are destroyed. Nothing to do is fine, too.
 
     `torch_fr_trace_path` is a folder for the flight recorder (see `dump_flight_recorder`); by default it is read from
     the environment. `timeout` bounds, in seconds, the abort of NCCL and the destruction, each.

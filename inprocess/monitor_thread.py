@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from inprocess.agreement import Agreement, Outcome
-from inprocess.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
-from inprocess.atomic import AtomicLock
 from inprocess.attribution import Interruption, InterruptionRecord, format_interruptions
 from inprocess.exception import RankShouldRestart, StoreError, TimeoutError
+from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
+from inprocess.main_thread.atomic import AtomicLock
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.state import FrozenState
 

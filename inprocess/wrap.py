@@ -16,11 +16,12 @@ from typing import Any, ParamSpec, TypeVar
 from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
-from inprocess.atomic import AtomicLock
 from inprocess.call_injection import inject
 from inprocess.coordination.wire import Host
 from inprocess.hook_chain import HookChain
-from inprocess.interrupt import MainThreadInterrupter
+from inprocess.main_thread.atomic import AtomicLock
+from inprocess.main_thread.interrupt import MainThreadInterrupter
+from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.handle import MonitorProcess
 from inprocess.monitor_process.messages import Configure, Started
 from inprocess.monitor_process.stores import describe_store, iteration_store
@@ -29,10 +30,9 @@ from inprocess.protocol import RestartProtocol
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
 from inprocess.settings import Settings, require_no_process_group
-from inprocess.stacks import StackReporter
 from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
-from inprocess.store_connection import interruptible_store_connections
+from inprocess.unblock.store_connection import interruptible_store_connections
 
 __all__ = ["CallWrapper", "Wrapper"]
 

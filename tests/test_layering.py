@@ -32,12 +32,10 @@ ALLOWED: dict[str, set[str]] = {
 # Units of inprocess, in layers: a unit may import what stands in a layer before its own, and nothing else.
 INPROCESS_LAYERS: tuple[set[str], ...] = (
     # Mechanisms that know nothing of restarts.
-    {"async_raise", "atomic", "attribution", "call_injection", "compose", "exception", "hardware"}
-    | {"main_thread_probe", "own_sockets", "realtime_signals", "settings", "store_connection", "tools"},
-    {"agreement", "bounded_call", "coordination", "events", "gloo_unblock", "interrupt", "progress_watchdog"}
-    | {"stacks", "state", "store_unblock"},
-    {"completion", "finalize", "flight_recorder", "gloo_peers", "health_check", "initialize", "process_groups"}
-    | {"rank_assignment", "sections", "store", "terminate"},
+    {"attribution", "call_injection", "compose", "exception", "hardware", "main_thread", "settings", "tools"},
+    {"agreement", "bounded_call", "coordination", "events", "progress_watchdog", "state"},
+    {"completion", "finalize", "flight_recorder", "health_check", "initialize", "rank_assignment", "sections", "store"}
+    | {"terminate", "unblock"},
     {"abort", "monitor_process", "monitor_thread", "rank_filter"},
     # The hooks as the protocol calls them; then the protocol; then what users call.
     {"hooks", "nested_restarter", "protocol"},

@@ -43,10 +43,10 @@ from inprocess.fault_tolerance.limits import learned_state, with_learned
 from inprocess.fault_tolerance.link import MonitorLink
 from inprocess.fault_tolerance.recorder import Forked, Recorder
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalcError
+from inprocess.main_thread.stacks import StackReporter
 from inprocess.sections.board import Board
 from inprocess.sections.gate import SECTION_BOARD_ENV
 from inprocess.sections.making import make_board
-from inprocess.stacks import StackReporter
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 

@@ -25,12 +25,12 @@ from inprocess.fault_tolerance import sockets, wire
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
 from inprocess.fault_tolerance.state_machine import RankMonitorState, RankMonitorStateMachine
+from inprocess.main_thread.stacks import read_stacks
 from inprocess.monitor_process.target import Target
 from inprocess.sections.board import Board, BoardError
 from inprocess.sections.board_reading import read_board
 from inprocess.sections.diagnosis import report_alarm
 from inprocess.sections.watch import Alarm, SectionWatch
-from inprocess.stacks import read_stacks
 
 __all__ = ["Station"]
 

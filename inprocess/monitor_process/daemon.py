@@ -21,6 +21,7 @@ from typing import Any
 from inprocess.agreement import Agreement, CoordinationStore, depart
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.exception import RestartError
+from inprocess.main_thread.stacks import read_stacks
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.limits import Limit, ProgressLimits
 from inprocess.monitor_process.messages import Channel, Message
@@ -29,7 +30,6 @@ from inprocess.monitor_process.stores import iteration_store, open_store
 from inprocess.monitor_process.target import Target
 from inprocess.progress_watchdog import Timestamp
 from inprocess.sections.embedded import EmbeddedSections, Step
-from inprocess.stacks import read_stacks
 
 __all__ = ["Daemon"]
 

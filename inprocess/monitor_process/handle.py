@@ -6,6 +6,7 @@ of the store, the iteration, and whether time limits count.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -31,6 +32,10 @@ _END_TIMEOUT_S = 5.0
 _MOST_DEATHS_IN_A_ROW = 3
 _QUIET_S = 60.0
 _HOSTS = 4  # so many ranks host the store or stand by; a later host of the same rank comes after all first ones
+
+
+class _KilledAtStart(InternalError):
+    """A signal ended it before it had said anything, as one can at any other time."""
 
 
 class MonitorProcess:
@@ -79,7 +84,7 @@ class MonitorProcess:
     def start(self) -> Started:
         """Start it; returns when it runs, and hosts the store if it is to. InternalError if it does not."""
         try:
-            started = self._spawn()
+            started = self._spawn_again_if_killed()
         except BaseException:
             self.shutdown(completed=False)
             raise
@@ -165,6 +170,16 @@ class MonitorProcess:
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
+    def _spawn_again_if_killed(self) -> Started:
+        while True:
+            try:
+                return self._spawn()
+            except _KilledAtStart as error:
+                self._deaths += 1
+                if self._deaths >= _MOST_DEATHS_IN_A_ROW or self._closing:
+                    raise
+                _log.error("%s; starting another one", error)
+
     def _spawn(self) -> Started:
         channel, theirs = Channel.pair()
         arguments = [sys.executable, "-P", "-m", "inprocess.monitor_process", str(theirs.fileno())]
@@ -233,7 +248,7 @@ class MonitorProcess:
         position = self._config.host_position
         if position is not None:
             self._config = replace(self._config, host_position=position + _HOSTS, host_address=None)
-        started = self._spawn()
+        started = self._spawn_again_if_killed()
         if self._connect is None or self._closing:
             return
         if self._describe_store is not None:
@@ -256,6 +271,8 @@ def _wait_started(channel: Channel, process: subprocess.Popen[bytes]) -> Started
         try:
             answer = channel.receive()
         except EOFError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_TIMEOUT_S)
             break
         if isinstance(answer, Started):
             return answer
@@ -263,10 +280,12 @@ def _wait_started(channel: Channel, process: subprocess.Popen[bytes]) -> Started
             process.wait()
             channel.close()
             raise InternalError(f"the monitor process could not start: {answer.message}")
+    killed_by_others = (process.poll() or 0) < 0
     process.kill()
     code = process.wait()
     channel.close()
-    raise InternalError(f"the monitor process did not start (exit code {code}); see its log file")
+    kind = _KilledAtStart if killed_by_others else InternalError
+    raise kind(f"the monitor process did not start (exit code {code}); see its log file")
 
 
 def _python_path() -> str:

@@ -18,7 +18,7 @@ from ckpt.errors import WriterError
 from ckpt.shared_memory import SharedMemory
 from tests.async_calls import functions
 from tests.async_calls.functions import Call, Gate, ask
-from tests.support import LeakCheck
+from tests.support import LeakCheck, is_gone
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_hanging_call_is_killed(tmp_path: Path, leak_check: LeakCheck) -> None
         gate.wait_entered()
         with pytest.raises(WriterError, match=r"made no progress for 0\.3 s and was killed"):
             queue.maybe_finalize_async_calls(blocking=True)
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert is_gone(pid)
         assert ask(queue, functions.report_identity)["pid"] != pid
 
 

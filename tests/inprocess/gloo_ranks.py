@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from inprocess.own_sockets import syscall_of
 from inprocess.state import FrozenState
+from inprocess.unblock.own_sockets import syscall_of
 
 WAIT = timedelta(seconds=30)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from inprocess import process_groups
 from inprocess.abort import (
     AbortPersistentCheckpointProcesses,
     AbortTorchDistributed,
@@ -26,7 +25,8 @@ from inprocess.abort import (
     unblock_main_thread,
 )
 from inprocess.flight_recorder import dump_flight_recorder
-from inprocess.store_connection import interruptible_store_connections
+from inprocess.unblock import process_groups
+from inprocess.unblock.store_connection import interruptible_store_connections
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import launch_ranks, run_ranks
 
@@ -248,7 +248,7 @@ def with_a_store_of_the_caller(rank: int, world_size: int) -> bool:
     else:
 
         def abort() -> Any:
-            from inprocess.store_unblock import break_store_wait
+            from inprocess.unblock.store_wait import break_store_wait
 
             broken = break_store_wait()
             other = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)

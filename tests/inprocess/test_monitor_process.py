@@ -28,7 +28,7 @@ from inprocess.monitor_process.messages import Configure
 from inprocess.monitor_process.stores import iteration_store
 from inprocess.monitor_process.target import Target
 from inprocess.progress_watchdog import Timestamp
-from tests.support import LeakCheck
+from tests.support import LeakCheck, is_gone
 
 LONG_S = 20.0
 SLEEPER = "import time; print('ready', flush=True); time.sleep(1000)"
@@ -130,10 +130,6 @@ def eventually(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not in {LONG_S} s: {what}"
         time.sleep(0.01)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 # -- time limits -------------------------------------------------------------------------------------------------------
@@ -241,7 +237,7 @@ def test_a_dead_rank_is_spoken_for(job: Job) -> None:
     other.arrive_at_end(0)
     roster = other.wait_roster(0, LONG_S)
     assert (roster.terminated_ranks, roster.gone) == ({1}, {1})
-    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+    eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
 
 
 def test_nothing_is_said_about_a_rank_that_has_left(job: Job) -> None:
@@ -249,7 +245,7 @@ def test_nothing_is_said_about_a_rank_that_has_left(job: Job) -> None:
     monitor = job.monitor(rank)
     monitor.leave()
     rank.process.kill()
-    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+    eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
     assert job.agreement().wait_outcome(0.0) is None
 
 
@@ -257,7 +253,7 @@ def test_a_rank_that_dies_before_the_monitor_is_connected(job: Job) -> None:
     rank = job.rank()
     monitor = job.unconnected(rank.process.pid)
     rank.process.kill()
-    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+    eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
 
 
 def test_a_node_that_vanishes_is_noticed_by_its_neighbour(job: Job) -> None:
@@ -310,12 +306,34 @@ def test_monitors_that_die_again_and_again(job: Job) -> None:
     assert "3 times in a row" in str(job.lost[0])
 
 
+def test_one_that_is_killed_while_it_starts_is_replaced(job: Job) -> None:
+    rank, killed = job.rank(), threading.Event()
+
+    def kill_the_next() -> None:
+        before = set(psutil.Process().children())
+        ready.set()
+        while not killed.is_set():
+            for child in set(psutil.Process().children()) - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+                    killed.set()
+
+    ready = threading.Event()
+    killer = threading.Thread(target=kill_the_next)
+    killer.start()
+    ready.wait()
+    job.monitor(rank, soft_timeout_s=0.5)
+    killer.join()
+    assert job.faults() == [(0, "SOFT_TIMEOUT")]
+    assert job.lost == []
+
+
 def test_pid_file_and_log_file(job: Job, tmp_path: Path) -> None:
     rank, log, pidfile = job.rank(), tmp_path / "logs" / "monitor.log", tmp_path / "pids" / "monitor.pid"
     monitor = job.monitor(rank, logfile=str(log), pidfile=str(pidfile))
     assert int(pidfile.read_text()) == monitor.pid
     rank.process.kill()
-    eventually(lambda: gone(monitor.pid), "the monitor ends after its rank")
+    eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
     assert not pidfile.exists()
     died = [line for line in log.read_text().splitlines() if line.endswith("has died")]
     assert len(died) == 1
@@ -363,7 +381,7 @@ def test_signals_for_the_rank_do_not_reach_it(job: Job) -> None:
     monitor.disable_sibling_monitor()
     assert job.agreement().wait_outcome(0.2) is None
     assert monitor.pid == pid
-    assert not gone(pid)
+    assert not is_gone(pid)
 
 
 def test_it_ends_with_the_call(job: Job) -> None:

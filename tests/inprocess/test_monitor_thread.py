@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from inprocess.agreement import Agreement, Outcome
-from inprocess.atomic import AtomicLock
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import CoordinationStore, Namespace, StoreServer
 from inprocess.exception import RankShouldRestart
-from inprocess.interrupt import MainThreadInterrupter
+from inprocess.main_thread.atomic import AtomicLock
+from inprocess.main_thread.interrupt import MainThreadInterrupter
 from inprocess.monitor_thread import MonitorThread
 from inprocess.progress_watchdog import ProgressWatchdog, Timestamp
 from inprocess.state import FrozenState

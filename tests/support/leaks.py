@@ -78,6 +78,14 @@ def _difference(before: _Holdings, after: _Holdings) -> list[str]:
     ]
 
 
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended, also if nobody has waited for it yet."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 class LeakCheck:
     """Compares what this process holds with what it held at the start, or at the last `rebase()`.
 

@@ -15,8 +15,8 @@ import socket
 import sys
 import time
 
-from inprocess.gloo_unblock import listening_sockets
-from inprocess.store_unblock import main_thread_frame_in_groups
+from inprocess.unblock.gloo import listening_sockets
+from inprocess.unblock.store_wait import main_thread_frame_in_groups
 
 __all__ = ["answer_for_missing_peers"]
 

@@ -26,7 +26,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from inprocess.realtime_signals import find_free_signal, read_signal_sets
+from inprocess.main_thread.realtime_signals import find_free_signal, read_signal_sets
 
 __all__ = ["MainThreadInterrupter"]
 

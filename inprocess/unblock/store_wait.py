@@ -5,7 +5,7 @@ an exception from another thread, but ends at once when its connection breaks.
 
 Cannot be had, and ends at the timeout given to `init_process_group`:
 * a store that the caller passed in (`store=`): it may serve others, for example the restart protocol itself;
-* attempts to connect to a store that nobody serves (yet), unless `inprocess.store_connection` is active;
+* attempts to connect to a store that nobody serves (yet), unless `inprocess.unblock.store_connection` is active;
 * `FileStore` and `HashStore`, which have no connection.
 """
 
@@ -16,7 +16,7 @@ import sys
 import threading
 from types import FrameType
 
-from inprocess.own_sockets import fd_waited_for, peer_port, pinned, shut_down, syscall_of
+from inprocess.unblock.own_sockets import fd_waited_for, peer_port, pinned, shut_down, syscall_of
 
 __all__ = ["break_store_wait", "main_thread_frame_in_groups"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inprocess import async_raise as module
-from inprocess.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
+from inprocess.main_thread import async_raise as module
+from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
 from tests.support import LeakCheck
 
 

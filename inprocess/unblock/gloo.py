@@ -23,7 +23,7 @@ import contextlib
 import os
 import time
 
-from inprocess.own_sockets import (
+from inprocess.unblock.own_sockets import (
     Watched,
     is_epoll_wait,
     listening_address,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from inprocess.async_raise import async_raise
-from inprocess.atomic import AtomicLock
+from inprocess.main_thread.async_raise import async_raise
+from inprocess.main_thread.atomic import AtomicLock
 
 
 class Thrown(BaseException):
@@ -172,7 +172,7 @@ class TestHold:
             assert waited.wait(20)
         thread.join(20)
         assert done.is_set()
-        assert [record.name for record in caplog.records] == ["inprocess.atomic"]
+        assert [record.name for record in caplog.records] == ["inprocess.main_thread.atomic"]
         assert is_free(lock)
 
     def test_released_when_the_body_raises(self) -> None:

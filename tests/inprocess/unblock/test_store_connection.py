@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from inprocess.async_raise import async_raise
-from inprocess.store_connection import interruptible_store_connections
+from inprocess.main_thread.async_raise import async_raise
+from inprocess.unblock.store_connection import interruptible_store_connections
 
 rendezvous: Any = importlib.import_module(
     "torch.distributed.rendezvous"

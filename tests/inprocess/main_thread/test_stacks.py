@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from inprocess.realtime_signals import read_signal_sets
-from inprocess.stacks import StackReporter, read_stacks
+from inprocess.main_thread.realtime_signals import read_signal_sets
+from inprocess.main_thread.stacks import StackReporter, read_stacks
 from tests.support import LeakCheck
 
 _TIMEOUT_S = 20.0
 _PRELUDE = """
 import ctypes, os, signal, sys, threading, time
-from inprocess.stacks import StackReporter
+from inprocess.main_thread.stacks import StackReporter
 reporter = StackReporter()
 reporter.install()
 def wait_for_mutex(libc):

@@ -1,0 +1,1 @@
+"""The main thread, reached from outside: thrown into, woken, looked at, and left alone where it must be."""
