@@ -76,8 +76,12 @@ def read_index(path: str) -> CheckpointIndex:
     """
     root_path = os.path.join(path, "zarr.json")
     data = _read(root_path, path)
-    _check_version(data, root_path)
-    document = unseal_root(data, root_path)
+    try:
+        document = unseal_root(data, root_path)
+    except CheckpointCorruptError:
+        _check_version(data, root_path)  # a newer version may seal its documents in another way
+        raise
+    _check_version(data, root_path, document)
     try:
         summary = document["attributes"]["ckpt"]
         nodes = document["consolidated_metadata"]["metadata"]
@@ -112,10 +116,9 @@ def _read(path: str, step_path: str) -> bytes:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _check_version(data: bytes, where: str) -> None:
-    """A newer version may seal its documents in another way, so look before judging the rest."""
+def _check_version(data: bytes, where: str, document: dict[str, Any] | None = None) -> None:
     try:
-        version = json.loads(data)["attributes"]["ckpt"]["format"]
+        version = (document or json.loads(data))["attributes"]["ckpt"]["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return
     if isinstance(version, int) and version > FORMAT_VERSION:

@@ -28,6 +28,7 @@ __all__ = ["canonical", "decode_value", "encode_value", "seal", "seal_root", "un
 _MAX_DOCUMENT_BYTES = 1 << 31
 _MAX_NESTING = 100
 _SEAL = "crc32c"
+_MAX_LOOKALIKES = 8
 _DICTIONARIES: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
 
 
@@ -49,7 +50,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     `where` is the file, for the message of the `CheckpointCorruptError` that is raised for any other bytes.
     """
     document = _parse(data, where)
-    _check(document.pop(_SEAL, None), document, where)
+    _check(document.pop(_SEAL, None), document, data, where)
     return document
 
 
@@ -65,7 +66,7 @@ def unseal_root(data: bytes, where: str) -> dict[str, Any]:
         checksum = document["attributes"]["ckpt"].pop(_SEAL, None)
     except (KeyError, TypeError, AttributeError):
         _corrupt(where, "it has no seal")
-    _check(checksum, document, where)
+    _check(checksum, document, data, where)
     return document
 
 
@@ -173,17 +174,37 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
         _corrupt(where, f"it has {len(data)} bytes")
     try:
         document = json.loads(data.decode("ascii"))
-        if isinstance(document, dict) and canonical(document) == data:
+        if isinstance(document, dict):
             return document
     except (ValueError, RecursionError) as error:
         _corrupt(where, f"it is not JSON ({error}), perhaps truncated", error)
     _corrupt(where, "it is not in the form it was written in")
 
 
-def _check(checksum: object, document: dict[str, Any], where: str) -> None:
-    actual = crc32c(canonical(document))
+def _check(checksum: object, document: dict[str, Any], data: bytes, where: str) -> None:
+    """`document` is without its seal, `data` with it."""
+    try:
+        unsealed = canonical(document)
+    except (ValueError, RecursionError) as error:
+        _corrupt(where, f"it is not in the form it was written in ({error})", error)
+    actual = crc32c(unsealed)
     if type(checksum) is not int or checksum != actual:
         _corrupt(where, f"its checksum is {actual}, recorded is {checksum}")
+    if not _is_with_member(data, unsealed, b'"%s":%d' % (_SEAL.encode(), checksum)):
+        _corrupt(where, "it is not in the form it was written in")
+
+
+def _is_with_member(data: bytes, without: bytes, member: bytes) -> bool:
+    """Whether `data` is the document `without` with one more member, first, last, or in between."""
+    at = -1
+    for _ in range(_MAX_LOOKALIKES):
+        at = data.find(member, at + 1)
+        if at < 0:
+            return False
+        end = at + len(member)  # and the comma before or behind it, if it has neighbours
+        if any(data[:first] + data[last:] == without for first, last in ((at, end + 1), (at - 1, end), (at, end))):
+            return True
+    return False
 
 
 def _with_root_seal(document: dict[str, Any], checksum: int) -> dict[str, Any]:
