@@ -6,14 +6,17 @@ A slot keeps a step until it is staged over. Its last page says which save is in
     word 1          the generation that word 0 must have for the slot to be complete
     byte 64 on      the name of the save
 
-The bytes are believed only after their checksums, taken by the writer when the step was written, were found again. Runs
-in the trainer; makes no collective, except for `share`.
+The bytes are believed only after their checksums, taken by the writer when the step was written, were found again: file
+by file, each copied at once, while it is in the cache. Runs in the trainer; makes no collective, except for `share`.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
+import threading
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,10 +26,10 @@ import torch
 
 from ckpt.errors import CheckpointError
 from ckpt.paths import Path
-from ckpt.planning.save_plan import SavePlan
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
-from ckpt.saving.part import Part, PartPlan, copies_from
+from ckpt.saving.part import LocalBoxes, Part, PartPlan, copies_from
+from ckpt.saving.planner import Planned
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot
 from ckpt.staging.copy import unstage
@@ -41,16 +44,22 @@ _log = logging.getLogger("ckpt")
 HEADER_BYTES = 4096  # a page behind the images
 _NAME_OFFSET = 64
 _NAME_BYTES = 256
-_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a plan lays out slots."""
+    """How a plan lays out slots, this rank's among them."""
 
-    plan: SavePlan
+    planned: Planned
     compression: str | None
     max_slot_bytes: int | None
+
+    def part_of(self, holder: int, boxes: LocalBoxes, rank: int) -> Part:
+        """What the slot of `holder` has of these boxes."""
+        own = self.planned.part
+        if holder == rank == own.plan.rank and boxes == self.planned.boxes:
+            return own
+        return copies_from(self.planned.save_plan, holder, boxes, rank, self.max_slot_bytes, self.compression)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,9 @@ class HeldMemory:
         self._own_rank = 0
         self._layout: _Layout | None = None
 
-    def share(self, ranks: Ranks, plan: SavePlan, compression: str | None) -> None:
+    def share(self, ranks: Ranks, planned: Planned, compression: str | None) -> None:
         """A state was planned: exchange slots with the neighbours. Collective."""
-        self._layout = _Layout(plan, compression, self._arena.max_slot_bytes)
+        self._layout = _Layout(planned, compression, self._arena.max_slot_bytes)
         self._own_rank = ranks.rank
         self._close_neighbours()
         if ranks.world_size > 1:
@@ -99,23 +108,23 @@ class HeldMemory:
         to one rank alone, that of `rank` is taken.
         """
         layout = self._layout
-        if layout is None or layout.compression is not None or summary.get("plan") != layout.plan.digest:
+        if layout is None or layout.compression is not None or summary.get("plan") != layout.planned.save_plan.digest:
             return Filled(frozenset(), 0, 0)  # of compressed bytes there are no checksums to compare those here with
         boxes = {path: leaf.boxes for path, leaf in leaves.items()}
-        parts: dict[int, tuple[Part, SharedMemory]] = {}
-        save_name = str(summary["save"])
-        for holder, region in self._holding(save_name).items():
-            part = copies_from(layout.plan, holder, boxes, rank, layout.max_slot_bytes, layout.compression)
-            if part.plan.pieces == 1 and part.copies[0] and self._is_sound(step_path, part, region):
-                parts[holder] = part, region
-        complete = _complete((op for part, _ in parts.values() for op in part.copies[0]), leaves)
         tensors = {path: leaf.local for path, leaf in leaves.items()}
+        save_name = str(summary["save"])
+        sound: list[CopyOp] = []
         copied: dict[int, dict[Path, int]] = {}
-        for holder, (part, region) in parts.items():
-            ops = [op for op in part.copies[0] if op.path in complete]
-            copied[holder] = unstage(ops, tensors, torch.frombuffer(region.buffer, dtype=torch.uint8))
-            if not self._holds(region, save_name):  # a neighbour that the fault has not reached yet stages over it
-                complete -= copied[holder].keys()
+        for holder, region in self._holding(save_name).items():
+            part = layout.part_of(holder, boxes, rank)
+            if part.plan.pieces > 1 or not part.copies[0]:
+                continue
+            by_path = _verify_and_copy(step_path, part, region, tensors)
+            # A neighbour that the fault has not reached yet may have begun to stage over it.
+            if by_path is not None and self._holds(region, save_name):
+                copied[holder] = by_path
+                sound += part.copies[0]
+        complete = _complete(sound, leaves)
         nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
         own = nbytes.pop(self._own_rank, 0)
         return Filled(frozenset(complete), own, sum(nbytes.values()))
@@ -135,24 +144,6 @@ class HeldMemory:
         arrived, expected = struct.unpack_from("<QQ", header)
         return name == save_name.encode() and arrived == expected != 0
 
-    def _is_sound(self, step_path: str, part: Part, region: SharedMemory) -> bool:
-        """Whether the images are, checksum by checksum, what was written."""
-        try:
-            recorded = _recorded(step_path, part.plan.rank)
-        except CheckpointError as error:
-            _log.warning("the staging memory of rank %d is not used: %s", part.plan.rank, error)
-            return False
-        with ThreadPoolExecutor(_THREADS, "ckpt-verify") as pool:
-            numbers = range(len(part.plan.images))
-            sound = all(pool.map(lambda number: _image_is(part.plan, number, region, recorded), numbers))
-        if not sound:
-            _log.warning(
-                "%s: the staging memory of rank %d is not what was written; reading from storage",
-                step_path,
-                part.plan.rank,
-            )
-        return sound
-
     def _header(self, region: SharedMemory) -> memoryview:
         return region.buffer[region.size - HEADER_BYTES :]
 
@@ -161,6 +152,55 @@ class HeldMemory:
             for region in regions:
                 region.close()
         self._neighbours = {}
+
+
+def _verify_and_copy(
+    step_path: str, part: Part, region: SharedMemory, tensors: Mapping[Path, torch.Tensor]
+) -> dict[Path, int] | None:
+    """Copy what the images hold into the tensors, if all are, checksum by checksum, what was written; else None.
+
+    Then the tensors hold anything. Returns how many bytes of each were copied.
+    """
+    try:
+        recorded = _recorded(step_path, part.plan.rank)
+    except CheckpointError as error:
+        _log.warning("the staging memory of rank %d is not used: %s", part.plan.rank, error)
+        return None
+    slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
+    on_cpu = [op for op in part.copies[0] if tensors[op.path].is_cpu]
+    elsewhere = [op for op in part.copies[0] if not tensors[op.path].is_cpu]
+    by_image = _by_image(part.plan, on_cpu)
+    damaged = threading.Event()
+
+    def take(number: int) -> dict[Path, int]:
+        if damaged.is_set() or not _image_is(part.plan, number, region, recorded):
+            damaged.set()
+            return {}
+        return unstage(by_image[number], tensors, slot, alone=True)
+
+    with ThreadPoolExecutor(torch.get_num_threads(), "ckpt-verify") as pool:
+        counts = list(pool.map(take, range(len(part.plan.images))))
+    if damaged.is_set():
+        _log.warning(
+            "%s: the staging memory of rank %d is not what was written; reading from storage",
+            step_path,
+            part.plan.rank,
+        )
+        return None
+    counts.append(unstage(elsewhere, tensors, slot))
+    copied: Counter[Path] = Counter()
+    for count in counts:
+        copied.update(count)
+    return copied
+
+
+def _by_image(plan: PartPlan, ops: Iterable[CopyOp]) -> list[list[CopyOp]]:
+    """The operations, by the image they read."""
+    starts = [image.offset for image in plan.images]  # ascending: there is one piece only
+    grouped: list[list[CopyOp]] = [[] for _ in starts]
+    for op in ops:
+        grouped[bisect_right(starts, op.offset) - 1].append(op)
+    return grouped
 
 
 def _complete(ops: Iterable[CopyOp], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:

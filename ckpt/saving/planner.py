@@ -23,7 +23,7 @@ from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
-from ckpt.saving.part import Part, make_part
+from ckpt.saving.part import LocalBoxes, Part, make_part
 from ckpt.storage.commit import SaveId
 from ckpt.storage.documents import encode_value
 
@@ -37,11 +37,14 @@ _FINE, _FAILED = b"+", b"-"
 class Planned:
     """A plan: this rank's part of it, also as the bytes that writers get, and the values this rank writes.
 
+    `boxes` are those that this rank holds, also where others write them.
+
     `value_owners` maps the path of each to whether it is this rank's alone.
     """
 
     description: StateDescription
     save_plan: SavePlan
+    boxes: LocalBoxes
     part: Part
     plan_bytes: bytes
     value_owners: dict[Path, bool]
@@ -124,7 +127,7 @@ class Planner:
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
         plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        self._planned = Planned(description, plan, part, plan_bytes, owned, nonce)
+        self._planned = Planned(description, plan, boxes, part, plan_bytes, owned, nonce)
         if part.plan.pieces > 1:
             _log.warning(
                 "rank %d: the state needs %d bytes of staging memory, and a slot may have %s: it is staged in %d "

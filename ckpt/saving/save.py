@@ -184,7 +184,7 @@ class Saver:
                 self._wait_for_slot(time.monotonic() + self._staging.slot_timeout_s)
             self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
         if self._shared_for is not planned:
-            self.memory.share(self._ranks, planned.save_plan, self._staging.compression)
+            self.memory.share(self._ranks, planned, self._staging.compression)
             self._shared_for = planned
 
     def _stage_all(self, prepared: Prepared, save: SaveId, begin: float) -> PartWriter:

@@ -83,10 +83,12 @@ def stage(
     return Staged(stream, event, keep)
 
 
-def unstage(ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> dict[Path, int]:
+def unstage(
+    ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, *, alone: bool = False
+) -> dict[Path, int]:
     """Copy every box back from a slot; returns how many bytes of each tensor. Done when this returns, also on CUDA.
 
-    The tensors are as the operations were made for: same shapes and dtypes.
+    The tensors are as the operations were made for: same shapes and dtypes. With `alone`, by this thread only.
     """
     runs: deque[tuple[int, int, int]] = deque()
     copied: dict[Path, int] = {}
@@ -104,7 +106,7 @@ def unstage(ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: t
         stored = _corner(slot, op, box.shape).reshape(-1).clone()  # at an address that fits the dtype
         copied[op.path] = copied.get(op.path, 0) + stored.numel()
         box.copy_(stored.view(box.dtype).view(box.shape))
-    _move(runs)
+    _move(runs, alone)
     return copied
 
 
@@ -140,7 +142,7 @@ def _copy_all(
     _move(runs)
 
 
-def _move(runs: deque[tuple[int, int, int]]) -> None:
+def _move(runs: deque[tuple[int, int, int]], alone: bool = False) -> None:
     """Copy runs of memory: (to, from, bytes). This thread takes its part, and is not held up by helpers that get no
     core."""
 
@@ -152,7 +154,7 @@ def _move(runs: deque[tuple[int, int, int]]) -> None:
                 return
             ctypes.memmove(*run)
 
-    helpers = [Thread(target=work, name="ckpt-stage") for _ in range(_helpers(runs))]
+    helpers = [Thread(target=work, name="ckpt-stage") for _ in range(0 if alone else _helpers(runs))]
     started: list[Thread] = []
     try:
         for helper in helpers:

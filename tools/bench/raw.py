@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-import google_crc32c
+import crc32c
 
 __all__ = ["RawFile", "crc_seconds"]
 
@@ -86,7 +86,7 @@ def crc_seconds(total_bytes: int) -> float:
     rounds = max(1, min(16, total_bytes // _BLOCK_BYTES))
     begin = time.perf_counter()
     for _ in range(rounds):
-        google_crc32c.value(block)
+        crc32c.crc32c(block)
     return (time.perf_counter() - begin) * total_bytes / (rounds * _BLOCK_BYTES)
 
 
