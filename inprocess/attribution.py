@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -12,6 +13,8 @@ __all__ = ["Interruption", "InterruptionRecord", "compact_ranks", "format_interr
 
 _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
 _LISTED_RANKS = 8
+_SUMMARY_CHARS = 500
+_DETAIL_CHARS = 16_000
 
 
 class Interruption(enum.Enum):
@@ -56,6 +59,16 @@ class InterruptionRecord:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the text of an interruption record: {text[:200]!r}") from error
+
+    @classmethod
+    def of_exception(cls, error: BaseException, rank: int | None, kind: Interruption) -> InterruptionRecord:
+        """Describe an exception on `rank` (None: it has none); one that cannot even be printed, by its type."""
+        try:
+            summary = f"{type(error).__name__}: {error}"
+            detail = "".join(traceback.format_exception(error))
+        except Exception:
+            summary, detail = type(error).__name__, ""
+        return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-_DETAIL_CHARS:])
 
 
 def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:

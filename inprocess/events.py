@@ -11,13 +11,39 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 from inprocess.attribution import InterruptionRecord
 
-__all__ = ["RestartEvents"]
+__all__ = ["RestartClock", "RestartEvents"]
 
 _log = logging.getLogger(__name__)
+
+
+_ORDER = ("outcome", "last_call", "aborted", "thrown", "acknowledged", "finalize", "health", "barrier", "end")
+
+
+class RestartClock:
+    """When this rank came to each phase of one restart."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def note(self, phase: str, at: float | None) -> None:
+        """The phase began at this time of `time.monotonic`; None if it was left out."""
+        if at is not None:
+            self._since[phase] = at
+
+    def seconds(self) -> dict[str, float]:
+        """How long each phase took, and all of them until now."""
+        steps = [(phase, self._since[phase]) for phase in _ORDER if phase in self._since]
+        seconds = {phase: later - at for (phase, at), (_, later) in pairwise(steps)}
+        return {**seconds, "total": time.monotonic() - steps[0][1] if steps else 0.0}
+
+    def clear(self) -> None:
+        """The next restart is another one."""
+        self._since.clear()
 
 
 class RestartEvents:

@@ -15,64 +15,26 @@ What the ranks decide together is in `agreement`; nothing here is decided by one
 
 from __future__ import annotations
 
-import enum
 import gc
 import logging
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from inprocess.abort import discard_process_groups
 from inprocess.agreement import Agreement, Outcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
-from inprocess.events import RestartEvents
+from inprocess.events import RestartClock, RestartEvents
 from inprocess.exception import InternalError, RankDiscarded, RankShouldRestart, RestartError, StoreError
 from inprocess.monitor_thread import MonitorThread, reraise_if_unraisable
+from inprocess.phases import Phase
 from inprocess.settings import Settings
 from inprocess.state import FrozenState, Mode, State
 
-__all__ = ["Phase", "RestartProtocol", "Services"]
+__all__ = ["RestartProtocol", "Services"]
 
 _log = logging.getLogger(__name__)
-_SUMMARY_CHARS = 500
-_DETAIL_CHARS = 16_000
-
-
-class Phase(enum.Enum):
-    """Where a rank is in the protocol."""
-
-    ASSIGN = "assign ranks"
-    BEGIN = "begin the iteration"
-    INITIALIZE = "initialize"
-    RUN = "run the function"
-    RESERVE = "wait as a spare"
-    COMPLETE = "wait for the others to complete"
-    FINALIZE = "finalize"
-    HEALTH = "check health"
-    BARRIER = "wait for the others to end the iteration"
-    END = "end the iteration"
-    LEAVE = "leave"
-    DONE = "done"
-
-
-_FAULT = {Phase.FINALIZE, Phase.LEAVE}
-_NEXT: dict[Phase, set[Phase]] = {
-    Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
-    Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
-    Phase.INITIALIZE: {Phase.RUN, Phase.RESERVE} | _FAULT,
-    Phase.RUN: {Phase.COMPLETE} | _FAULT,
-    Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
-    Phase.COMPLETE: {Phase.DONE} | _FAULT,
-    Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
-    Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
-    Phase.BARRIER: {Phase.END, Phase.LEAVE},
-    Phase.END: {Phase.ASSIGN, Phase.LEAVE},
-    Phase.LEAVE: {Phase.DONE},
-    Phase.DONE: set(),
-}
 
 
 class Hooks(Protocol):
@@ -126,7 +88,7 @@ class RestartProtocol:
         self._records: tuple[InterruptionRecord, ...] = ()
         self._agreement: Agreement | None = None
         self._result: Any = None
-        self._since: dict[str, float] = {}
+        self._clock = RestartClock()
 
     def __str__(self) -> str:
         phase = "not begun" if self.phase is None else self.phase.value
@@ -145,10 +107,10 @@ class RestartProtocol:
         return self._result
 
     def _enter(self, phase: Phase) -> None:
-        if self.phase is not None and phase not in _NEXT[self.phase]:
+        if self.phase is not None and not self.phase.leads_to(phase):
             raise InternalError(f"there is no way from {self.phase.name} to {phase.name}")
         self.phase = phase
-        self._since[phase.name.lower()] = time.monotonic()
+        self._clock.note(phase.name.lower(), time.monotonic())
         _log.debug("%s", self)
 
     @property
@@ -174,7 +136,8 @@ class RestartProtocol:
             return Phase.DONE
         monitor, error = interrupted.monitor, interrupted.exception
         self._records = monitor.records
-        self._note_times(monitor)
+        for name, at in asdict(monitor.times).items():
+            self._clock.note(name, at)
         if monitor.failure is not None:
             raise InternalError(f"the coordination store is lost: {monitor.failure}") from error
         if error is not None and not isinstance(error, Exception):
@@ -286,7 +249,7 @@ class RestartProtocol:
     def _report(self, error: BaseException) -> None:
         """Record the fault of this rank. Without a store the monitor thread will say so."""
         kind = Interruption.EXCEPTION if isinstance(error, Exception) else Interruption.BASE_EXCEPTION
-        record = _record_of(error, self.state, kind)
+        record = InterruptionRecord.of_exception(error, self.state.rank, kind)
         _log.error("%s fails: %s\n%s", self, record.summary, record.detail)
         assert self._agreement is not None
         try:
@@ -326,18 +289,8 @@ class RestartProtocol:
             self._settings.progress_watchdog_interval.total_seconds(),
         )
 
-    def _note_times(self, monitor: MonitorThread) -> None:
-        for name in ("outcome", "last_call", "aborted", "thrown", "acknowledged"):
-            at = getattr(monitor.times, name)
-            if at is not None:
-                self._since[name] = at
-
     def _write_event(self, world_size_before: int) -> None:
         """The first rank that is left writes what happened; all log it."""
-        order = ("outcome", "last_call", "aborted", "thrown", "acknowledged", "finalize", "health", "barrier", "end")
-        steps = [(name, self._since[name]) for name in order if name in self._since]
-        seconds = {name: later - at for (name, at), (_, later) in pairwise(steps)}
-        seconds["total"] = time.monotonic() - steps[0][1] if steps else 0.0
         _log.warning(
             "restart: iteration %d ends, rank %s of %d, %d lost",
             self.state.iteration,
@@ -351,9 +304,9 @@ class RestartProtocol:
                 records=self._records,
                 terminated_ranks=self._terminated_ranks,
                 world_size=(world_size_before, self.state.world_size),
-                seconds=seconds,
+                seconds=self._clock.seconds(),
             )
-        self._since.clear()
+        self._clock.clear()
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
@@ -362,7 +315,7 @@ class RestartProtocol:
         _log.critical("%s: leaving with %s: %s", self, type(error).__name__, error)
         self.phase = Phase.LEAVE
         if not isinstance(error, RankDiscarded):
-            record = _record_of(error, self.state, Interruption.BASE_EXCEPTION)
+            record = InterruptionRecord.of_exception(error, self.state.rank, Interruption.BASE_EXCEPTION)
             try:
                 depart(
                     lambda iteration: self._services.agreement(iteration, self._world_size_in(iteration)),
@@ -381,14 +334,3 @@ class RestartProtocol:
     def _world_size_in(self, iteration: int) -> int | None:
         known = self._agreement is not None and self._agreement.iteration == iteration
         return self._agreement.world_size if known and self._agreement is not None else None
-
-
-def _record_of(error: BaseException, state: State, kind: Interruption) -> InterruptionRecord:
-    """Describe an exception; one that cannot even be printed is described by its type."""
-    try:
-        summary = f"{type(error).__name__}: {error}"
-        detail = "".join(traceback.format_exception(error))
-    except Exception:
-        summary, detail = type(error).__name__, ""
-    rank = -1 if state.rank is None else state.rank
-    return InterruptionRecord(rank, kind, summary[:_SUMMARY_CHARS], detail[-_DETAIL_CHARS:])

@@ -1,9 +1,13 @@
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.support import LeakCheck
 from tests.support.template import rank_template
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # how busy the machine is decides nothing
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

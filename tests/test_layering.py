@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
 # Units of inprocess, in layers: a unit may import what stands in a layer before its own, and nothing else.
 INPROCESS_LAYERS: tuple[set[str], ...] = (
     # Mechanisms that know nothing of restarts.
-    {"attribution", "call_injection", "compose", "exception", "hardware", "main_thread", "settings", "tools"},
+    {"attribution", "call_injection", "compose", "exception", "hardware", "main_thread", "phases", "settings"}
+    | {"tools"},
     {"agreement", "bounded_call", "coordination", "events", "progress_watchdog", "state"},
     {"completion", "finalize", "flight_recorder", "health_check", "initialize", "rank_assignment", "sections", "store"}
     | {"terminate", "unblock"},

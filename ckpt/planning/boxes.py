@@ -9,10 +9,10 @@ describes a dimension that tensor parallelism had divided before.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
-__all__ = ["Box", "Placement", "Sharding", "local_boxes"]
+__all__ = ["Box", "Placement", "Sharding", "local_boxes", "position_of"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,10 +62,33 @@ class Sharding:
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
     placements: tuple[Placement, ...]
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh_shape, self.ranks, self.placements)))
+
+    def __hash__(self) -> int:
+        return self._hash  # made once: thousands of tensors share a mesh of thousands of ranks
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """The mesh coordinate of a rank; None if it is not in the mesh."""
+        try:
+            return position_of(self.ranks.index(rank), self.mesh_shape)
+        except ValueError:
+            return None
 
     def coordinates(self) -> dict[int, tuple[int, ...]]:
         """Map each rank of the mesh to its mesh coordinate."""
         return dict(zip(self.ranks, product(*map(range, self.mesh_shape)), strict=True))
+
+
+def position_of(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of element `number`, counted in C order, of an array of this shape."""
+    position = []
+    for size in reversed(shape):
+        number, index = divmod(number, size)
+        position.append(index)
+    return tuple(reversed(position))
 
 
 def local_boxes(

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, Sharding, local_boxes
@@ -72,10 +74,13 @@ class SavePlan:
 
     def chunks_of(self, rank: int) -> Iterator[tuple[int, ArrayPlan, int]]:
         """The chunks `rank` writes: array number, array, chunk number."""
+        known: dict[int, list[int]] = {}  # many arrays share the tuple of their owners
         for number, array in enumerate(self.arrays):
-            for chunk, owner in enumerate(array.owners):
-                if owner == rank:
-                    yield number, array, chunk
+            chunks = known.get(id(array.owners))
+            if chunks is None:
+                chunks = known[id(array.owners)] = [n for n, owner in enumerate(array.owners) if owner == rank]
+            for chunk in chunks:
+                yield number, array, chunk
 
     @property
     def pack_bytes(self) -> int:
@@ -85,7 +90,18 @@ class SavePlan:
     @cached_property
     def digest(self) -> str:
         """Differs between plans that differ."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(digest_size=16)
+        known: dict[int, bytes] = {}  # many arrays share the tuple of their owners
+        for array in self.arrays:
+            owners = known.get(id(array.owners))
+            if owners is None:
+                owners = known[id(array.owners)] = np.asarray(array.owners, "<u4").tobytes()
+            about = (array.path, array.dtype, array.itemsize, array.shape, array.grid, len(array.owners), array.box)
+            digest.update(repr((*about, array.tensor_shape, array.box_number, array.rank)).encode())
+            digest.update(owners)
+        rest = (self.world_size, self.packed, self.pack_owners, self.pack_grid)
+        digest.update(repr((*rest, self.value_owners, self.per_rank_values, self.aliases)).encode())
+        return digest.hexdigest()
 
 
 @dataclass(slots=True)
@@ -106,9 +122,10 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     """
     world_size = len(descriptions)
     tensors = _holders(descriptions)
-    aliases = _aliases(descriptions, tensors)
+    boxes_of = _Boxes()
+    aliases = _aliases(descriptions, tensors, boxes_of)
     units = [
-        (path, spec, _boxes_with_holders(path, spec, holders))
+        (path, spec, boxes_of.all_of(path, spec, holders))
         for (path, spec), holders in tensors.items()
         if path not in aliases
     ]
@@ -117,13 +134,14 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     if world_size > 1:
         target = min(target, max(options.smallest_split_bytes, int(share / _BALANCE)))
     loads = [0] * world_size
-    drafts: list[tuple[ArrayPlan, tuple[tuple[int, ...], ...]]] = []
+    cutter = _Cutter(target, options)
+    drafts: list[_Draft] = []
     small: list[_Unit] = []
     for path, spec, boxes in units:
         if math.prod(spec.shape) * spec.itemsize <= options.pack_below_bytes:
             small += [_Unit(path, spec, box, holders) for box, holders in boxes.items()]
         else:
-            drafts += _cut(path, spec, boxes, target, options)
+            drafts += cutter.cut(path, spec, boxes)
     arrays = _assign(drafts, loads)
     packed, pack_owners, pack_grid = _pack(small, loads, max(options.inner_bytes, options.pack_below_bytes))
     values, per_rank_values = _value_owners(descriptions)
@@ -142,19 +160,19 @@ def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, Tenso
     groups: dict[int, tuple[StateDescription, list[int]]] = {}
     for rank, description in enumerate(descriptions):
         groups.setdefault(id(description), (description, []))[1].append(rank)
-    holders: dict[tuple[Path, TensorSpec], dict[Sharding | None, list[int]]] = {}
+    holders: dict[tuple[Path, TensorSpec], _Holders] = {}
     for description, ranks in groups.values():
+        group = tuple(ranks)  # one object for all tensors
         for path, spec in description.tensors.items():
-            by_sharding = holders.setdefault((path, replace(spec, sharding=None)), {})
-            by_sharding.setdefault(spec.sharding, []).extend(ranks)
-    return {
-        key: {sharding: tuple(sorted(ranks)) for sharding, ranks in by_sharding.items()}
-        for key, by_sharding in holders.items()
-    }
+            bare = spec if spec.sharding is None else replace(spec, sharding=None)
+            by_sharding = holders.setdefault((path, bare), {})
+            known = by_sharding.get(spec.sharding)
+            by_sharding[spec.sharding] = group if known is None else tuple(sorted((*known, *group)))
+    return holders
 
 
 def _aliases(
-    descriptions: Sequence[StateDescription], tensors: dict[tuple[Path, TensorSpec], _Holders]
+    descriptions: Sequence[StateDescription], tensors: dict[tuple[Path, TensorSpec], _Holders], boxes_of: _Boxes
 ) -> dict[Path, Path]:
     """The names that are another tensor wherever anybody holds some of it.
 
@@ -166,25 +184,44 @@ def _aliases(
         aliases.update(description.aliases)
     if aliases:
         for (path, spec), holders in tensors.items():
-            if path in aliases and _distinct_boxes(spec, holders):
+            if path in aliases and boxes_of.distinct(spec, holders):
                 del aliases[path]
     return aliases
 
 
-def _boxes_with_holders(path: Path, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
-    """The distinct boxes of a tensor with the ranks that hold each. A per-rank tensor is a whole one, for each of its
-    ranks."""
-    everyone = tuple(sorted({rank for ranks in holders.values() for rank in ranks}))
-    if spec.per_rank:
-        return {Box.whole(spec.shape): everyone}
-    boxes = _distinct_boxes(spec, holders)
-    covered = sum(box.elements for box in boxes)
-    if covered != math.prod(spec.shape):
-        raise StateError(
-            f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(spec.shape)} "
-            "elements; every rank of its mesh must save it"
-        )
-    return boxes or {Box.whole(spec.shape): everyone}
+class _Boxes:
+    """Finds the boxes of tensors; only once for all that have the same shape and sharding.
+
+    What is found is told apart by identity, so this and all that was passed in must live as long as it is used.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], dict[Box, tuple[int, ...]]] = {}
+
+    def all_of(self, path: Path, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
+        """The distinct boxes of a tensor with the ranks that hold each. A per-rank tensor is a whole one, for each of
+        its ranks."""
+        if spec.per_rank:
+            return {Box.whole(spec.shape): _everyone(holders)}
+        boxes = self.distinct(spec, holders)
+        covered = sum(box.elements for box in boxes)
+        if covered != math.prod(spec.shape):
+            raise StateError(
+                f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(spec.shape)} "
+                "elements; every rank of its mesh must save it"
+            )
+        return boxes or {Box.whole(spec.shape): _everyone(holders)}
+
+    def distinct(self, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
+        """The boxes that have elements, in order."""
+        key = (spec.shape, *((id(sharding), id(ranks)) for sharding, ranks in holders.items()))
+        if key not in self._known:
+            self._known[key] = _distinct_boxes(spec, holders)
+        return self._known[key]
+
+
+def _everyone(holders: _Holders) -> tuple[int, ...]:
+    return tuple(sorted({rank for ranks in holders.values() for rank in ranks}))
 
 
 def _distinct_boxes(spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
@@ -201,48 +238,66 @@ def _distinct_boxes(spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int,
     return {box: tuple(sorted(ranks)) for box, ranks in sorted(boxes.items())}
 
 
-_Draft = tuple[ArrayPlan, tuple[tuple[int, ...], ...]]
+_Candidates = tuple[tuple[int, ...], ...]
+_Draft = tuple[ArrayPlan, _Candidates]
 
 
-def _cut(
-    path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]], target: int, options: GridOptions
-) -> list[_Draft]:
-    """The arrays of one tensor, each with the possible owners of its chunks."""
-    whole = Box.whole(spec.shape)
-    if spec.per_rank:
-        grid = refine(spec.shape, _at_least_one(spec.shape), spec.itemsize, options.file_bytes, options.inner_bytes)
-        return [_draft(path, spec, whole, grid, {whole: (rank,)}, rank=rank) for rank in boxes[whole]]
-    chunk = common_grid(spec.shape, list(boxes), spec.itemsize)
-    if chunk is not None:
-        return [_draft(path, spec, whole, refine(spec.shape, chunk, spec.itemsize, target, options.inner_bytes), boxes)]
-    drafts = []
-    for number, (box, holders) in enumerate(boxes.items()):
-        grid = refine(box.shape, box.shape, spec.itemsize, target, options.inner_bytes)
-        drafts.append(_draft(path, spec, box, grid, {box: holders}, number=number))
-    return drafts
+class _Cutter:
+    """Cuts tensors into the chunks of arrays; only once for all that have the same shape and the same boxes."""
+
+    def __init__(self, target: int, options: GridOptions) -> None:
+        self._target = target
+        self._options = options
+        self._known: dict[tuple[object, ...], list[tuple[int | None, Box, Grid, _Candidates]]] = {}
+
+    def cut(self, path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> list[_Draft]:
+        """The arrays of one tensor, each with the possible owners of its chunks. `boxes` are told by identity."""
+        if spec.per_rank:
+            shape, inner_bytes = spec.shape, self._options.inner_bytes
+            grid = refine(shape, _at_least_one(shape), spec.itemsize, self._options.file_bytes, inner_bytes)
+            whole = Box.whole(shape)
+            return [
+                (_array(path, spec, whole, grid, rank=rank), _candidates(whole, grid, {whole: (rank,)}))
+                for rank in boxes[whole]
+            ]
+        key = (spec.shape, spec.itemsize, id(boxes))
+        if key not in self._known:
+            self._known[key] = list(self._arrays(spec, boxes))
+        return [(_array(path, spec, box, grid, number), owners) for number, box, grid, owners in self._known[key]]
+
+    def _arrays(
+        self, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]
+    ) -> Iterator[tuple[int | None, Box, Grid, _Candidates]]:
+        target, inner_bytes = self._target, self._options.inner_bytes
+        chunk = common_grid(spec.shape, list(boxes), spec.itemsize)
+        if chunk is not None:
+            whole, grid = Box.whole(spec.shape), refine(spec.shape, chunk, spec.itemsize, target, inner_bytes)
+            yield None, whole, grid, _candidates(whole, grid, boxes)
+            return
+        for number, (box, holders) in enumerate(boxes.items()):
+            grid = refine(box.shape, box.shape, spec.itemsize, target, inner_bytes)
+            yield number, box, grid, _candidates(box, grid, {box: holders})
 
 
-def _draft(
-    path: Path,
-    spec: TensorSpec,
-    box: Box,
-    grid: Grid,
-    boxes: dict[Box, tuple[int, ...]],
-    number: int | None = None,
-    rank: int | None = None,
-) -> _Draft:
-    array = ArrayPlan(path, spec.dtype, spec.itemsize, box.shape, grid, (), box, spec.shape, number, rank)
+def _array(
+    path: Path, spec: TensorSpec, box: Box, grid: Grid, number: int | None = None, rank: int | None = None
+) -> ArrayPlan:
+    return ArrayPlan(path, spec.dtype, spec.itemsize, box.shape, grid, (), box, spec.shape, number, rank)
+
+
+def _candidates(box: Box, grid: Grid, boxes: dict[Box, tuple[int, ...]]) -> _Candidates:
+    """The ranks that hold each chunk of an array, in C order of the grid."""
     counts = tuple(-(-size // part) for size, part in zip(box.shape, grid.chunk_shape, strict=True))
     if len(boxes) == 1:
         (holders,) = boxes.values()
-        return array, (holders,) * math.prod(counts)
+        return (holders,) * math.prod(counts)
     candidates: dict[tuple[int, ...], tuple[int, ...]] = {}
     for part, holders in boxes.items():  # boundaries lie on the grid, so each chunk is in exactly one box
         first = tuple(o // c for o, c in zip(part.offset, grid.chunk_shape, strict=True))
         last = tuple(-(-(o + n) // c) for o, n, c in zip(part.offset, part.shape, grid.chunk_shape, strict=True))
         for index in _indices(first, last):
             candidates[index] = holders
-    return array, tuple(candidates[index] for index in _indices((0,) * len(counts), counts))
+    return tuple(candidates[index] for index in _indices((0,) * len(counts), counts))
 
 
 def _indices(first: tuple[int, ...], last: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -282,15 +337,36 @@ class _Balance:
 def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
     """Give every chunk an owner: those with no choice first, then the biggest first, always to the least loaded
     holder."""
+    fixed: dict[int, tuple[int, ...] | None] = {}  # by the candidates, which many arrays share
     work = []
     for number, (array, candidates) in enumerate(drafts):
         nbytes = math.prod(array.grid.chunk_shape) * array.itemsize
-        work += [(len(holders) > 1, -nbytes, number, chunk, holders) for chunk, holders in enumerate(candidates)]
+        if id(candidates) not in fixed:
+            alone = all(len(holders) == 1 for holders in candidates)
+            fixed[id(candidates)] = tuple(rank for (rank,) in candidates) if alone else None
+        if fixed[id(candidates)] is None:
+            work += [(len(holders) > 1, -nbytes, number, chunk, holders) for chunk, holders in enumerate(candidates)]
+    _add_fixed(drafts, fixed, loads)
     balance = _Balance(loads)
-    owners = [[0] * len(candidates) for _, candidates in drafts]
+    chosen: dict[int, list[int]] = {}
     for _, negative_bytes, number, chunk, holders in sorted(work):
-        owners[number][chunk] = balance.give(holders, -negative_bytes)
-    return tuple(replace(array, owners=tuple(own)) for (array, _), own in zip(drafts, owners, strict=True))
+        owners = chosen.setdefault(number, [0] * len(drafts[number][1]))
+        owners[chunk] = balance.give(holders, -negative_bytes)
+    return tuple(
+        replace(array, owners=fixed[id(candidates)] or tuple(chosen.get(number, ())))
+        for number, (array, candidates) in enumerate(drafts)
+    )
+
+
+def _add_fixed(drafts: list[_Draft], fixed: dict[int, tuple[int, ...] | None], loads: list[int]) -> None:
+    """Count what ranks have to write in any case."""
+    chunk_bytes: dict[int, int] = {}
+    for array, candidates in drafts:
+        nbytes = math.prod(array.grid.chunk_shape) * array.itemsize
+        chunk_bytes[id(candidates)] = chunk_bytes.get(id(candidates), 0) + nbytes
+    for which, nbytes in chunk_bytes.items():
+        for rank in fixed[which] or ():
+            loads[rank] += nbytes
 
 
 def _pack(

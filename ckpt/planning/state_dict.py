@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,7 @@ class _Walk:
         self._flat = flat
         self._expand = expand
         self._seen: dict[tuple[Any, ...], Path] = {}
+        self._shardings: dict[tuple[int, tuple[Placement, ...]], tuple[Any, Sharding]] = {}
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Callable[[Any], None]) -> None:
         if isinstance(node, PerRank):
@@ -151,7 +153,7 @@ class _Walk:
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
         tensor = tensor.detach()
-        sharding = _sharding(path, tensor)
+        sharding = self._sharding(path, tensor)
         local = tensor.to_local() if sharding is not None else tensor  # type: ignore[attr-defined]
         _check_tensor(path, local)
         if per_rank:  # what this rank has of a DTensor is its own
@@ -163,7 +165,7 @@ class _Walk:
             return
         boxes = [(Box.whole(shape), (0,) * len(shape))]
         if sharding is not None:
-            coordinate = sharding.coordinates().get(torch.distributed.get_rank())
+            coordinate = sharding.coordinate(torch.distributed.get_rank())
             boxes = local_boxes(shape, sharding, coordinate) if coordinate is not None else []
             held = sum(box.elements for box, _ in boxes)
             if coordinate is not None and held != local.numel():
@@ -176,6 +178,19 @@ class _Walk:
         spec = TensorSpec(name, local.element_size(), shape, sharding, per_rank)
         writeable = not _shares_elements(local.shape, local.stride())
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
+
+    def _sharding(self, path: Path, tensor: torch.Tensor) -> Sharding | None:
+        """The sharding of a DTensor; None for any other tensor."""
+        placements = getattr(tensor, "placements", None)
+        mesh = getattr(tensor, "device_mesh", None)
+        if placements is None or mesh is None:
+            return None
+        key = id(mesh), tuple(_placement(path, placement) for placement in placements)
+        if key not in self._shardings:
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            # With the mesh, so that its id stays its own.
+            self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, key[1])
+        return self._shardings[key][1]
 
 
 def _is_unicode(text: str) -> bool:
@@ -253,23 +268,18 @@ def _identity(
     return (*where, local.is_conj(), local.is_neg(), shape, sharding, per_rank)
 
 
-def _sharding(path: Path, tensor: torch.Tensor) -> Sharding | None:
-    """The sharding of a DTensor; None for any other tensor, and for a DTensor that is replicated everywhere."""
-    placements = getattr(tensor, "placements", None)
-    mesh = getattr(tensor, "device_mesh", None)
-    if placements is None or mesh is None:
-        return None
-    converted = []
-    for placement in placements:
-        if placement.is_replicate():
-            converted.append(Placement())
-        elif placement.is_partial():
-            raise StateError(
-                f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
-            )
-        else:
-            converted.append(Placement(placement.dim, int(getattr(placement, "split_factor", 1))))
-    return Sharding(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(converted))
+def _placement(path: Path, placement: Any) -> Placement:
+    if placement.is_replicate():
+        return Placement()
+    if placement.is_partial():
+        raise StateError(
+            f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
+        )
+    return Placement(placement.dim, int(getattr(placement, "split_factor", 1)))
+
+
+# One object for equal ones, so that comparing two descriptions takes a look at each sharding, not at all its ranks.
+_shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
 
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -7,12 +7,14 @@ free of torch and is sent as one block of bytes; the half that the trainer needs
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box
+from ckpt.planning.boxes import Box, position_of
 from ckpt.planning.save_plan import ArrayPlan, PackedTensor, SavePlan
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.metadata import ArrayMeta, FileLayout
@@ -116,9 +118,8 @@ def make_part(
 
 
 def _lay_out(builder: _Builder, plan: SavePlan, rank: int) -> Part:
-    for array in plan.arrays:
-        if rank in array.owners:
-            builder.add_array(array)
+    for array, chunks in itertools.groupby(plan.chunks_of(rank), key=lambda chunk: chunk[:2]):
+        builder.add_array(array[1], [number for _, _, number in chunks])
     if plan.pack_grid is not None and rank in plan.pack_owners:
         builder.add_pack(plan)
     packed = tuple(_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank)
@@ -194,12 +195,11 @@ class _Builder:
     def _is_for_others(self, rank: int | None) -> bool:
         return self._only_for is not None and rank is not None and rank != self._only_for
 
-    def add_array(self, array: ArrayPlan) -> None:
+    def add_array(self, array: ArrayPlan, chunks: Iterable[int]) -> None:
+        """`chunks` are the numbers of those that the rank writes, in C order."""
         meta = array_meta(array, self._compression)
         number = self._add_meta(array_directory(array), meta, described=array.owners[0] == self._rank)
-        for index, owner in zip(meta.chunk_indices(), array.owners, strict=True):
-            if owner != self._rank:
-                continue
+        for index in (position_of(chunk, meta.grid_shape) for chunk in chunks):
             layout = meta.layout(index)
             offset = self._place(number, index, layout, array.path)
             if self._is_for_others(array.rank):
