@@ -1,7 +1,12 @@
-"""Reads boxes of arrays straight into memory, and finds the file behind a damaged one."""
+"""Reads boxes of arrays straight into memory, and finds the file behind a damaged one.
+
+Uncompressed arrays in local files are read directly (see `direct_reads`), all others, and what turns out to be damaged,
+through tensorstore.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointTimeoutError, StorageError
+from ckpt.storage.direct_reads import read_box
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.tensorstores import new_context, open_array
 from ckpt.storage.verification import verify_chunk
@@ -25,6 +31,7 @@ class ArrayReader:
     def __init__(self, root: str, *, threads: int = 16) -> None:
         self._root = root
         self._context = new_context(threads)
+        self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end with it
 
     def read_into(
         self,
@@ -34,14 +41,13 @@ class ArrayReader:
         offset: tuple[int, ...],
         destination: np.ndarray[Any, np.dtype[Any]],
     ) -> ArrayRead:
-        """Start to read the box at `offset` of the array in `directory` into `destination`, without another copy of it.
+        """Start to read the box at `offset` of the array in `directory` into `destination`, without another copy of it
+        where the box is made of whole inner chunks that are runs of `destination`.
 
         `destination` is writable and aligned, with the stored dtype and the shape of the box (followed by the trailing
         dimension of a raw dtype). It must stay alive and untouched until the result is there. `tensor` is the name in
         errors.
         """
-        import tensorstore as ts
-
         shape = destination.shape[: len(meta.shape)]
         expected = (*shape, *meta.stored.trailing)
         if destination.shape != expected or destination.dtype != meta.stored.numpy_dtype:
@@ -51,18 +57,29 @@ class ArrayReader:
         ):
             raise ValueError(f"{tensor}: box {offset} + {shape} is not inside {meta.shape}")
         box = _Box(self._root, directory, meta, tensor, offset, shape)
-        store = open_array(self._root, directory, meta, self._context)
-        source = store[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-        target = ts.array(destination, context=self._context, copy=False)
-        return ArrayRead(box, target.write(source.translate_to[(0,) * source.rank]))
+
+        def through_tensorstore() -> Any:
+            import tensorstore as ts
+
+            store = open_array(self._root, directory, meta, self._context)
+            source = store[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            target = ts.array(destination, context=self._context, copy=False)
+            return target.write(source.translate_to[(0,) * source.rank])
+
+        if meta.compression is not None or "://" in self._root:
+            return ArrayRead(box, None, through_tensorstore())
+        direct = self._pool.submit(read_box, self._root, directory, meta, offset, destination)
+        return ArrayRead(box, direct, through_tensorstore)
 
 
 class ArrayRead:
     """A read that is on its way. After an error its destination holds undefined elements."""
 
-    def __init__(self, box: _Box, future: Any) -> None:
+    def __init__(self, box: _Box, direct: Future[bool] | None, otherwise: Any) -> None:
+        """`otherwise` is a future of tensorstore; with a `direct` read, a function that makes one should that fail."""
         self._box = box
-        self._future = future
+        self._direct = direct
+        self._otherwise = otherwise
 
     def result(self, timeout_s: float) -> None:
         """Wait until the destination is filled.
@@ -71,7 +88,10 @@ class ArrayRead:
         `StorageError` if the store refuses; `CheckpointTimeoutError` after `timeout_s`.
         """
         try:
-            self._future.result(timeout=timeout_s)
+            if self._direct is None:
+                self._otherwise.result(timeout=timeout_s)
+            elif not self._direct.result(timeout_s):
+                self._otherwise().result(timeout=timeout_s)
         except TimeoutError as error:
             raise CheckpointTimeoutError(
                 f"tensor {self._box.tensor}: not read from {self._box.root} in {timeout_s} s; is the store overloaded?"
