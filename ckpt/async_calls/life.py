@@ -37,6 +37,7 @@ class WriterLife:
         """Returns before the process exists; its socket takes messages at once. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel = Channel(ours)
+        region: SharedMemory | None = None
         with theirs:
             try:
                 region = SharedMemory.create("ckpt-control", ControlPage.SIZE)
@@ -44,6 +45,8 @@ class WriterLife:
                 channel.send(Attach(CONTROL_PAGE, region.name, region.size), region.fd)
             except BaseException:
                 channel.close()
+                if region is not None:
+                    region.close()
                 raise
         return life
 
