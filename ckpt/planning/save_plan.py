@@ -196,15 +196,14 @@ class _Boxes:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], dict[Box, tuple[int, ...]]] = {}
+        self._known: dict[tuple[object, ...], tuple[dict[Box, tuple[int, ...]], int]] = {}  # and their elements
 
     def all_of(self, path: Path, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
         """The distinct boxes of a tensor with the ranks that hold each. A per-rank tensor is a whole one, for each of
         its ranks."""
         if spec.per_rank:
             return {Box.whole(spec.shape): _everyone(holders)}
-        boxes = self.distinct(spec, holders)
-        covered = sum(box.elements for box in boxes)
+        boxes, covered = self._find(spec, holders)
         if covered != math.prod(spec.shape):
             raise StateError(
                 f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(spec.shape)} "
@@ -214,9 +213,13 @@ class _Boxes:
 
     def distinct(self, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
         """The boxes that have elements, in order."""
+        return self._find(spec, holders)[0]
+
+    def _find(self, spec: TensorSpec, holders: _Holders) -> tuple[dict[Box, tuple[int, ...]], int]:
         key = (spec.shape, *((id(sharding), id(ranks)) for sharding, ranks in holders.items()))
         if key not in self._known:
-            self._known[key] = _distinct_boxes(spec, holders)
+            boxes = _distinct_boxes(spec, holders)
+            self._known[key] = boxes, sum(box.elements for box in boxes)
         return self._known[key]
 
 
