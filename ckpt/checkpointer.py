@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -13,7 +14,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
+from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
 from ckpt.loading.load import restore
 from ckpt.loading.sources import Alone, RestoreReport
@@ -198,12 +199,20 @@ class Checkpointer:
         """Where the bytes of the last restore came from."""
         return self._last_restore
 
-    def observe_phases(self, phase: Callable[[str], AbstractContextManager[object]]) -> None:
+    def observe_phases(
+        self,
+        phase: Callable[[str], AbstractContextManager[object]],
+        background: Callable[[str, int], CallTimer | None] | None = None,
+    ) -> None:
         """Have `phase(name)` entered around what the trainer spends here, in its thread.
 
         The names are ``ckpt.stage`` (`save_request`), ``ckpt.finalize`` (`maybe_finalize`) and ``ckpt.restore``.
+        ``background("ckpt.write", at_ns)`` is called in the same thread when this rank's writer begins with a save,
+        with the time of CLOCK_MONOTONIC. When its timer runs out the writer is killed and the save abandoned, on all
+        ranks, as soon as a method is called that looks after saves, or at once if one waits.
         """
         self._phase = phase
+        self._saver.on_begun = None if background is None else functools.partial(background, "ckpt.write")
 
     def recover_from_fault(self, epoch: int, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
         """Decide every save in flight, forget the process group, and put the registered state back to the newest step.

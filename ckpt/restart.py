@@ -17,6 +17,7 @@ Each save is decided by one atomic rename, so all ranks restore the same step wi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from datetime import timedelta
@@ -36,11 +37,16 @@ _log = logging.getLogger("ckpt")
 
 
 def report_sections(checkpointer: Checkpointer, client: RankMonitorClient) -> None:
-    """Report what the trainer spends in checkpoints as sections ``ckpt.stage``, ``ckpt.finalize`` and ``ckpt.restore``.
+    """Report what the trainer spends in checkpoints as sections ``ckpt.stage``, ``ckpt.finalize`` and ``ckpt.restore``,
+    and what a writer process spends on a save as ``ckpt.write``, in the background.
 
-    Those that have no limit in the configuration cost nothing.
+    A late ``ckpt.write`` ends the save and its writer process, never the rank. Sections that are not in the
+    configuration cost nothing; nor do any while the client is shut down.
     """
-    checkpointer.observe_phases(client.section)
+    nothing = contextlib.nullcontext()
+    checkpointer.observe_phases(
+        lambda name: client.section(name) if client.is_initialized else nothing, client.begin_in_background
+    )
 
 
 class CheckpointAbort(Abort):

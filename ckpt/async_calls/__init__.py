@@ -13,11 +13,12 @@ from ckpt.async_calls.caller import DistributedAsyncCaller
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.context import WriterContext, current
 from ckpt.async_calls.queue import AsyncCallsQueue
-from ckpt.async_calls.request import AsyncRequest, RecoverableCall
+from ckpt.async_calls.request import AsyncRequest, CallTimer, RecoverableCall
 
 __all__ = [
     "AsyncCallsQueue",
     "AsyncRequest",
+    "CallTimer",
     "DistributedAsyncCaller",
     "RecoverableCall",
     "WriterConfig",

@@ -109,9 +109,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Finished:
-    """The call is over. `error` is empty when it returned, else the last line of `traceback`."""
+    """The call is over. `error` is empty when it returned, else the last line of `traceback`.
+
+    It ran from `began_ns` to `ended_ns` of CLOCK_MONOTONIC, which is one for all processes of a host.
+    """
 
     index: int
+    began_ns: int
+    ended_ns: int
     error: str = ""
     traceback: str = ""
 

@@ -3,7 +3,8 @@
     submit() --▶ [ outbox ] ==== socket ====▶ writer (see `writer`)
     poll()  ◀--- Outcome, Event ============= writer
       ├── pidfd, end of socket: the writer died
-      └── control page stands still: the writer hangs, and is killed
+      ├── control page stands still: the writer hangs, and is killed
+      └── the call is over its time limit (`CallTimer`): the same
 
     no writer ──submit / start──▶ starting ──Ready──▶ serving ──death──▶ no writer
                                      └──start_timeout_s──▶ killed ──────────┘
@@ -25,7 +26,7 @@ from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.fork_server import ForkServer, release_in_forked_children
 from ckpt.async_calls.life import WriterLife
 from ckpt.async_calls.messages import Event, Finished, Message, Ready
-from ckpt.async_calls.payload import Payload
+from ckpt.async_calls.sent import SentCall
 from ckpt.async_calls.wakeup import Wakeup
 from ckpt.errors import RemoteTraceback, WriterError
 
@@ -43,19 +44,6 @@ class Outcome:
     error: WriterError | None
 
 
-@dataclass
-class _Call:
-    """A call without an outcome.
-
-    It keeps its payload, so that another writer can have it if this one dies before starting it.
-    """
-
-    index: int
-    label: str
-    payload: Payload
-    attempts: int = 0
-
-
 class WriterProcess:
     """Runs calls in one background process, in the order submitted.
 
@@ -66,7 +54,7 @@ class WriterProcess:
         self._config = config
         self._server = server
         self._life: WriterLife | None = None
-        self._calls: dict[int, _Call] = {}  # in the order submitted
+        self._calls: dict[int, SentCall] = {}  # in the order submitted
         self._results: list[Outcome | Event] = []  # for the next `poll`
         self._alive_at = time.monotonic()  # when the writer was last seen to make progress, or had nothing to do
         self._last_progress = 0
@@ -88,12 +76,12 @@ class WriterProcess:
 
         Raises what pickling the call raises; every other failure is the call's outcome.
         """
-        label = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        call = _Call(index, label, Payload(fn, args, kwargs))
+        call = SentCall(index, fn, args, kwargs)
         if not self._calls:
             self._alive_at = time.monotonic()
         self._calls[index] = call
         self._send(call)
+        self._begin_first(time.monotonic_ns())
 
     @property
     def busy(self) -> bool:
@@ -166,7 +154,7 @@ class WriterProcess:
         if life is not None:
             life.release()
         for call in self._calls.values():
-            call.payload.close()
+            call.over()
         self._calls.clear()
 
     def handles(self) -> list[tuple[int, int]]:
@@ -184,15 +172,32 @@ class WriterProcess:
         """How long until `poll` has something to say even if the writer stays silent; None for ever."""
         if self._results:
             return 0.0
-        limit_s = self._limit_s()
-        return None if limit_s is None else max(0.0, self._alive_at + limit_s - time.monotonic())
+        limit_s, left_s = self._limit_s(), self._left_s()
+        times = [] if limit_s is None else [self._alive_at + limit_s - time.monotonic()]
+        times += [] if left_s is None else [left_s]
+        return max(0.0, min(times)) if times else None
 
     def _limit_s(self) -> float | None:
         if self._life is None or not self._calls:
             return None
         return self._config.writer_timeout_s if self._life.ready else self._config.start_timeout_s
 
-    def _send(self, call: _Call) -> None:
+    def _left_s(self) -> float | None:
+        """How long the running call may go on."""
+        first = self._first()
+        return None if first is None or first.timer is None else first.timer.left_s()
+
+    def _first(self) -> SentCall | None:
+        """Return the call that is running, or next."""
+        return next(iter(self._calls.values()), None)
+
+    def _begin_first(self, at_ns: int) -> None:
+        """Begin the clock of the call that is next, if a writer is there to run it."""
+        first = self._first()
+        if first is not None and self._life is not None and self._life.ready:
+            first.begin(at_ns)
+
+    def _send(self, call: SentCall) -> None:
         call.attempts += 1
         try:
             self.start()
@@ -216,10 +221,13 @@ class WriterProcess:
         if isinstance(message, Ready):
             life.ready = True
             self._alive_at = time.monotonic()
+            self._begin_first(time.monotonic_ns())
         elif isinstance(message, Event):
             self._results.append(message)
         elif isinstance(message, Finished) and message.index in self._calls:
-            self._settle(message.index, message.error and f"raised {message.error}", message.traceback)
+            taken_s = None if message.error else (message.ended_ns - message.began_ns) / 1e9
+            self._settle(message.index, message.error and f"raised {message.error}", message.traceback, taken_s)
+            self._begin_first(message.ended_ns)
 
     def _overdue(self, life: WriterLife) -> str | None:
         """Why the writer must be given up now, if it must."""
@@ -227,6 +235,9 @@ class WriterProcess:
         progress = life.page.progress
         if not self._calls or progress != self._last_progress:
             self._alive_at, self._last_progress = now, progress
+        first, left_s = self._first(), self._left_s()
+        if first is not None and first.timer is not None and left_s is not None and left_s <= 0:
+            return first.timer.overdue(life.pid)
         limit_s = self._limit_s()
         if limit_s is None or now - self._alive_at < limit_s:
             return None
@@ -249,9 +260,9 @@ class WriterProcess:
             else:
                 self._send(call)
 
-    def _settle(self, index: int, problem: str, trace: str = "") -> None:
+    def _settle(self, index: int, problem: str, trace: str = "", taken_s: float | None = None) -> None:
         call = self._calls.pop(index)
-        call.payload.close()
+        call.over(taken_s)
         error = None
         if problem:
             rank = own_rank()

@@ -7,7 +7,23 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpt.errors import CheckpointError
 
-__all__ = ["AsyncRequest", "RecoverableCall"]
+__all__ = ["AsyncRequest", "CallTimer", "RecoverableCall"]
+
+
+class CallTimer(Protocol):
+    """The time limit of one running call. All in the trainer, from within methods of the queue; must not raise."""
+
+    def left_s(self) -> float | None:
+        """How long the call may go on; None: for ever. When it is zero or less the writer is killed."""
+        ...
+
+    def overdue(self, pid: int | None) -> str:
+        """The writer, this process, is about to be killed: why, as the end of a sentence."""
+        ...
+
+    def end(self, taken_s: float | None) -> None:
+        """The call is over, and took so long; None if it did not do its work."""
+        ...
 
 
 @runtime_checkable
@@ -16,7 +32,8 @@ class RecoverableCall(Protocol):
 
     The object itself stays in the trainer; a pickled copy of it runs in the writer. It may also define
     ``on_event(event: dict) -> None``, which the trainer calls with every event that the running copy sends by
-    `WriterContext.report`, in order, from within a method of the queue.
+    `WriterContext.report`, in order, from within a method of the queue; and ``on_begun(at_ns: int) -> CallTimer |
+    None``, which is called when its turn has come, with the time of CLOCK_MONOTONIC.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

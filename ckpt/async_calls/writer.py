@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import time
 import traceback
 from typing import Any
 
@@ -107,6 +108,7 @@ class WriterLoop:
             self._page = ControlPage(region)
 
     def _call(self, index: int, fd: int, page: ControlPage) -> Finished:
+        began_ns = time.monotonic_ns()
         page.start(index)
         context = WriterContext(
             index,
@@ -119,13 +121,15 @@ class WriterLoop:
             with context.entered():
                 fn(*args, **kwargs)
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a function are not ours to obey either
-            return _failure(index, error)
-        return Finished(index)
+            return _failure(index, began_ns, error)
+        return Finished(index, began_ns, time.monotonic_ns())
 
 
-def _failure(index: int, error: BaseException) -> Finished:
+def _failure(index: int, began_ns: int, error: BaseException) -> Finished:
+    ended_ns = time.monotonic_ns()
     lines: list[Any] = traceback.format_exception(error)
     summary = traceback.format_exception_only(error)[-1].strip()
     traceback.clear_frames(error.__traceback__)  # they hold the arguments, and with them views of shared memory
     gc.collect()
-    return Finished(index, clip(summary, _MAX_ERROR_BYTES), clip("".join(lines), _MAX_TRACEBACK_BYTES))
+    trace = clip("".join(lines), _MAX_TRACEBACK_BYTES)
+    return Finished(index, began_ns, ended_ns, clip(summary, _MAX_ERROR_BYTES), trace)

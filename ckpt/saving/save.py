@@ -12,12 +12,13 @@ import contextlib
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
+from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.state_dict import FlatState
@@ -74,6 +75,7 @@ class Saver:
         self._side_stream = SideStream()
         self.memory = HeldMemory(self._arena)
         self._shared_for: Planned | None = None
+        self.on_begun: Callable[[int], CallTimer | None] | None = None  # of every call that writes
         self._in_flight: dict[SaveId, InFlight] = {}  # noted before anything is staged, so that no fault can lose one
 
     @property
@@ -242,6 +244,7 @@ class Saver:
             times=times,
             options=self._options,
             on_slot_free=lambda: setattr(slot, "state", SlotState.FREE),
+            on_begun=self.on_begun,
         )
 
     def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int) -> Staged:

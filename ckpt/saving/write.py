@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt.async_calls import context
+from ckpt.async_calls import CallTimer, context
 from ckpt.async_calls.messages import clip
 from ckpt.errors import (
     CheckpointError,
@@ -91,10 +91,11 @@ class PartWriter:
     on_slot_free: Callable[[], None] | None = None
     on_written: Callable[[list[tuple[str, str, int, int]]], None] | None = None
     on_decided: Callable[[], Any] | None = None
+    on_begun: Callable[[int], CallTimer | None] | None = None
     reported: Reason | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_slot_free": None, "on_written": None, "on_decided": None}
+        return {**self.__dict__, "on_slot_free": None, "on_written": None, "on_decided": None, "on_begun": None}
 
     def __call__(self) -> None:
         """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end."""

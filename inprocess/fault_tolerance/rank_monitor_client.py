@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from inprocess.fault_tolerance import wire
+from inprocess.fault_tolerance.background import BackgroundSection
 from inprocess.fault_tolerance.client_errors import (
     RankMonitorClientError,
     errors,
@@ -202,6 +203,17 @@ class RankMonitorClient:
         does not count for learning.
         """
         return SectionContext(self, name)
+
+    def begin_in_background(self, name: str, at_ns: int) -> BackgroundSection | None:
+        """Begin a section that goes on beside training, at this time of CLOCK_MONOTONIC; `end` the result.
+
+        It counts neither as open nor as the end of a gap, and several of one name may go on. The monitor does nothing
+        when it is late: whoever has begun it asks `left_s`, and ends the work. None for one that is not in the
+        settings, or while the client is not initialized.
+        """
+        recorder = self._recorder
+        key = None if recorder is None else recorder.begin_in_background(name, at_ns)
+        return None if recorder is None or key is None else BackgroundSection(recorder, self.rank_info, name, key)
 
     def end_all_sections(self) -> None:
         """Close every section that is open, if any."""

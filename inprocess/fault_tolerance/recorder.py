@@ -45,6 +45,7 @@ class Recorder:
         self._same_process = ForkGuard()
         self._lock = threading.RLock()  # reentrant: a signal handler of the user may close sections
         self._abandoned: set[str] = set()
+        self._background: dict[object, tuple[str, int]] = {}  # name and stamp of what goes on in the background
         self._generation = board.claim()
         self._owner = self._generation & _OWNER_MASK
         self._iteration_source = _megatron_iteration()
@@ -113,6 +114,48 @@ class Recorder:
                 self.calc.update_on_heartbeat(stamp * _NS)
                 self.board.beat(stamp)
 
+    def begin_in_background(self, name: str, at_ns: int) -> object | None:
+        """Return what tells `left_in_background` and `end_in_background` which one; None: it is not watched."""
+        slot = self._slots.get(name)
+        if slot is None or not self._same_process:
+            return None
+        with self._entered() as current:
+            if not current:
+                return None
+            key = object()
+            self._background[key] = name, self.board.stamp(lambda: at_ns)
+            self._show_background(name)
+        return key
+
+    def left_in_background(self, key: object) -> float | None:
+        """Return how long it may go on, in seconds; None: for ever, or it belongs to the past."""
+        if not self._same_process:
+            return None
+        with self._entered() as current:
+            found = self._background.get(key)
+            if not current or found is None:
+                return None
+            limit = self._words[self._slots[found[0]] + 1]
+            return None if limit < 0 else (found[1] + limit - self.board.stamp(self._clock_ns)) * _NS
+
+    def end_in_background(self, key: object, taken_s: float | None) -> None:
+        """It is over. None: do not learn from it."""
+        if not self._same_process:
+            return
+        with self._entered() as current:
+            found = self._background.pop(key, None)
+            if not current or found is None:
+                return
+            name, stamp = found
+            self._show_background(name)
+            if taken_s is not None:  # by a clock that does not stand still when ours does
+                counted_s = (self.board.stamp(self._clock_ns) - stamp) * _NS
+                self.calc.update_on_background(name, max(0.0, min(taken_s, counted_s)))
+
+    def _show_background(self, name: str) -> None:
+        since = min((stamp for other, stamp in self._background.values() if other == name), default=0)
+        self.board.set_background(self._slots[name], since)
+
     def set_iteration(self, iteration: int) -> None:
         """From now on events belong to this iteration."""
         self.iteration = int(iteration)
@@ -149,6 +192,7 @@ class Recorder:
     def detach(self) -> None:
         """Nothing is watched any more. Idempotent."""
         with self._entered():
+            self._background.clear()
             if self._words[GENERATION] & _OWNER_MASK == self._owner:
                 self.board.detach()
 
@@ -168,6 +212,7 @@ class Recorder:
         if generation & _OWNER_MASK != self._owner or not generation & LIVE:
             return False
         self._abandoned = set(self.calc.open_sections)
+        self._background.clear()
         begun = self.board.begun()
         self.calc.restart(begun * _NS)
         self.board.restart(generation, begun)

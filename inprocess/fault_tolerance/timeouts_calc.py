@@ -136,6 +136,10 @@ class TimeoutsCalc:
         for name in list(self.open_sections):
             self.update_on_section_close(name, stamp)
 
+    def update_on_background(self, name: str, seconds: float) -> None:
+        """Note how long a section in the background took. It is neither open nor the end of a gap."""
+        self._sections[name].add(seconds)
+
     def update_on_running_gap(self, stamp: float | None = None) -> None:
         """Count the time since the last close although the gap goes on, if nothing is open."""
         if not self.open_sections and self._idle_since is not None:

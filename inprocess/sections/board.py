@@ -31,7 +31,7 @@ from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["Board", "BoardError"]
 
-_MAGIC = 0x494E5052_0001
+_MAGIC = 0x494E5052_0002
 _LARGEST_BYTES = 16 << 20
 (
     _MAGIC_AT,
@@ -58,7 +58,7 @@ _LARGEST_BYTES = 16 << 20
     _BLOB_BYTES,
 ) = range(22)
 _SECTIONS = 32
-_WORDS_PER_SECTION = 3  # since, limit, learned
+_WORDS_PER_SECTION = 4  # since, limit, learned, since when in the background
 RECENT = 64
 OPEN, CLOSE, BEAT = range(3)
 _OWNER_MASK = (1 << 16) - 1
@@ -173,7 +173,7 @@ class Board:
         words = self.words
         words[SEQUENCE] = self._sequence + 1
         for slot in self.slots.values():
-            words[slot] = 0
+            words[slot] = words[slot + 3] = 0
         words[STARTED] = words[IDLE_SINCE] = stamp
         words[LAST_BEAT], words[STEP_AGE] = 0, -1
         words[CLIENT_GENERATION] = generation
@@ -207,6 +207,10 @@ class Board:
         words[at] = slot << 2 | CLOSE
         words[at + 1] = stamp
         self._sequence = words[SEQUENCE] = sequence + 2
+
+    def set_background(self, slot: int, stamp: int) -> None:
+        """The section with this slot goes on in the background since then; 0: it does not. One word, no event."""
+        self.words[slot + 3] = stamp
 
     def beat(self, stamp: int) -> None:
         """A heartbeat."""

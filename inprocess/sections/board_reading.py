@@ -106,6 +106,7 @@ def _activity(board: Board, words: list[int]) -> Activity:
         last_beat=beat * _NS if beat else None,
         open={name: words[slot] * _NS for name, slot in board.slots.items() if words[slot]},
         step_age=age if age >= 0 else None,
+        background={name: words[slot + 3] * _NS for name, slot in board.slots.items() if words[slot + 3]},
     )
 
 

@@ -32,6 +32,7 @@ def report_alarm(alarm: Alarm, board: Board, pid: int, rank: int | None, read_st
         "iteration": reading.iteration,
         "epoch": reading.epoch,
         "open": {name: round(reading.now - since, 3) for name, since in reading.activity.open.items()},
+        "background": {name: round(reading.now - since, 3) for name, since in reading.activity.background.items()},
         "recent": [
             f"{event.kind} {event.section}".rstrip() + f" {reading.now - event.at:.3f} s ago"
             for event in recent_events(board)[-_LISTED_EVENTS:]

@@ -38,7 +38,8 @@ class Activity:
     """What a rank has done since it was `started`.
 
     `idle_since` is when nothing was open for the last time, whether something is now or not. `step_age` counts
-    iterations from the first step to the latest one; None before the first.
+    iterations from the first step to the latest one; None before the first. What goes on in the `background` has no
+    deadline here: the rank itself sees to it.
     """
 
     started: float
@@ -46,6 +47,7 @@ class Activity:
     last_beat: float | None = None
     open: Mapping[str, float] = field(default_factory=dict)
     step_age: int | None = None
+    background: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

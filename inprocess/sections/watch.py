@@ -26,6 +26,7 @@ class Step(enum.Enum):
 
     RESTART = "restart"  # all ranks, within their processes
     KILL = "kill"  # this rank
+    ABANDON = "abandon"  # what goes on in the background; by the rank, not by its monitor
 
 
 @dataclass(frozen=True, slots=True)

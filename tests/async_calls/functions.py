@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,6 +158,40 @@ class Call:
 
     def __reduce__(self) -> Any:
         return Call, (self.fn,)
+
+
+@dataclass
+class TimedCall:
+    """A call with a time limit that the test moves: `left` seconds, from its turn on if it `counts`."""
+
+    fn: Callable[..., Any]
+    left: float | None = None
+    counts: bool = False
+    begun_ns: list[int] = field(default_factory=list)
+    late_pids: list[int | None] = field(default_factory=list)
+    ended: list[float | None] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def on_begun(self, at_ns: int) -> "TimedCall":
+        self.begun_ns.append(at_ns)
+        return self
+
+    def left_s(self) -> float | None:
+        if self.left is None or not self.counts:
+            return self.left
+        return self.left - (time.monotonic_ns() - self.begun_ns[0]) / 1e9
+
+    def overdue(self, pid: int | None) -> str:
+        self.late_pids.append(pid)
+        return "is late"
+
+    def end(self, taken_s: float | None) -> None:
+        self.ended.append(taken_s)
+
+    def __reduce__(self) -> Any:
+        return TimedCall, (self.fn,)
 
 
 def ask(queue: AsyncCallsQueue, fn: Callable[..., Any], *args: Any) -> dict[str, Any]:

@@ -56,11 +56,11 @@ def test_sending_never_blocks_and_keeps_order(ends: tuple[Channel, Channel]) -> 
 def test_all_that_a_dead_peer_said_is_received(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
     one.send(Ready(1))  # never read by the other end, which is what makes the kernel report a reset
-    other.send(Finished(1))
-    other.send(Finished(2))
+    other.send(Finished(1, 10, 20))
+    other.send(Finished(2, 20, 30))
     other.close()
-    assert one.receive() == (Finished(1), None)
-    assert one.receive() == (Finished(2), None)
+    assert one.receive() == (Finished(1, 10, 20), None)
+    assert one.receive() == (Finished(2, 20, 30), None)
     assert one.receive() is None
     one.send(Ready(2))  # useless, and no error
 
@@ -75,7 +75,7 @@ def test_closing_drops_the_outbox_and_its_descriptors(ends: tuple[Channel, Chann
 
 def test_the_largest_answer_fits() -> None:
     nasty = "\x00\U0001f600\ud800" * 100_000
-    data = encode(Finished(2**62, clip(nasty, 4096), clip(nasty, 32768)))
+    data = encode(Finished(2**62, 2**62, 2**62, clip(nasty, 4096), clip(nasty, 32768)))
     assert len(data) < 40_000
 
 

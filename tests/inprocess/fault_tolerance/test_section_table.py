@@ -240,3 +240,66 @@ def test_a_gate_without_settings_does_nothing() -> None:
     gate.leave()
     gate.close()
     assert gate.fd is None
+
+
+def _background(rank: Rank) -> dict[str, float]:
+    return {name: round(at, 6) for name, at in read_board(rank.board, rank.now).activity.background.items()}
+
+
+def test_what_goes_on_in_the_background_is_neither_open_nor_the_end_of_a_gap() -> None:
+    rank = Rank(rank_section_timeouts={"write": 1.0, "step": 9.0}, rank_out_of_section_timeout=3.0)
+    recorder = rank.recorder
+    recorder.open("step")
+    recorder.close("step")
+    key = recorder.begin_in_background("write", rank.now)
+    assert rank.after(2.0) is None  # nobody but the rank acts on it
+    assert recorder.left_in_background(key) == -1.0
+    assert recorder.open_sections == ()
+    recorder.end_in_background(key, 1.5)
+    assert rank.after(0.99) is None
+    assert rank.after(0.02) is Step.KILL  # 3 s after "step", whatever was in between
+    assert _background(rank) == {}
+
+
+def test_several_go_on_at_once_and_each_is_learned_from() -> None:
+    rank = Rank(rank_section_timeouts={"write": 60.0})
+    recorder = rank.recorder
+    first = recorder.begin_in_background("write", rank.now)
+    rank.after(1.0)
+    second = recorder.begin_in_background("write", rank.now)
+    assert _background(rank) == {"write": 1000.0}
+    rank.after(1.0)
+    recorder.end_in_background(first, 2.0)
+    assert _background(rank) == {"write": 1001.0}
+    recorder.end_in_background(first, 50.0)  # a second time
+    recorder.end_in_background(second, None)
+    assert recorder.calc.get_section_timeouts(None, False).section == {"write": 10.0}
+
+
+def test_a_change_of_limits_and_a_frozen_clock_hold_for_the_background() -> None:
+    rank = Rank(rank_section_timeouts={"write": None})
+    key = rank.recorder.begin_in_background("write", rank.now)
+    assert rank.recorder.left_in_background(key) is None
+    beats, sections = rank.board.limits()
+    rank.recorder.set_limits(beats, type(sections)({"write": 5.0}))
+    rank.now += 2 * NS
+    rank.board.freeze(rank.now)
+    rank.now += 100 * NS
+    assert rank.recorder.left_in_background(key) == 3.0
+    rank.board.thaw(rank.now)
+    rank.recorder.end_in_background(key, 102.0)
+    assert rank.recorder.calc.get_section_timeouts(None, False).section == {"write": 10.0}
+
+
+def test_a_restart_forgets_the_background() -> None:
+    rank = Rank(rank_section_timeouts={"write": 1.0})
+    key = rank.recorder.begin_in_background("write", rank.now)
+    rank.now += 5 * NS
+    rank.board.drop_events()
+    assert rank.recorder.left_in_background(key) is None
+    assert rank.recorder.begin_in_background("write", rank.now) is None
+    rank.board.begin(1, rank.now)
+    assert rank.recorder.left_in_background(key) is None
+    rank.recorder.end_in_background(key, 5.0)
+    assert _background(rank) == {}
+    assert not rank.recorder.calc.can_get_section_timeouts(["write"], False)
