@@ -16,14 +16,13 @@ import os
 import secrets
 import shutil
 from collections.abc import Container, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from enum import Enum
 
 from ckpt.errors import StorageError
 
 __all__ = [
-    "BackgroundSync",
     "Rename",
     "check_writable",
     "create_exclusive",
@@ -136,40 +135,16 @@ def write_image(path: str, image: memoryview, size: int, *, direct: bool = True)
 
 
 def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int = 8) -> None:
-    """Make files and directories durable: first all files, `threads` at a time, then the directories that name them."""
-    with BackgroundSync(threads) as syncing:
-        for path in files:
-            syncing.add(path)
-        syncing.finish(directories)
+    """Make files and directories durable: first all files, then the directories that name them. `StorageError` if one
+    cannot be.
 
-
-class BackgroundSync:
-    """Makes files durable while others are still being written, `threads` at a time.
-
-    A context manager; `add` may be called from any thread. Nothing is promised before `finish` has returned.
+    To be called once, when everything is written: the first sync of a journalling file system then commits all of it,
+    and the others find nothing left to do.
     """
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "ckpt-sync")
-        self._files: list[Future[None]] = []
-
-    def add(self, path: str) -> None:
-        """Begin to make the content of a file durable, which is complete and closed."""
-        self._files.append(self._pool.submit(_sync, path))
-
-    def finish(self, directories: Iterable[str]) -> None:
-        """Wait for all files, then make the directories that name them durable. `StorageError` if one cannot be."""
-        for file in self._files:
-            file.result()
-        self._files.clear()
-        for _ in self._pool.map(_sync, directories):
-            pass
-
-    def __enter__(self) -> BackgroundSync:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(threads, "ckpt-sync") as pool:
+        for paths in (list(files), list(directories)):
+            for _ in pool.map(_sync_all, (paths[first::threads] for first in range(threads))):
+                pass
 
 
 def check_writable(path: str) -> None:
@@ -297,6 +272,11 @@ def _write_direct(path: str, image: memoryview, size: int) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def _sync_all(paths: Iterable[str]) -> None:
+    for path in paths:
+        _sync(path)
 
 
 def _sync(path: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ckpt.errors import StorageError
 from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
-from ckpt.storage.files import BackgroundSync, make_directories, write_image, write_new
+from ckpt.storage.files import make_directories, sync_files, write_image, write_new
 from ckpt.storage.images import piece_array, seal
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.tensorstores import new_context, open_array
@@ -159,13 +159,14 @@ class TensorStoreChunkWriter:
 
 
 class _Tree:
-    """The files and directories a writer has made below its root. Files are synced while others are written."""
+    """The files and directories a writer has made below its root."""
 
     def __init__(self, root: str, threads: int) -> None:
         self._root = root
         self._lock = Lock()
         self._made: set[str] = set()
-        self._sync = BackgroundSync(threads)
+        self._files: list[str] = []
+        self._threads = threads
 
     def file(self, directory: str, name: str) -> str:
         """Return the path of a file to be written, in a directory that exists."""
@@ -183,8 +184,8 @@ class _Tree:
 
     def written(self, path: str) -> None:
         """The file is complete."""
-        self._sync.add(path)
+        self._files.append(path)
 
     def finish(self) -> None:
-        with self._sync:
-            self._sync.finish(self._made)
+        """Make all of it durable."""
+        sync_files(self._files, self._made, threads=self._threads)
