@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 from inprocess.attribution import InterruptionRecord
 from inprocess.exception import BarrierTimeout, StoreTimeoutError
@@ -149,6 +149,10 @@ class Agreement:
 
     # -- reason --------------------------------------------------------------------------------------------------------
 
+    def records(self) -> tuple[InterruptionRecord, ...]:
+        """Return what was reported until now; more may come."""
+        return _parse_records(self._snapshot_of_records().splitlines())
+
     def last_call(self, initial_rank: int, wait_s: float) -> tuple[InterruptionRecord, ...]:
         """Return why the iteration was interrupted: the same on all ranks.
 
@@ -264,12 +268,13 @@ def depart(
 
 
 def _parse_records(lines: Iterable[str]) -> tuple[InterruptionRecord, ...]:
-    records: list[Any] = []
+    """One of each fault: the first report, or the first that has details."""
+    records: dict[InterruptionRecord, InterruptionRecord] = {}
     for line in lines:
         try:
             record = InterruptionRecord.from_str(line)
         except ValueError:
             continue  # half a line of somebody who died while writing it
-        if record not in records:
-            records.append(record)
-    return tuple(records)
+        if record not in records or not records[record].detail:
+            records[record] = record
+    return tuple(records.values())

@@ -9,12 +9,14 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["Interruption", "InterruptionRecord", "compact_ranks", "format_interruptions"]
+__all__ = ["DETAIL_CHARS", "Interruption", "InterruptionRecord", "compact_ranks", "format_interruptions"]
 
 _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
 _LISTED_RANKS = 8
 _SUMMARY_CHARS = 500
-_DETAIL_CHARS = 16_000
+
+DETAIL_CHARS = 24 << 10
+"""What a record holds of a traceback or of stacks, at most."""
 
 
 class Interruption(enum.Enum):
@@ -68,7 +70,7 @@ class InterruptionRecord:
             detail = "".join(traceback.format_exception(error))
         except Exception:
             summary, detail = type(error).__name__, ""
-        return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-_DETAIL_CHARS:])
+        return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-DETAIL_CHARS:])
 
 
 def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from inprocess.agreement import Agreement, Outcome
-from inprocess.attribution import Interruption, InterruptionRecord, format_interruptions
+from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord, format_interruptions
 from inprocess.exception import RankShouldRestart, StoreError, TimeoutError
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
+from inprocess.main_thread.stacks import own_stacks
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.state import FrozenState
 
@@ -129,6 +130,7 @@ class MonitorThread:
                 return False
             initial_rank = self.state.initial_rank
             assert initial_rank is not None
+            self._report_own_stacks()
             self.records = self.agreement.last_call(initial_rank, self.last_call_wait_s)
         except StoreError as error:
             _log.critical("the coordination store is lost: %s", error)
@@ -136,11 +138,18 @@ class MonitorThread:
         self.times.last_call = time.monotonic()
         return True
 
+    def _report_own_stacks(self) -> None:
+        """If this rank is the one that hangs: show all ranks where, before the last call ends."""
+        for record in self.agreement.records():
+            hangs = record.rank == self.state.rank and record.interruption is Interruption.SOFT_TIMEOUT
+            if hangs and not record.detail:
+                self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
+
     def _interrupt_main_thread(self) -> None:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)
         _log.warning("iteration %d is interrupted: %s", self.state.iteration, reason)
-        if any(r.rank == self.state.rank and r.interruption is Interruption.SOFT_TIMEOUT for r in self.records):
-            _log.error("this rank makes no progress. The main thread is at\n%s", self._place())
+        for record in {record.interruption: record for record in reversed(self.records) if record.detail}.values():
+            _log.error("%s on rank %d:\n%s", record.interruption.name, record.rank, record.detail)
         exception_type = _with_message(f"iteration {self.state.iteration} is interrupted: {reason}")
         with self.atomic_lock.hold(_LOCK_WARNING_S, self._warn_about_lock):
             try:

@@ -1,11 +1,12 @@
 """The Python stacks of all threads of a process, also while its GIL is held in C.
 
-    rank      StackReporter: faulthandler writes the stacks, in a signal handler in C, into a file in memory
+    rank      own_stacks: in Python, for a thread of the process itself
+              StackReporter: faulthandler writes the stacks, in a signal handler in C, into a file in memory
     reader    read_stacks: empties the file, sends the signal, waits until the handler has returned, reads the file
 
 The handler runs without the GIL and on whatever it finds: CPython's faulthandler is made for processes that are broken.
 Walking the frames of a thread that runs at that moment can, rarely, read memory that was freed. So ask only for a
-process that is given up on anyway.
+process that is given up on anyway, or of which no thread runs Python because the GIL is held.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import fcntl
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 from inprocess.main_thread.realtime_signals import find_free_signal, read_signal_sets
 
-__all__ = ["StackReporter", "read_stacks"]
+__all__ = ["StackReporter", "own_stacks", "read_stacks"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.002
@@ -94,6 +97,18 @@ class StackReporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.uninstall()
+
+
+def own_stacks() -> str:
+    """Return the stacks of all threads of this process, that of the main thread first, newest frame last."""
+    frames = sys._current_frames()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
+    names = {thread.ident: thread.name for thread in threads}
+    parts = []
+    for ident in sorted(frames, key=lambda ident: list(names).index(ident) if ident in names else len(names)):
+        name = names.get(ident, f"0x{ident:x}, not of Python")
+        parts.append(f"Thread {name}:\n{''.join(traceback.format_stack(frames[ident]))}")
+    return "\n".join(parts)
 
 
 def read_stacks(pid: int, signal_number: int, fd: int, timeout_s: float) -> str:

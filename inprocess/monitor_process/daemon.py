@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inprocess.agreement import Agreement, CoordinationStore, depart
-from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
 from inprocess.exception import RestartError
 from inprocess.main_thread.stacks import read_stacks
 from inprocess.monitor_process import messages
@@ -35,7 +35,6 @@ __all__ = ["Daemon"]
 
 _log = logging.getLogger(__name__)
 _STACKS_TIMEOUT_S = 2.0  # of a machine that is busy; a process that cannot answer at all costs no time
-_DETAIL_BYTES = 24 << 10
 _LINGER_PAUSE_S = 0.05
 
 
@@ -63,6 +62,7 @@ class Daemon:
     _leaving: bool = False
     _done: bool = False
     _completed: bool = False
+    _heard_at: float = 0.0
     _limits: ProgressLimits = field(init=False)
     _sections: EmbeddedSections = field(init=False)
 
@@ -108,6 +108,7 @@ class Daemon:
             _log.debug("%s", message)
         match message:
             case messages.Progress(auto, manual):
+                self._heard_at = time.monotonic()
                 self._limits.update(Timestamp(auto, manual))
             case messages.Connect(description):
                 self._connect(description)
@@ -207,8 +208,9 @@ class Daemon:
             return
         silent = f"no progress for {self._limits.silent_s(time.monotonic()):.1f} s"
         if limit is Limit.SOFT:
-            # No stacks: to ask for them can be the end of a rank, and this one may well survive.
-            self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, silent))
+            # A rank that can still say something reports its stacks itself: to be asked can be its end.
+            stacks = self._stacks() if self._is_mute() else ""
+            self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, silent, stacks))
             return
         agreement, initial_rank = self._agreement(position.iteration), self.config.initial_rank
         waits_for_others = self._attempt(lambda: agreement.is_at_end(initial_rank), "where the rank is, is not known")
@@ -222,7 +224,7 @@ class Daemon:
         alarm, position = self._sections.look(), self._position
         if alarm is None or position is None:
             return
-        report = self._sections.report(alarm, self.target.pid, position.rank, self._stacks)[:_DETAIL_BYTES]
+        report = self._sections.report(alarm, self.target.pid, position.rank, self._stacks)[:DETAIL_CHARS]
         if alarm.step is Step.RESTART:
             self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, alarm.summary, report))
         else:
@@ -236,6 +238,10 @@ class Daemon:
         self.target.kill(self.config.termination_grace_s)
         self._target_died()
 
+    def _is_mute(self) -> bool:
+        """Whether not even the watchdog thread of the rank says something: its GIL is held, or it is stopped."""
+        return time.monotonic() - self._heard_at > self.config.soft_timeout_s / 2
+
     def _stacks(self) -> str:
         """Return the stacks of all threads of the rank; empty if it does not answer."""
         if self.config.stack_signal is None or self.stacks_fd is None:
@@ -243,7 +249,7 @@ class Daemon:
         text = read_stacks(self.target.pid, self.config.stack_signal, self.stacks_fd, _STACKS_TIMEOUT_S)
         if text:
             _log.error("stacks of process %d:\n%s", self.target.pid, text)
-        return text[:_DETAIL_BYTES]
+        return text[:DETAIL_CHARS]
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,8 @@ def test_each_restart_of_a_job_is_one_line(tmp_path: Path) -> None:
     assert 'raise ValueError("the fault")' in reason["detail"]
     (reason,) = hang["reasons"]
     assert reason["summary"].startswith("no progress for 1.")
+    assert "Thread MainThread" in reason["detail"]
+    assert "time.sleep(60)" in reason["detail"]
     (reason,) = death["reasons"]
     assert "initial rank 1" in reason["summary"]
     assert death["terminated_ranks"] == [1]
@@ -152,3 +154,28 @@ def test_a_rank_that_holds_the_interpreter_is_killed_and_its_stacks_are_kept(tmp
     (event,) = read(tmp_path)
     assert "in holds_the_interpreter_for_ever" in event["reasons"][1]["detail"]
     assert event["terminated_ranks"] == [1]
+
+
+def test_every_rank_sees_where_a_rank_hangs_that_holds_the_interpreter_and_lets_go(tmp_path: Path) -> None:
+    """At the soft limit: the rank is restarted with the others, not killed."""
+
+    def main(rank: int, world_size: int) -> Any:
+        limits = {**SHORT, **seconds(soft_timeout=1.0, hard_timeout=20.0)}
+
+        @Wrapper(monitor_process_logfile=tmp_path / "rank_{rank}.log", **limits)
+        def train(call: CallWrapper | None = None) -> Any:
+            assert call is not None
+            if rank == 1 and call.iteration == 0:
+                holds_the_interpreter()
+            while call.iteration == 0:
+                time.sleep(0.05)
+            return [(r.rank, r.interruption.name, r.detail) for r in call.state.interruptions]
+
+        def holds_the_interpreter() -> None:
+            ctypes.PyDLL(None).sleep(3)
+
+        return train()
+
+    for ((rank, kind, detail),) in rank_values(main, 2):
+        assert (rank, kind) == (1, "SOFT_TIMEOUT")
+        assert "holds_the_interpreter" in detail
