@@ -33,7 +33,8 @@ class Abort(abc.ABC):
     """Called once per incident on every rank that has not died, before the wrapped function is unwound.
 
     Runs on the monitor thread while the main thread still executes the wrapped function or is blocked in it. Returns
-    the state it was given. What it raises is logged and otherwise ignored.
+    the state it was given. What it raises is logged and otherwise ignored. If it has not ended when the hard timeout is
+    over, the rank is killed.
     """
 
     @abc.abstractmethod

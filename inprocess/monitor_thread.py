@@ -152,6 +152,7 @@ class MonitorThread:
             _log.error("%s on rank %d:\n%s", record.interruption.name, record.rank, record.detail)
         exception_type = _with_message(f"iteration {self.state.iteration} is interrupted: {reason}")
         with self.atomic_lock.hold(_LOCK_WARNING_S, self._warn_about_lock):
+            self.watchdog.hold()  # a rank whose abort hangs cannot be restarted: it is ended by the hard timeout
             try:
                 self.abort(replace(self.state, interruptions=self.records))
             except Exception:

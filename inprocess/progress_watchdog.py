@@ -92,6 +92,7 @@ class ProgressWatchdog:
         self._pause = _Pause()
         self._auto = time.monotonic()
         self._manual: float | None = None
+        self._held = False
         self._sending_fails = False
         self._probe: MainThreadProbe | None = None
         self._thread = threading.Thread(target=self._run, name=f"progress-watchdog-{rank}", daemon=True)
@@ -114,11 +115,18 @@ class ProgressWatchdog:
                 self._send()
 
     def reset(self) -> None:
-        """Stamp automatic progress, forget the pings, and send. Any thread."""
+        """Stamp automatic progress, forget the pings, and send. Ends `hold`. Any thread."""
         if os.getpid() == self._pid:
             with self._lock:
+                self._held = False
                 self._auto, self._manual = time.monotonic(), None
                 self._send()
+
+    def hold(self) -> None:
+        """Stamp automatic progress no more until `reset`, `resume` or a complete pause: the main thread may run, but
+        something else has to happen first. Any thread."""
+        with self._lock:
+            self._held = True
 
     def pause_and_synchronize(self) -> bool:
         """Stop sending, wait until the main thread has run bytecode again, then `reset`: exactly one send.
@@ -152,6 +160,7 @@ class ProgressWatchdog:
             return
         with self._lock:
             probe = self._check_running()
+            self._held = False
             if self._state is not _State.RUNNING:
                 self._state = _State.RUNNING
                 over, self._pause = self._pause.over, _Pause()
@@ -217,7 +226,7 @@ class ProgressWatchdog:
         probe.schedule()  # if the queue is full: again in the next interval
         ran = self._wait_for_call(probe, end, _State.RUNNING)
         with self._lock:
-            if ran:
+            if ran and not self._held:
                 self._auto = time.monotonic()
             if self._state is _State.RUNNING:
                 self._send()

@@ -297,6 +297,31 @@ def test_the_exit_code_of_sys_exit_survives() -> None:
     rank_values(main, 1, returncodes={0: 7})
 
 
+def test_a_rank_whose_abort_hook_hangs_is_killed_at_the_hard_limit() -> None:
+    """Its main thread runs on all the time, and would otherwise keep the others waiting."""
+
+    def main(rank: int, world_size: int) -> Any:
+        def hangs(state: FrozenState) -> FrozenState:
+            if rank == 1:
+                threading.Event().wait()
+            return state
+
+        limits = {**SHORT, **seconds(hard_timeout=2.0, termination_grace_time=0.1)}
+
+        @Wrapper(abort=hangs, **limits)
+        def train(call: CallWrapper | None = None) -> int | None:
+            assert call is not None
+            if rank == 0 and call.iteration == 0:
+                raise ValueError("a fault")
+            while call.state.world_size == 2:
+                time.sleep(0.05)
+            return call.state.world_size
+
+        return train()
+
+    assert rank_values(main, 2, returncodes={1: -signal.SIGTERM})[0] == 1
+
+
 def test_restart_abort_on_all_ranks_ends_the_job() -> None:
     def main(rank: int, world_size: int) -> Any:
         ran = []
