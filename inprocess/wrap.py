@@ -17,14 +17,12 @@ from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.call_injection import inject
-from inprocess.coordination.wire import Host
 from inprocess.hook_chain import HookChain
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.interrupt import MainThreadInterrupter
 from inprocess.main_thread.stacks import StackReporter
-from inprocess.monitor_process.handle import MonitorProcess
-from inprocess.monitor_process.messages import Configure, Started
-from inprocess.monitor_process.stores import describe_store, iteration_store
+from inprocess.monitor_process.stores import iteration_store
+from inprocess.monitoring import Monitoring
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import RestartProtocol
 from inprocess.sections.gate import SectionGate
@@ -37,11 +35,9 @@ from inprocess.unblock.store_connection import interruptible_store_connections
 __all__ = ["CallWrapper", "Wrapper"]
 
 _log = logging.getLogger(__name__)
-_HOSTS = 4  # ranks whose monitor processes host the store, or stand by to do so
 _UNBLOCK_S = 0.02
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_CALLS: dict[tuple[str, int], int] = {}
 
 
 class Wrapper:
@@ -155,7 +151,6 @@ class CallWrapper:
         self.wrapper = wrapper
         self.state = State.from_env()
         self.base_store: Any = None
-        self._completed = False
         self._cleanup = contextlib.ExitStack()
         try:
             self._set_up(wrapper.settings)
@@ -164,50 +159,20 @@ class CallWrapper:
             raise
 
     def _set_up(self, settings: Settings) -> None:
-        """In this order: the monitor process inherits nothing of the store; all ranks are there before it uses it."""
-        state = self.state
-        self._cleanup.enter_context(_frozen_heap())  # takes a while: before time limits count
-        self.interrupter = MainThreadInterrupter()
-        self._cleanup.enter_context(self.interrupter)
-        self._stacks = self._cleanup.enter_context(StackReporter())
+        enter = self._cleanup.enter_context
+        enter(_frozen_heap())  # takes a while: before time limits count
+        self.interrupter = enter(MainThreadInterrupter())
+        stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)
         self._cleanup.callback(self._sections.close)
-        config = self._configuration(settings)
-        self.monitor_process = MonitorProcess(
-            config, stacks_fd=self._stacks.fd, describe_store=self._describe_store, on_lost=self._monitor_lost
-        )
-        started = self.monitor_process.start()
-        self._cleanup.callback(lambda: self.monitor_process.shutdown(completed=self._completed))
-        kwargs = dict(settings.store_kwargs)
-        if config.session:
-            kwargs["session"] = config.session
-            kwargs.setdefault("wait_for_workers", False)  # the barrier does that, and on all ranks
-        self.base_store = settings.store_factory(**kwargs)
-        self._cleanup.callback(getattr(self.base_store, "close", lambda: None))
-        self._cleanup.callback(self.monitor_process.stop_replacing)
-        self._register_host(started)
-        self._meet_all("initial_barrier")
-        description = self._description(settings)
-        if config.session:
-            # If the host of the store died before all know who stands by, some would go on without the others.
-            self._meet_all("hosts_barrier")
-        self.monitor_process.connect(description)
+        self._monitoring = enter(Monitoring(settings, self.state, stacks, self._sections.fd))
+        self.monitor_process, self.base_store = self._monitoring.process, self._monitoring.store
         self.progress_watchdog = ProgressWatchdog(
-            state.initial_rank, self.monitor_process, settings.progress_watchdog_interval
+            self.state.initial_rank, self.monitor_process, settings.progress_watchdog_interval
         )
         self.progress_watchdog.start()
         self._cleanup.callback(self.progress_watchdog.shutdown)
         self.atomic_lock = AtomicLock()
-
-    def _meet_all(self, name: str) -> None:
-        settings = self.wrapper.settings
-        self.base_store.barrier(
-            ranks=[self.state.rank],
-            group_name=name,
-            rendezvous_count=self.state.world_size,
-            timeout=settings.barrier_timeout,
-            timeout_chunk=settings.progress_watchdog_interval,
-        )
 
     # -- what the wrapped function uses --------------------------------------------------------------------------------
 
@@ -266,7 +231,7 @@ class CallWrapper:
         protocol = RestartProtocol(self.state, self.wrapper.settings, self.wrapper.hooks, self, run)
         with _excepthook_restored(), self._torch_made_interruptible():
             result = protocol.run()
-        self._completed = protocol.completed
+        self._monitoring.completed = protocol.completed
         self.wrapper.hooks.complete(self.state.freeze())
         return result
 
@@ -310,71 +275,6 @@ class CallWrapper:
         if client is not None:
             client.refresh_hosts()
 
-    # -- the monitor process -------------------------------------------------------------------------------------------
-
-    def _configuration(self, settings: Settings) -> Configure:
-        state = self.state
-        assert state.initial_rank is not None
-        address, session = None, ""
-        if issubclass(settings.store_factory, TCPStore):
-            host = settings.store_factory.server_address(**settings.store_kwargs)
-            address = (host.name, host.port)
-            session = self._session(address)
-        hosts = address is not None and state.initial_rank < _HOSTS
-        seconds = {
-            f"{name}_s": getattr(settings, name).total_seconds()
-            for name in ("soft_timeout", "hard_timeout", "heartbeat_interval", "heartbeat_timeout", "barrier_timeout")
-        }
-        return Configure(
-            target_pid=os.getpid(),
-            initial_rank=state.initial_rank,
-            initial_world_size=state.world_size,
-            **seconds,
-            termination_grace_s=settings.termination_grace_time.total_seconds(),
-            interval_s=settings.monitor_process_interval.total_seconds(),
-            logfile=_of_rank(settings.monitor_process_logfile, state.initial_rank),
-            pidfile=_of_rank(settings.monitor_process_pidfile, state.initial_rank),
-            log_level=logging.DEBUG,
-            stack_signal=self._stacks.signal_number,
-            host_position=state.initial_rank if hosts else None,
-            host_address=address if hosts and state.initial_rank == 0 else None,
-            session=session,
-            sections_fd=self._sections.fd,
-        )
-
-    def _session(self, address: tuple[str, int]) -> str:
-        """Name this call, the same on all ranks: they make the same calls with the same store, in the same order."""
-        _CALLS[address] = _CALLS.get(address, 0) + 1
-        return f"call {_CALLS[address]}"
-
-    def _register_host(self, started: Started) -> None:
-        client = getattr(self.base_store, "client", None)
-        position = self.monitor_process.host_position
-        if client is not None and position and started.address is not None:
-            client.register_host(Host(position, client.local_name, started.address[1]))
-
-    def _describe_store(self, started: Started) -> dict[str, Any]:
-        """Keeper thread: another monitor process runs."""
-        self._register_host(started)
-        return self._description(self.wrapper.settings)
-
-    def _description(self, settings: Settings) -> dict[str, Any]:
-        client = getattr(self.base_store, "client", None)
-        if client is not None:
-            client.refresh_hosts()
-        return describe_store(self.base_store, settings.store_factory, settings.store_kwargs)
-
-    def _monitor_lost(self, error: Exception) -> None:
-        """Keeper thread: this rank is not watched any more, and must not go on."""
-        from inprocess.attribution import Interruption, InterruptionRecord
-
-        rank = -1 if self.state.rank is None else self.state.rank
-        record = InterruptionRecord(rank, Interruption.MONITOR_PROCESS_EXCEPTION, str(error))
-        agreement = self.agreement(self.state.iteration, self.state.world_size)
-        assert self.state.initial_rank is not None
-        agreement.mark_gone(self.state.initial_rank)
-        agreement.interrupt(record)
-
 
 @contextlib.contextmanager
 def _excepthook_restored() -> Iterator[None]:
@@ -399,7 +299,3 @@ def _frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _of_rank(path: str | None, rank: int) -> str | None:
-    return None if path is None else path.replace("{rank}", str(rank))

@@ -40,7 +40,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"abort", "monitor_process", "monitor_thread", "rank_filter"},
     # The hooks as the protocol calls them; then the protocol; then what users call.
     {"hooks", "nested_restarter", "protocol"},
-    {"hook_chain"},
+    {"hook_chain", "monitoring"},
     {"wrap"},
     {"fault_tolerance"},
 )
