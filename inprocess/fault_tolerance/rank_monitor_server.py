@@ -28,6 +28,7 @@ from inprocess.fault_tolerance import sockets, wire
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
 from inprocess.fault_tolerance.monitor_handle import MonitorControl, MonitorHandle, launcher_socket_path, start
+from inprocess.fault_tolerance.peers import Done, Peers
 from inprocess.fault_tolerance.side_checks import SideChecks
 from inprocess.fault_tolerance.state_machine import RankMonitorStateMachine, RestarterLog
 from inprocess.fault_tolerance.station import Station
@@ -46,6 +47,7 @@ class _Task:
     paths: tuple[str, ...]
     is_restarter_logger: bool
     slot_wait_s: float
+    peers: tuple[str, ...] = ()
 
 
 class RankMonitorServer:
@@ -62,6 +64,7 @@ class RankMonitorServer:
         self._defect = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._restart_check_s = time.monotonic() + task.config.restart_check_interval
         self._stations: list[Station] = []
+        self._peers = Peers(task.peers, self._selector)
 
     @staticmethod
     def run_in_subprocess(
@@ -71,12 +74,14 @@ class RankMonitorServer:
         mp_ctx: Any = None,
         env: Mapping[str, str] | None = None,
         slot_wait_s: float = 60.0,
+        peers: Sequence[str] = (),
     ) -> MonitorHandle:
         """Start a monitor process and return when it listens: 180 s at most. RuntimeError if it does not.
 
         It ends when the caller's process ends. Several paths: it watches so many ranks. `mp_ctx` is accepted for
         compatibility and not used: the process is always started from scratch. `env` is added to its environment. A
-        rank that comes while another is watched waits for `slot_wait_s`.
+        rank that comes while another is watched waits for `slot_wait_s`. `peers` are the paths of other monitors, which
+        are asked where their ranks stand when a rank is late.
         """
         paths = [ipc_socket_path] if isinstance(ipc_socket_path, str) else list(ipc_socket_path)
         task = {
@@ -84,6 +89,7 @@ class RankMonitorServer:
             "paths": [os.path.abspath(path) for path in paths],
             "is_restarter_logger": is_restarter_logger,
             "slot_wait_s": slot_wait_s,
+            "peers": [os.path.abspath(path) for path in peers],
         }
         return start(task, env or {})
 
@@ -109,6 +115,7 @@ class RankMonitorServer:
                         break
                 for station in self._stations:
                     station.step()
+                self._peers.step()
                 self._check_restart()
 
     def _station(self, index: int, path: str) -> Station:
@@ -120,10 +127,16 @@ class RankMonitorServer:
             self.machine,
             slot_wait_s=task.slot_wait_s,
             on_owner=lambda rank: self._owner_changed(index, rank),
+            ask_others=self._ask_others,
         )
 
+    def _ask_others(self, done: Done) -> None:
+        here = [standing for station in self._stations if (standing := station.standing()) is not None]
+        self._peers.ask(lambda answers: done(here + answers))
+
     def _pause_s(self) -> float | None:
-        times = [s.next_step_s for s in self._stations if s.next_step_s is not None]
+        steps = [self._peers.next_step_s, *(station.next_step_s for station in self._stations)]
+        times = [at for at in steps if at is not None]
         if self.machine.is_restarting():
             times.append(self._restart_check_s)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -221,6 +234,7 @@ class RankMonitorServer:
         for checks in self._checks.values():
             checks.stop()
         self._checks = {}
+        self._peers.close()
         for station in self._stations:
             station.close()
         for key in list(self._selector.get_map().values()):
@@ -243,6 +257,7 @@ def main(arguments: list[str]) -> int:
             tuple(values["paths"]),
             bool(values["is_restarter_logger"]),
             float(values["slot_wait_s"]),
+            tuple(values["peers"]),
         )
         logging.basicConfig(
             level=task.config.log_level,

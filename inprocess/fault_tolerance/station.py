@@ -1,7 +1,8 @@
-"""One rank's place in a monitor process: its socket, the connection that owns the place, and what is watched.
+"""One rank's place in a monitor process: its socket, and the connection that owns the place.
 
     connection   NEW ──Init──▶ WAITING ──place is free──▶ GREETED ──Attach──▶ OWNER
-                                                              └──── gone ──────┴──▶ the place is free
+                    │                                         └──── gone ──────┴──▶ the place is free
+                    └──Look──▶ answered, and hung up on
 
 Only the owner of the place is watched, and only its end resets anything: its connection closes, or its process dies,
 whichever is seen first. A rank that comes before the one it replaces is gone waits a while.
@@ -14,7 +15,6 @@ import enum
 import logging
 import os
 import selectors
-import signal
 import socket
 import time
 from collections import deque
@@ -24,18 +24,15 @@ from dataclasses import dataclass
 from inprocess.fault_tolerance import sockets, wire
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
-from inprocess.fault_tolerance.state_machine import RankMonitorState, RankMonitorStateMachine
-from inprocess.main_thread.stacks import read_stacks
-from inprocess.monitor_process.target import Target
-from inprocess.sections.board import Board, BoardError
-from inprocess.sections.board_reading import read_board
-from inprocess.sections.diagnosis import report_alarm
-from inprocess.sections.watch import Alarm, SectionWatch
+from inprocess.fault_tolerance.peers import Done
+from inprocess.fault_tolerance.state_machine import RankMonitorStateMachine
+from inprocess.fault_tolerance.watched_rank import WatchedRank
+from inprocess.sections.board import BoardError
+from inprocess.sections.suspect import Standing
 
 __all__ = ["Station"]
 
 _log = logging.getLogger(__name__)
-_STACKS_TIMEOUT_S = 0.5
 _GREETING_S = 10.0
 _MOST_CONNECTIONS = 32
 _NS = 1e-9
@@ -55,8 +52,7 @@ class _Connection:
     deadline: float  # for the next phase; of no meaning for an owner
     phase: _Phase = _Phase.NEW
     rank: RankInfo | None = None
-    stack_signal: int | None = None
-    stacks_fd: int | None = None
+    stacks: tuple[int, int] | None = None  # the signal, and a descriptor of our own
 
 
 class Station:
@@ -76,6 +72,7 @@ class Station:
         slot_wait_s: float = 60.0,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         on_owner: Callable[[RankInfo | None], None] = lambda rank: None,
+        ask_others: Callable[[Done], None] = lambda done: done([]),
     ) -> None:
         self.path = path
         self.owner: _Connection | None = None
@@ -85,10 +82,9 @@ class Station:
         self._slot_wait_s = slot_wait_s
         self._clock_ns = clock_ns
         self._on_owner = on_owner
+        self._ask_others = ask_others
         self._connections: list[_Connection] = []
-        self._target: Target | None = None
-        self._watch: SectionWatch | None = None
-        self._events = 0
+        self._watched: WatchedRank | None = None
         self._dismissed: deque[int] = deque(maxlen=16)  # may live a while; their clients must not come back
         self._listener = sockets.listen(path)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -108,8 +104,8 @@ class Station:
     def next_step_s(self) -> float | None:
         """When `step` should be called, in seconds of CLOCK_MONOTONIC; None: only after something was received."""
         times = [c.deadline for c in self._connections if c.phase is not _Phase.OWNER]
-        if self._watch is not None and self._watch.next_look_s is not None:
-            times.append(self._watch.next_look_s)
+        if self._watched is not None and self._watched.next_look_s is not None:
+            times.append(self._watched.next_look_s)
         return min(times, default=None)
 
     def step(self) -> None:
@@ -120,50 +116,20 @@ class Station:
                 "another process is monitored, and has not gone" if connection.phase is _Phase.WAITING else "too slow"
             )
             self._refuse(connection, text)
-        watch = self._watch
-        if watch is not None and watch.next_look_s is not None and now_s >= watch.next_look_s:
-            self._look()
+        watched = self._watched
+        if watched is not None and watched.next_look_s is not None and now_s >= watched.next_look_s:
+            watched.look()
 
-    def _look(self) -> None:
-        watch = self._watch
-        if watch is None:
-            return
-        alarm = watch.look(self._clock_ns())
-        self._observe(watch)
-        if alarm is not None:
-            self._act(alarm, watch)
+    # -- the rank ------------------------------------------------------------------------------------------------------
 
-    def _observe(self, watch: SectionWatch) -> None:
-        """Tell the observer of restarts whether the rank has given a sign of life."""
-        alive, self._events = watch.events != self._events, watch.events
-        if alive and self._machine.state not in (RankMonitorState.FINALIZED, RankMonitorState.ABORTED):
-            self._machine.handle_section_msg()
-
-    # -- what is late --------------------------------------------------------------------------------------------------
-
-    def _act(self, alarm: Alarm, watch: SectionWatch) -> None:
-        owner, target = self.owner, self._target
-        if owner is None or target is None:
-            return
-        report_alarm(
-            alarm, watch.board, target.pid, owner.rank.global_rank if owner.rank is not None else None, self._stacks
-        )
-        self.kill(alarm.summary)
+    def standing(self) -> Standing | None:
+        """Return where the rank stands that is watched, if one is."""
+        return None if self._watched is None else self._watched.standing()
 
     def kill(self, reason: str) -> None:
         """Send the termination signal to the rank, if there is one; a stopped process is continued first."""
-        if self._target is None or self._target.gone:
-            return
-        number = self._config.rank_termination_signal
-        _log.error("sending %s to process %d: %s", number.name, self._target.pid, reason)
-        self._target.send(signal.SIGCONT)
-        self._target.send(number)
-
-    def _stacks(self) -> str:
-        owner = self.owner
-        if owner is None or owner.stacks_fd is None or owner.stack_signal is None:
-            return ""
-        return read_stacks(owner.pid, owner.stack_signal, owner.stacks_fd, _STACKS_TIMEOUT_S)
+        if self._watched is not None:
+            self._watched.kill(reason)
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
@@ -206,37 +172,39 @@ class Station:
             case wire.Init(_, _, again=True) if connection.pid in self._dismissed:
                 self._refuse(connection, "the launcher stops this worker")
             case wire.Init(rank, stack_signal) if connection.phase is _Phase.NEW:
-                connection.rank, connection.stack_signal = rank, stack_signal
-                if packet.fds:
-                    connection.stacks_fd = os.dup(packet.fds[0])
+                connection.rank = rank
+                if packet.fds and stack_signal is not None:
+                    connection.stacks = stack_signal, os.dup(packet.fds[0])
                 connection.phase = _Phase.WAITING
                 connection.deadline = self._clock_ns() * _NS + self._slot_wait_s
                 self._fill_slot()
-            case wire.Attach() if connection.phase is _Phase.GREETED and packet.fds:
-                self._attach(connection, packet.fds[0])
-            case wire.Confirm(events) if connection.phase is _Phase.OWNER:
-                self._confirm(connection, events)
+            case wire.Attach() if connection.phase is _Phase.GREETED and packet.fds and self._watched is not None:
+                self._attach(connection, self._watched, packet.fds[0])
+            case wire.Confirm(events) if connection.phase is _Phase.OWNER and self._watched is not None:
+                self._confirm(connection, self._watched, events)
+            case wire.Look() if connection.phase is _Phase.NEW:
+                standing = self.standing()
+                self._answer(connection, wire.Ok({} if standing is None else standing.to_json()))
+                self._drop(connection, "it has got its answer")
             case message:
                 self._refuse(connection, f"a {type(message).__name__} makes no sense now")
 
-    def _confirm(self, connection: _Connection, events: int) -> None:
-        self._look()
-        if self._events < events:
-            self._answer(connection, wire.Failed(f"the board has {self._events} events, not {events}"))
+    def _confirm(self, connection: _Connection, watched: WatchedRank, events: int) -> None:
+        watched.look()
+        if watched.events < events:
+            self._answer(connection, wire.Failed(f"the board has {watched.events} events, not {events}"))
         else:
             self._answer(connection, wire.Ok())
 
-    def _attach(self, connection: _Connection, fd: int) -> None:
+    def _attach(self, connection: _Connection, watched: WatchedRank, fd: int) -> None:
         try:
-            board = Board.attach(fd)
+            watched.attach(fd)
         except BoardError as error:
             self._refuse(connection, str(error))
             return
         connection.phase = _Phase.OWNER
-        self._events = 0
-        self._watch = SectionWatch(board, repeat_s=self._config.workload_check_interval)
         self._answer(connection, wire.Ok())
-        self._look()
+        watched.look()
         _log.info("watching %s", connection.rank)
         self._on_owner(connection.rank)
 
@@ -246,17 +214,25 @@ class Station:
         """Give the place to who has waited longest, if it is free."""
         while self.owner is None:
             waiting = next((c for c in self._connections if c.phase is _Phase.WAITING), None)
-            if waiting is None:
+            if waiting is None or waiting.rank is None:
                 return
             try:
-                self._target = Target(waiting.pid)
+                self._watched = WatchedRank(
+                    waiting.pid,
+                    waiting.rank,
+                    waiting.stacks,
+                    self._config,
+                    self._machine,
+                    self._clock_ns,
+                    self._ask_others,
+                )
             except OSError:
                 self._drop(waiting, "its process has gone")
                 continue
             self.owner = waiting
             waiting.phase = _Phase.GREETED
             waiting.deadline = self._clock_ns() * _NS + _GREETING_S
-            self._selector.register(self._target, selectors.EVENT_READ, self._owner_died)
+            self._selector.register(self._watched.target, selectors.EVENT_READ, self._owner_died)
             self._answer(waiting, wire.Ok(self._config.to_dict()))
 
     def _owner_died(self) -> None:
@@ -288,8 +264,8 @@ class Station:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.end)
         connection.end.close()
-        if connection.stacks_fd is not None:
-            os.close(connection.stacks_fd)
+        if connection.stacks is not None:
+            os.close(connection.stacks[1])
         if connection is self.owner:
             self._free_slot(connection, reason)
         else:
@@ -297,19 +273,10 @@ class Station:
 
     def _free_slot(self, owner: _Connection, reason: str) -> None:
         self.owner = None
-        if self._watch is not None:
-            reading = read_board(self._watch.board, self._clock_ns())
-            self._watch.events = reading.events
-            self._observe(self._watch)
-            if reading.active and reading.activity.open:
-                _log.warning("%s goes within section(s) %s: %s", owner.rank, sorted(reading.activity.open), reason)
-            self._watch.board.close()
-            self._watch = None
-            self._machine.handle_ipc_connection_lost()
-        if self._target is not None:
-            self._selector.unregister(self._target)
-            self._target.close()
-            self._target = None
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            self._selector.unregister(watched.target)
+            watched.close(reason)
         _log.info("%s is not watched any more: %s", owner.rank, reason)
         self._on_owner(None)
         self._fill_slot()

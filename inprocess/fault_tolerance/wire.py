@@ -31,6 +31,7 @@ __all__ = [
     "Failed",
     "Init",
     "Item",
+    "Look",
     "Message",
     "Ok",
     "Packet",
@@ -74,8 +75,13 @@ class Confirm:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Monitor to monitor, first and last: where does the rank stand that you watch?"""
+
+
+@dataclass(frozen=True, slots=True)
 class Ok:
-    """The answer to everything that worked. To `Init`: the settings."""
+    """The answer to everything that worked. To `Init`: the settings. To `Look`: a `Standing`, or nothing."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -111,8 +117,8 @@ class Item:
     value: Any
 
 
-Message = Init | Attach | Confirm | Ok | Failed | CloseConnection | Shutdown | SetCycle | Item
-_KINDS = (Init, Attach, Confirm, Ok, Failed, CloseConnection, Shutdown, SetCycle, Item)
+Message = Init | Attach | Confirm | Look | Ok | Failed | CloseConnection | Shutdown | SetCycle | Item
+_KINDS = (Init, Attach, Confirm, Look, Ok, Failed, CloseConnection, Shutdown, SetCycle, Item)
 _TYPES: dict[str, tuple[type, ...]] = {
     "rank": (dict,),
     "stack_signal": (int, type(None)),

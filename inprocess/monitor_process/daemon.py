@@ -155,6 +155,7 @@ class Daemon:
             interval_s=self.config.heartbeat_interval_s,
             timeout_s=self.config.heartbeat_timeout_s,
             report=lambda ranks: self._report_unresponsive(position, ranks),
+            note=lambda: self._sections.note(position.rank),
         )
         self._sibling.start()
 
@@ -224,7 +225,8 @@ class Daemon:
         alarm, position = self._sections.look(), self._position
         if alarm is None or position is None:
             return
-        report = self._sections.report(alarm, self.target.pid, position.rank, self._stacks)[:DETAIL_CHARS]
+        notes = self._sibling.notes_of_others() if self._sibling is not None else []
+        report = self._sections.report(alarm, self.target.pid, position.rank, self._stacks, notes)[:DETAIL_CHARS]
         if alarm.step is Step.RESTART:
             self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, alarm.summary, report))
         else:

@@ -45,7 +45,8 @@ class _Seen:
 class SiblingMonitor:
     """Stamps the heartbeat of `rank` and watches its neighbour, from `start` to `stop`.
 
-    `report(ranks)` is called with dense ranks that have been silent for longer than `timeout_s`, each once.
+    `report(ranks)` is called with dense ranks that have been silent for longer than `timeout_s`, each once. With each
+    heartbeat goes a `note()`, for `notes_of_others` on other ranks.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class SiblingMonitor:
         interval_s: float,
         timeout_s: float,
         report: Callable[[list[int]], None],
+        note: Callable[[], str] = lambda: "",
     ) -> None:
         self._store = store
         self._rank = rank
@@ -64,6 +66,7 @@ class SiblingMonitor:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._report = report
+        self._note = note
         self._reported: set[int] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sibling-{rank}", daemon=True)
@@ -78,13 +81,23 @@ class SiblingMonitor:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
+    def notes_of_others(self) -> list[str]:
+        """Return the notes that went with the last heartbeats of all other ranks. Any thread."""
+        keys = [_key(rank) for rank in range(self._world_size) if rank != self._rank]
+        try:
+            beats = [self._store.get(key).decode(errors="replace") for key in keys if self._store.check([key])]
+        except StoreError as error:
+            _log.warning("where the other ranks stand is not known: %s", error)
+            return []
+        return [beat.partition(" ")[2] for beat in beats]
+
     def _run(self) -> None:
         neighbour = (self._rank + 1) % self._world_size
         beats = 0
         seen: _Seen | None = None
         while not self._stopped.is_set():
             try:
-                self._store.set(_key(self._rank), str(beats))
+                self._store.set(_key(self._rank), f"{beats} {self._note()}")
                 beats += 1
                 if neighbour != self._rank:
                     seen = self._look(neighbour, seen)

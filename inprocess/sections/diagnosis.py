@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from inprocess.sections.board import Board
 from inprocess.sections.board_reading import recent_events
+from inprocess.sections.suspect import Standing, root_suspect, standing_of
 from inprocess.sections.watch import Alarm
 
 __all__ = ["report_alarm"]
@@ -18,9 +20,17 @@ _log = logging.getLogger(__name__)
 _LISTED_EVENTS = 16
 
 
-def report_alarm(alarm: Alarm, board: Board, pid: int, rank: int | None, read_stacks: Callable[[], str]) -> str:
+def report_alarm(
+    alarm: Alarm,
+    board: Board,
+    pid: int,
+    rank: int | None,
+    read_stacks: Callable[[], str],
+    others: Sequence[Standing] = (),
+) -> str:
     """Log one line of JSON at ERROR and return it: what is late, what is open for how long, what happened last, where
-    the process waits, and the Python stacks of its threads. Bounded by what `read_stacks` takes. Never raises."""
+    the process waits, and the Python stacks of its threads; who is the cause, as far as can be told by where `others`
+    stand. Bounded by what `read_stacks` takes. Never raises."""
     reading = alarm.reading
     found: dict[str, Any] = {
         "event": "section_timeout",
@@ -40,6 +50,7 @@ def report_alarm(alarm: Alarm, board: Board, pid: int, rank: int | None, read_st
         "waits_in": _proc(pid, "wchan"),
         "state": _state(pid),
     }
+    found.update(_suspect(alarm, rank, others))
     try:
         found["stacks"] = read_stacks()
     except Exception as error:  # a report without stacks is better than none
@@ -47,6 +58,18 @@ def report_alarm(alarm: Alarm, board: Board, pid: int, rank: int | None, read_st
     line = json.dumps(found)
     _log.error("%s", line)
     return line
+
+
+def _suspect(alarm: Alarm, rank: int | None, others: Sequence[Standing]) -> dict[str, Any]:
+    own = None if rank is None else standing_of(rank, alarm.reading)
+    others = [other for other in others if other.rank != rank]
+    if own is None or not others:
+        return {}
+    suspect = root_suspect(own, others)
+    if suspect is not None:
+        _log.error("root suspect: rank %d, %s", suspect.rank, suspect.why)
+    compared = sorted({own.rank, *(other.rank for other in others)})
+    return {"root_suspect": None if suspect is None else asdict(suspect), "compared_ranks": compared}
 
 
 def _proc(pid: int, name: str) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from inprocess.sections.board import Board
+from inprocess.sections.board_reading import read_board
 from inprocess.sections.diagnosis import report_alarm
+from inprocess.sections.suspect import Standing, standing_of
 from inprocess.sections.watch import Alarm, SectionWatch, Step
 
 __all__ = ["EmbeddedSections", "Step"]
@@ -46,7 +50,18 @@ class EmbeddedSections:
         """Return what is to be done now, if anything."""
         return None if self._watch is None else self._watch.look(time.monotonic_ns())
 
-    def report(self, alarm: Alarm, pid: int, rank: int, read_stacks: Callable[[], str]) -> str:
-        """Log what is known of the rank as one line of JSON, and return it."""
+    def note(self, rank: int) -> str:
+        """Return on one line where the rank stands, for `report` in the monitor processes of others. Any thread."""
+        if self._board is None:
+            return ""
+        standing = standing_of(rank, read_board(self._board, time.monotonic_ns()))
+        return "" if standing is None else json.dumps(standing.to_json())
+
+    def report(self, alarm: Alarm, pid: int, rank: int, read_stacks: Callable[[], str], notes: Iterable[str]) -> str:
+        """Log what is known of the rank as one line of JSON, and return it. `notes` are those of the other ranks."""
         assert self._board is not None
-        return report_alarm(alarm, self._board, pid, rank, read_stacks)
+        others = []
+        for note in notes:
+            with contextlib.suppress(ValueError):
+                others.append(Standing.from_json(json.loads(note)))
+        return report_alarm(alarm, self._board, pid, rank, read_stacks, others)

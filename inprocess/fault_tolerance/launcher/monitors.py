@@ -82,7 +82,10 @@ class RankMonitors:
 
     def _start(self, local_rank: int) -> MonitorHandle:
         return RankMonitorServer.run_in_subprocess(
-            self._config, self._paths[local_rank], is_restarter_logger=local_rank == 0
+            self._config,
+            self._paths[local_rank],
+            is_restarter_logger=local_rank == 0,
+            peers=[path for path in self._paths if path != self._paths[local_rank]],
         )
 
     def _tell(self, send: Callable[[MonitorControl], None]) -> None:

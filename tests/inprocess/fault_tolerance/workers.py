@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,23 @@ class Node:
         self._log = folder / "monitor.log"
         self._stack = ExitStack()
 
-    def monitor(self, slot_wait_s: float = 30.0, is_restarter_logger: bool = False, **settings: Any) -> MonitorHandle:
+    def monitor(
+        self,
+        slot_wait_s: float = 30.0,
+        is_restarter_logger: bool = False,
+        peers: Sequence[str] = (),
+        **settings: Any,
+    ) -> MonitorHandle:
         saved = os.dup(2)
         with open(self._log, "ab") as file:
             os.dup2(file.fileno(), 2)
             try:
                 handle = RankMonitorServer.run_in_subprocess(
-                    FaultToleranceConfig(**settings), self.path, is_restarter_logger, slot_wait_s=slot_wait_s
+                    FaultToleranceConfig(**settings),
+                    self.path,
+                    is_restarter_logger,
+                    slot_wait_s=slot_wait_s,
+                    peers=peers,
                 )
             finally:
                 os.dup2(saved, 2)

@@ -1,0 +1,118 @@
+"""The process that a monitor watches, and what happens when it is late."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+
+from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.fault_tolerance.data import RankInfo
+from inprocess.fault_tolerance.peers import Done
+from inprocess.fault_tolerance.state_machine import RankMonitorState, RankMonitorStateMachine
+from inprocess.main_thread.stacks import read_stacks
+from inprocess.monitor_process.target import Target
+from inprocess.sections.board import Board
+from inprocess.sections.board_reading import read_board
+from inprocess.sections.diagnosis import report_alarm
+from inprocess.sections.suspect import Standing, standing_of
+from inprocess.sections.watch import Alarm, SectionWatch
+
+__all__ = ["WatchedRank"]
+
+_log = logging.getLogger(__name__)
+_STACKS_TIMEOUT_S = 0.5
+
+
+class WatchedRank:
+    """From when its process has got the place until it loses it. On the thread of the monitor's loop.
+
+    `stacks` is the signal and the descriptor by which it tells its stacks; the caller's. `ask_others` finds out where
+    the other ranks stand. OSError if the process has gone.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        rank: RankInfo,
+        stacks: tuple[int, int] | None,
+        config: FaultToleranceConfig,
+        machine: RankMonitorStateMachine,
+        clock_ns: Callable[[], int],
+        ask_others: Callable[[Done], None],
+    ) -> None:
+        self.rank = rank
+        self.target = Target(pid)
+        self.events = 0  # that the board had at the last look
+        self._stacks_of = stacks
+        self._config = config
+        self._machine = machine
+        self._clock_ns = clock_ns
+        self._ask_others = ask_others
+        self._asking = False
+        self._watch: SectionWatch | None = None
+
+    def attach(self, fd: int) -> None:
+        """Watch the board behind this descriptor from now on. BoardError if there is none."""
+        self._watch = SectionWatch(Board.attach(fd), repeat_s=self._config.workload_check_interval)
+
+    @property
+    def next_look_s(self) -> float | None:
+        """When to `look` again at the latest, in seconds of CLOCK_MONOTONIC; None: nothing can be late."""
+        return None if self._watch is None else self._watch.next_look_s
+
+    def look(self) -> None:
+        """Look at the board, and do what is to be done."""
+        watch = self._watch
+        if watch is None:
+            return
+        alarm = watch.look(self._clock_ns())
+        self._observe(watch.events)
+        if alarm is not None and not self._asking:
+            self._asking = True
+            self._ask_others(lambda others: self._act(alarm, others))
+
+    def standing(self) -> Standing | None:
+        """Return where the rank stands; None if it is not watched."""
+        if self._watch is None:
+            return None
+        return standing_of(self.rank.global_rank, read_board(self._watch.board, self._clock_ns()))
+
+    def kill(self, reason: str) -> None:
+        """Send the termination signal; a stopped process is continued first."""
+        if self.target.gone:
+            return
+        number = self._config.rank_termination_signal
+        _log.error("sending %s to process %d: %s", number.name, self.target.pid, reason)
+        self.target.send(signal.SIGCONT)
+        self.target.send(number)
+
+    def close(self, reason: str) -> None:
+        """Let go of it. Idempotent."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            reading = read_board(watch.board, self._clock_ns())
+            self._observe(reading.events)
+            if reading.active and reading.activity.open:
+                _log.warning("%s goes within section(s) %s: %s", self.rank, sorted(reading.activity.open), reason)
+            watch.board.close()
+            self._machine.handle_ipc_connection_lost()
+        self.target.close()
+
+    def _observe(self, events: int) -> None:
+        """Tell the observer of restarts whether the rank has given a sign of life."""
+        alive, self.events = events != self.events, events
+        if alive and self._machine.state not in (RankMonitorState.FINALIZED, RankMonitorState.ABORTED):
+            self._machine.handle_section_msg()
+
+    def _act(self, alarm: Alarm, others: list[Standing]) -> None:
+        self._asking = False
+        if self._watch is not None:
+            board, rank = self._watch.board, self.rank.global_rank
+            report_alarm(alarm, board, self.target.pid, rank, self._read_stacks, others)
+            self.kill(alarm.summary)
+
+    def _read_stacks(self) -> str:
+        if self._stacks_of is None:
+            return ""
+        return read_stacks(self.target.pid, *self._stacks_of, _STACKS_TIMEOUT_S)
