@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from inprocess.exception import TimeoutError
+from inprocess.main_thread.joinable import JoinableThread
 
 __all__ = ["BoundedCall", "bounded_call"]
 
@@ -27,7 +27,7 @@ class BoundedCall:
         self._device = _current_cuda_device()
         self._error: BaseException | None = None
         self._result: Any = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = JoinableThread(self._run, name)
         self._thread.start()
 
     def result(self, timeout: float) -> Any:

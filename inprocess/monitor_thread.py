@@ -27,6 +27,7 @@ from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
 from inprocess.exception import RankShouldRestart, StoreError, TimeoutError
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
+from inprocess.main_thread.joinable import JoinableThread
 from inprocess.main_thread.stacks import own_stacks
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.state import FrozenState
@@ -75,7 +76,8 @@ class MonitorThread:
     def __post_init__(self) -> None:
         self._main_thread = threading.get_ident()
         self._acknowledged = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"monitor-{self.state.iteration}", daemon=True)
+        # The main thread waits for it while RankShouldRestart is thrown: `threading.Thread` is not made for that.
+        self._thread = JoinableThread(self._run, f"monitor-{self.state.iteration}")
 
     def start(self) -> None:
         """Begin to watch. From now on RankShouldRestart may appear anywhere in the calling thread."""

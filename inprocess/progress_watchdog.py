@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+from inprocess.main_thread.joinable import JoinableThread
 from inprocess.main_thread.probe import MainThreadProbe
 
 __all__ = ["ProgressWatchdog", "Timestamp"]
@@ -95,7 +96,7 @@ class ProgressWatchdog:
         self._held = False
         self._sending_fails = False
         self._probe: MainThreadProbe | None = None
-        self._thread = threading.Thread(target=self._run, name=f"progress-watchdog-{rank}", daemon=True)
+        self._thread = JoinableThread(self._run, f"progress-watchdog-{rank}")
 
     def start(self) -> None:
         """Start the thread; the first timestamp follows at once. RuntimeError if it was started before."""

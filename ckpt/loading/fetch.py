@@ -157,9 +157,17 @@ class _Window:
                 self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        read, nbytes = self._reads.popleft()
+        read, nbytes = self._reads[0]
+        try:
+            read.result(self._timeout_s)
+        except CheckpointError:
+            self._forget(nbytes)
+            raise
+        self._forget(nbytes)  # not after an interrupt: then it is still under way
+
+    def _forget(self, nbytes: int) -> None:
+        self._reads.popleft()
         self._bytes -= nbytes
-        read.result(self._timeout_s)
 
 
 def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:

@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 
 from ckpt.shared_memory import SharedMemory
+from ckpt.threads import JoinableThread
 
 __all__ = ["Arena", "Slot", "SlotState"]
 
@@ -97,7 +98,7 @@ class Arena:
         for number in range(self._count):
             self._slots.append(Slot(number, size))
         device = torch.cuda.current_device() if self._pin and torch.cuda.is_available() else None
-        thread = threading.Thread(target=self._prepare, args=(self._slots, device), name="ckpt-arena", daemon=True)
+        thread = JoinableThread(self._prepare, "ckpt-arena", (self._slots, device))
         self._stopped.clear()
         self._thread = thread
         thread.start()

@@ -14,13 +14,13 @@ import ctypes
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from threading import Thread
 from types import MappingProxyType
 
 import torch
 
 from ckpt.paths import Path
 from ckpt.staging.copy_op import CopyOp
+from ckpt.threads import JoinableThread, join_all
 
 __all__ = ["Staged", "stage", "unstage"]
 
@@ -154,17 +154,14 @@ def _move(runs: deque[tuple[int, int, int]], alone: bool = False) -> None:
                 return
             ctypes.memmove(*run)
 
-    helpers = [Thread(target=work, name="ckpt-stage") for _ in range(0 if alone else _helpers(runs))]
-    started: list[Thread] = []
+    helpers = [JoinableThread(work, "ckpt-stage") for _ in range(0 if alone else _helpers(runs))]
     try:
         for helper in helpers:
             helper.start()
-            started.append(helper)
         work()
     finally:
         runs.clear()  # after an interrupt; nobody touches the tensors any more when this returns
-        for helper in started:
-            helper.join()
+        join_all(helpers)
 
 
 def _helpers(runs: deque[tuple[int, int, int]]) -> int:

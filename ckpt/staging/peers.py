@@ -19,12 +19,12 @@ import os
 import secrets
 import socket
 import struct
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt.ranks import Ranks
 from ckpt.shared_memory import SharedMemory
+from ckpt.threads import JoinableThread
 
 __all__ = ["exchange_slots"]
 
@@ -50,9 +50,7 @@ def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[
             for rank, offer in enumerate(offers)
             if offer[0] == _node() and rank != ranks.rank and offer[1] != name
         }
-        giver = threading.Thread(
-            target=_give, args=(listener, regions, len(neighbours)), name="ckpt-peers", daemon=True
-        )
+        giver = JoinableThread(_give, "ckpt-peers", (listener, regions, len(neighbours)))
         giver.start()
         taken: dict[int, list[SharedMemory]] = {}
         try:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
+from inprocess.main_thread.joinable import JoinableThread
+
 __all__ = ["async_raise", "clear_async_raise", "reraise_if_unraisable"]
 
 _POLL_S = 0.001
@@ -94,12 +96,12 @@ class _ThrowAgain:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._helpers: list[threading.Thread] = []
+        self._helpers: list[JoinableThread] = []
 
     def throw(self, exc_type: type[BaseException], code: CodeType) -> None:
         """Throw into the calling thread once it does not execute `code` any more."""
         arguments = (threading.get_ident(), exc_type, code)
-        helper = threading.Thread(target=self._run, args=arguments, name="throw-again", daemon=True)
+        helper = JoinableThread(self._run, "throw-again", arguments)
         self._helpers.append(helper)
         helper.start()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from inprocess.exception import InternalError
+from inprocess.main_thread.joinable import JoinableThread
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.messages import Channel, Configure, Failed, Message, Started
 from inprocess.progress_watchdog import Timestamp
@@ -68,7 +69,7 @@ class MonitorProcess:
         self._closing = False
         self._ended = False
         self._deaths = 0
-        self._keeper = threading.Thread(target=self._keep, name="monitor-process-keeper", daemon=True)
+        self._keeper = JoinableThread(self._keep, "monitor-process-keeper")
 
     @property
     def pid(self) -> int:

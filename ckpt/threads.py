@@ -1,0 +1,63 @@
+"""Threads whose end can be waited for by a thread into which exceptions are thrown."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["JoinableThread", "join_all"]
+
+_SLICE_S = 0.05
+
+
+class JoinableThread(threading.Thread):
+    """A thread that is alive until it has ended.
+
+    That is not so for `threading.Thread` before Python 3.13: when an exception (a KeyboardInterrupt, or one thrown by
+    another thread) interrupts its `join`, it is taken for ended from then on, and no later `join` waits for it. Whoever
+    frees what it works on then frees it too early.
+    """
+
+    def __init__(self, target: Callable[..., Any], name: str, args: tuple[Any, ...] = (), daemon: bool = True) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=daemon)
+        self._pid = os.getpid()
+        self._over = False
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._over = True
+            self._running.release()
+
+    def is_alive(self) -> bool:
+        """Whether it was started, by this process, and has not ended."""
+        return self.ident is not None and not self._over and os.getpid() == self._pid
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, at most `timeout` seconds. Any number of threads, interrupted or not."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_alive():
+            slice_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
+            if slice_s <= 0:
+                return
+            if self._running.acquire(timeout=slice_s):  # an interrupt behind this line costs nothing: it is over
+                self._running.release()
+
+
+def join_all(threads: Iterable[JoinableThread]) -> None:
+    """Wait until all of them have ended, whatever is thrown meanwhile; then raise that."""
+    interrupt: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
