@@ -9,7 +9,7 @@ Importing this package is cheap and never imports torch: the monitor processes u
 
     data, config            what crosses between rank, monitor and launcher; the settings
     timeouts_calc           limits learned from durations
-    rank_monitor_client     the rank's side (`recorder`: each event; `link`: the connection)
+    rank_monitor_client     the rank's side (`recorder`: each event; `connection`, `link`: to the monitor)
     rank_monitor_server     the monitor process (`station`, `watched_rank`: one rank in it; `peers`: the others)
     ipc_connector           the launcher's inbox
     progress_tracker        whether restarts get anywhere

@@ -2,7 +2,9 @@
 
     rank_monitor_client   what training code calls
       recorder            each event: measured, written to shared memory
-      link                the connection to a monitor process; none where the in-process wrapper's monitor serves
+      section_context     `with client.section(...)`
+      connection          finds the monitor
+      link                the connection to its process; none where the in-process wrapper's monitor serves
 
 `init_workload_monitoring` finds the monitor: that of the in-process wrapper around the calling function if it has
 `sections=`, else the one that listens at FT_RANK_MONITOR_IPC_SOCKET.
@@ -14,13 +16,10 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Collection, Mapping
-from types import TracebackType
 from typing import Any
 
-from inprocess.fault_tolerance import wire
 from inprocess.fault_tolerance.background import BackgroundSection
 from inprocess.fault_tolerance.client_errors import (
     RankMonitorClientError,
@@ -30,9 +29,9 @@ from inprocess.fault_tolerance.client_errors import (
     raise_error,
 )
 from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.fault_tolerance.connection import MonitorConnection
 from inprocess.fault_tolerance.data import (
     LAUNCHER_SOCKET_ENV,
-    MONITOR_SOCKET_ENV,
     HeartbeatTimeouts,
     RankInfo,
     SectionTimeouts,
@@ -41,13 +40,10 @@ from inprocess.fault_tolerance.data import (
 from inprocess.fault_tolerance.gossip import MaximaGossip
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
 from inprocess.fault_tolerance.limits import learned_state, with_learned
-from inprocess.fault_tolerance.link import MonitorLink
 from inprocess.fault_tolerance.recorder import Forked, Recorder
+from inprocess.fault_tolerance.section_context import SectionContext
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalcError
-from inprocess.main_thread.stacks import StackReporter
 from inprocess.sections.board import Board
-from inprocess.sections.gate import SECTION_BOARD_ENV
-from inprocess.sections.making import make_board
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
@@ -68,8 +64,7 @@ class RankMonitorClient:
         self.section_timeouts: SectionTimeouts | None = None
         self.rank_info: RankInfo | None = None
         self._recorder: Recorder | None = None
-        self._link: MonitorLink | None = None
-        self._stacks: StackReporter | None = None
+        self._connection: MonitorConnection | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._acknowledged = False
         self._earlier_hook: Any = None
@@ -96,64 +91,39 @@ class RankMonitorClient:
             raise RankMonitorClientError("monitoring is initialized already; call shutdown_workload_monitoring first")
         with errors("monitoring cannot be initialized"):
             self.rank_info = RankInfo.get_for_current_rank()
-            board = self._find_board() or self._connect(self.rank_info)
-            if num_warmup_iters is not None:
-                board.set_warmup(num_warmup_iters)
-            self.cfg = FaultToleranceConfig.from_kwargs(**board.config)
-            self._acknowledged = not self.cfg.skip_section_response
-            self._recorder = Recorder(board, self.cfg.safety_factor)
-            self.hb_timeouts, self.section_timeouts = board.limits()
-            if self._loaded is not None:
-                self._install(*with_learned(self.hb_timeouts, self.section_timeouts, self._loaded))
-            self._confirm()
+            self._connection = MonitorConnection.find(self.rank_info)
+            try:
+                self._begin(self._connection.board, num_warmup_iters)
+            except BaseException:
+                self.shutdown_workload_monitoring()
+                raise
+        self._follow_forks()
+
+    def _begin(self, board: Board, num_warmup_iters: int | None) -> None:
+        if num_warmup_iters is not None:
+            board.set_warmup(num_warmup_iters)
+        self.cfg = FaultToleranceConfig.from_kwargs(**board.config)
+        self._acknowledged = not self.cfg.skip_section_response
+        self._recorder = Recorder(board, self.cfg.safety_factor)
+        self.hb_timeouts, self.section_timeouts = board.limits()
+        if self._loaded is not None:
+            self._install(*with_learned(self.hb_timeouts, self.section_timeouts, self._loaded))
+        self._confirm()
         if self.cfg.install_exception_hook:
             self._earlier_hook, sys.excepthook = sys.excepthook, exit_after
-        self._follow_forks()
 
     def shutdown_workload_monitoring(self) -> None:
         """Leave: the rank is not watched any more. Idempotent; monitoring can be initialized again."""
         recorder, self._recorder = self._recorder, None
-        link, self._link = self._link, None
-        stacks, self._stacks = self._stacks, None
+        connection, self._connection = self._connection, None
         if recorder is not None and recorder.same_process:
             recorder.detach()
-        if link is not None:
-            link.close()
-        if stacks is not None and threading.current_thread() is threading.main_thread():
-            stacks.uninstall()
+        if connection is not None:
+            connection.close()
         if self._earlier_hook is not None:
             if sys.excepthook is exit_after:
                 sys.excepthook = self._earlier_hook
             self._earlier_hook = None
-
-    def _find_board(self) -> Board | None:
-        """Return the board of the in-process wrapper around this process's function; None without one."""
-        pid, _, fd = os.environ.get(SECTION_BOARD_ENV, "").partition(":")
-        if pid != str(os.getpid()):
-            return None
-        board = Board.attach(int(fd))
-        if board.has_live_client():
-            raise RankMonitorClientError("another client of this process is initialized; shut it down first")
-        return board
-
-    def _connect(self, rank_info: RankInfo) -> Board:
-        """Return a board that the monitor at the socket reads."""
-        path = os.environ.get(MONITOR_SOCKET_ENV)
-        if path is None:
-            raise RankMonitorClientError(f"{MONITOR_SOCKET_ENV} is not set: this process was not started by a launcher")
-        self._stacks = StackReporter()
-        self._stacks.install()
-        hello = wire.Init(rank_info, self._stacks.signal_number)
-        self._link = MonitorLink(path, hello, self._stacks.fd)
-        try:
-            config = FaultToleranceConfig.from_kwargs(**self._link.open())
-            board, fd = make_board(config)
-            board.begin(0, board.stamp())
-            self._link.attach(fd)
-        except BaseException:
-            self.shutdown_workload_monitoring()
-            raise
-        return board
 
     def _follow_forks(self) -> None:
         """Have forked children close their copies of the connection: the end of this process must be seen."""
@@ -164,8 +134,8 @@ class RankMonitorClient:
 
         def in_child() -> None:
             found = client()
-            if found is not None and found._link is not None:
-                found._link.close_copies()
+            if found is not None and found._connection is not None:
+                found._connection.close_copies()
 
         os.register_at_fork(after_in_child=in_child)
 
@@ -328,35 +298,6 @@ class RankMonitorClient:
 
     def _confirm(self) -> None:
         """Have the monitor look at the board, and wait until it has."""
-        if self._link is not None:
+        if self._connection is not None:
             with errors("the monitor refuses"):
-                self._link.request(wire.Confirm(self._initialized().events()))
-
-
-class SectionContext:
-    """See `section`."""
-
-    __slots__ = ("_client", "_generation", "_name")
-
-    def __init__(self, client: RankMonitorClient, name: str) -> None:
-        self._client = client
-        self._name = name
-        self._generation: int | None = None
-
-    def __enter__(self) -> None:
-        recorder = self._client._initialized()
-        self._client.start_section(self._name)
-        self._generation = recorder.generation
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        recorder = self._client._recorder
-        if recorder is None:  # shut down within the section
-            return
-        try:
-            closed = recorder.close(self._name, self._generation, learn=kind is None)
-        except (TimeoutsCalcError, Forked) as problem:
-            if error is None:
-                raise_error(problem)
-            return  # the error that ends the section matters more
-        if closed and self._client._acknowledged:
-            self._client._confirm()
+                self._connection.confirm(self._initialized().events())

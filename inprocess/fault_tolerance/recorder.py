@@ -16,13 +16,13 @@ from typing import Any
 from inprocess.fault_tolerance.data import HeartbeatTimeouts, SectionTimeouts
 from inprocess.fault_tolerance.fork_guard import ForkGuard
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalc, TimeoutsCalcError
-from inprocess.sections.board import FROZEN_AT, GENERATION, LIVE, OFFSET, Board
+from inprocess.sections.board import Board
+from inprocess.sections.layout import FROZEN_AT, GENERATION, LIVE, OFFSET, OWNER_MASK
 
 __all__ = ["Forked", "Recorder"]
 
 _log = logging.getLogger(__name__)
 _NS = 1e-9
-_OWNER_MASK = LIVE - 1
 
 
 class Forked(Exception):
@@ -47,7 +47,7 @@ class Recorder:
         self._abandoned: set[str] = set()
         self._background: dict[object, tuple[str, int]] = {}  # name and stamp of what goes on in the background
         self._generation = board.claim()
-        self._owner = self._generation & _OWNER_MASK
+        self._owner = self._generation & OWNER_MASK
         self._iteration_source = _megatron_iteration()
         board.restart(self._generation, board.stamp(clock_ns))
         if self._iteration_source is not None:
@@ -193,7 +193,7 @@ class Recorder:
         """Nothing is watched any more. Idempotent."""
         with self._entered():
             self._background.clear()
-            if self._words[GENERATION] & _OWNER_MASK == self._owner:
+            if self._words[GENERATION] & OWNER_MASK == self._owner:
                 self.board.detach()
 
     @property
@@ -209,7 +209,7 @@ class Recorder:
     def _catch_up(self) -> bool:
         """Under the lock, the generation has changed: False if events do not count; else begin anew."""
         generation = self._words[GENERATION]
-        if generation & _OWNER_MASK != self._owner or not generation & LIVE:
+        if generation & OWNER_MASK != self._owner or not generation & LIVE:
             return False
         self._abandoned = set(self.calc.open_sections)
         self._background.clear()

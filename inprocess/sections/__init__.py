@@ -4,7 +4,8 @@ Without process, socket or torch: `inprocess.fault_tolerance` has the rank's cli
 the monitor process of the in-process wrapper watches the same board.
 
     timeouts, table        limits, and the deadlines that follow from them; pure
-    board, board_reading   the memory; its layout and the rank's side, and the monitor's look at it
+    layout, board          the memory; the rank's side of it
+    board_reading          the monitor's look at it
     watch                  when to look, and what to do
     diagnosis, suspect     what to say about a rank that is late, and which one is the cause
     gate, embedded         the two sides in the wrapper: its process, and its monitor process

@@ -23,47 +23,50 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from inprocess.sections.layout import (
+    ATTACHED,
+    BEAT,
+    BEAT_LIMIT,
+    BEATS_LEARNED,
+    BEGUN,
+    BLOB_BYTES,
+    CLIENT_GENERATION,
+    CLOSE,
+    COUNTING,
+    EPOCH_SHIFT,
+    FROZEN_AT,
+    GENERATION,
+    IDLE_SINCE,
+    INITIAL_LIMIT,
+    ITERATION,
+    LARGEST_BYTES,
+    LAST_BEAT,
+    LIVE,
+    MAGIC,
+    MAGIC_AT,
+    OFFSET,
+    OPEN,
+    OUT_LEARNED,
+    OUT_LIMIT,
+    OWNER_MASK,
+    RECENT,
+    SECTION_COUNT,
+    SECTIONS,
+    SEQUENCE,
+    STARTED,
+    STEP_AGE,
+    WARMUP_ITERATIONS,
+    WORDS_PER_SECTION,
+    from_ns,
+    to_ns,
+)
 from inprocess.sections.table import STEP
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["Board", "BoardError"]
-
-_MAGIC = 0x494E5052_0002
-_LARGEST_BYTES = 16 << 20
-(
-    _MAGIC_AT,
-    SEQUENCE,
-    GENERATION,  # epoch, a bit for "events count", and the owner among the clients; by both parties, never at once
-    COUNTING,  # wrapper: whether clocks count
-    FROZEN_AT,  # wrapper: the stamp at which the section clock stands still, or 0
-    OFFSET,  # wrapper: nanoseconds by which the section clock is behind
-    BEGUN,  # wrapper: when the epoch began
-    CLIENT_GENERATION,  # the generation the words of the client are of
-    ATTACHED,
-    STARTED,
-    IDLE_SINCE,
-    LAST_BEAT,
-    STEP_AGE,  # -1 before the first step
-    ITERATION,  # -1 where it is not known
-    INITIAL_LIMIT,
-    BEAT_LIMIT,
-    OUT_LIMIT,
-    _BEATS_LEARNED,
-    _OUT_LEARNED,
-    WARMUP_ITERATIONS,
-    _SECTION_COUNT,
-    _BLOB_BYTES,
-) = range(22)
-_SECTIONS = 32
-_WORDS_PER_SECTION = 4  # since, limit, learned, since when in the background
-RECENT = 64
-OPEN, CLOSE, BEAT = range(3)
-_OWNER_MASK = (1 << 16) - 1
-LIVE = 1 << 16
-EPOCH_SHIFT = 17
 
 
 class BoardError(ValueError):
@@ -71,7 +74,7 @@ class BoardError(ValueError):
 
 
 class Board:
-    """Made by `create` in the rank, by `attach` elsewhere. Not for several writers at once: callers hold a lock.
+    """A view of the memory, which `making.make_board` makes. Not for several writers at once: callers hold a lock.
 
     The mapping lasts until the object is forgotten, or `close`.
     """
@@ -79,12 +82,12 @@ class Board:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self.words = memoryview(memory).cast("q")
-        if self.words[_MAGIC_AT] != _MAGIC:
+        if self.words[MAGIC_AT] != MAGIC:
             raise BoardError("this memory is not a board of this version")
-        self._count = self.words[_SECTION_COUNT]
-        self.ring = _SECTIONS + _WORDS_PER_SECTION * self._count
+        self._count = self.words[SECTION_COUNT]
+        self.ring = SECTIONS + WORDS_PER_SECTION * self._count
         start = 8 * (self.ring + 2 * RECENT)
-        size = self.words[_BLOB_BYTES]
+        size = self.words[BLOB_BYTES]
         if self._count < 0 or size < 0 or start + size > len(memory):
             raise BoardError("the board is larger than its memory")
         try:
@@ -95,38 +98,11 @@ class Board:
             raise BoardError(f"the board's description is broken: {error}") from error
         if len(self.names) != self._count:
             raise BoardError("the board's description is of another size")
-        self.slots: dict[str, int] = {n: _SECTIONS + _WORDS_PER_SECTION * i for i, n in enumerate(self.names)}
+        self.slots: dict[str, int] = {n: SECTIONS + WORDS_PER_SECTION * i for i, n in enumerate(self.names)}
         self._step_slot = self.slots.get(STEP, -1)
         self._sequence = self.words[SEQUENCE] & ~1
         self._steps = 0
         self._first_step: int | None = None
-
-    # -- making --------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def create(cls, names: Sequence[str], config: Mapping[str, Any], num_warmup_iterations: int) -> tuple[Board, int]:
-        """Return a board without activity and limits, and its descriptor, which the caller closes. OSError."""
-        blob = json.dumps({"names": list(names), "config": dict(config)}).encode()
-        count = len(names)
-        size = 8 * (_SECTIONS + _WORDS_PER_SECTION * count + 2 * RECENT) + len(blob)
-        fd = os.memfd_create("inprocess-sections", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, size + -size % 8)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            memory = mmap.mmap(fd, 0)
-            with memoryview(memory).cast("q") as words:
-                words[_MAGIC_AT] = _MAGIC
-                words[_SECTION_COUNT], words[_BLOB_BYTES] = count, len(blob)
-                words[STEP_AGE] = words[ITERATION] = -1
-                words[INITIAL_LIMIT] = words[BEAT_LIMIT] = words[OUT_LIMIT] = -1
-                words[WARMUP_ITERATIONS] = num_warmup_iterations
-                for index in range(count):
-                    words[_SECTIONS + _WORDS_PER_SECTION * index + 1] = -1
-            memory[size - len(blob) : size] = blob
-            return cls(memory), fd
-        except BaseException:
-            os.close(fd)
-            raise
 
     @classmethod
     def attach(cls, fd: int) -> Board:
@@ -134,7 +110,7 @@ class Board:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             size = os.fstat(fd).st_size
-            if not seals & fcntl.F_SEAL_SHRINK or not 8 * _SECTIONS <= size <= _LARGEST_BYTES or size % 8:
+            if not seals & fcntl.F_SEAL_SHRINK or not 8 * SECTIONS <= size <= LARGEST_BYTES or size % 8:
                 raise BoardError("the descriptor is not that of a board")
             return cls(mmap.mmap(fd, 0))
         except OSError as error:
@@ -157,8 +133,8 @@ class Board:
     def claim(self) -> int:
         """A client takes the board over from an earlier one, whose events are dropped from now on. Its generation."""
         words = self.words
-        owner = (words[GENERATION] + 1) & _OWNER_MASK
-        words[GENERATION] = (words[GENERATION] & ~_OWNER_MASK) | owner
+        owner = (words[GENERATION] + 1) & OWNER_MASK
+        words[GENERATION] = (words[GENERATION] & ~OWNER_MASK) | owner
         words[ATTACHED] = 1
         return words[GENERATION]
 
@@ -248,9 +224,9 @@ class Board:
         words[SEQUENCE] = self._sequence + 1
         words[INITIAL_LIMIT] = to_ns(beats.initial)
         words[BEAT_LIMIT] = to_ns(beats.subsequent)
-        words[_BEATS_LEARNED] = beats.were_calculated
+        words[BEATS_LEARNED] = beats.were_calculated
         words[OUT_LIMIT] = to_ns(sections.out_of_section)
-        words[_OUT_LEARNED] = sections.is_out_of_section_calculated
+        words[OUT_LEARNED] = sections.is_out_of_section_calculated
         for name, slot in self.slots.items():
             words[slot + 1] = to_ns(sections.section.get(name))
             words[slot + 2] = name in sections.calculated_sections
@@ -260,14 +236,12 @@ class Board:
     def limits(self) -> tuple[HeartbeatTimeouts, SectionTimeouts]:
         """Return what `set_limits` has installed."""
         words = self.words
-        beats = HeartbeatTimeouts(
-            from_ns(words[INITIAL_LIMIT]), from_ns(words[BEAT_LIMIT]), bool(words[_BEATS_LEARNED])
-        )
+        beats = HeartbeatTimeouts(from_ns(words[INITIAL_LIMIT]), from_ns(words[BEAT_LIMIT]), bool(words[BEATS_LEARNED]))
         sections = SectionTimeouts(
             {name: from_ns(words[slot + 1]) for name, slot in self.slots.items()},
             from_ns(words[OUT_LIMIT]),
             {name for name, slot in self.slots.items() if words[slot + 2]},
-            bool(words[_OUT_LEARNED]),
+            bool(words[OUT_LEARNED]),
         )
         return beats, sections
 
@@ -281,7 +255,7 @@ class Board:
         """Events count again, in a new epoch that begins now; what is open of an older one does not."""
         words = self.words
         words[BEGUN] = stamp
-        words[GENERATION] = epoch << EPOCH_SHIFT | LIVE | (words[GENERATION] & _OWNER_MASK)
+        words[GENERATION] = epoch << EPOCH_SHIFT | LIVE | (words[GENERATION] & OWNER_MASK)
         words[COUNTING] = 1
 
     def begun(self) -> int:
@@ -305,11 +279,3 @@ class Board:
         """It goes on where it stood."""
         self.words[OFFSET] = now_ns - self.words[FROZEN_AT]
         self.words[FROZEN_AT] = 0  # second: in between it still stands
-
-
-def to_ns(seconds: float | None) -> int:
-    return -1 if seconds is None else max(0, round(seconds * 1e9))
-
-
-def from_ns(nanoseconds: int) -> float | None:
-    return None if nanoseconds < 0 else nanoseconds / 1e9  # 60 s come back as 60 s

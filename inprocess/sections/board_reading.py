@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from inprocess.sections.board import (
+from inprocess.sections.board import Board
+from inprocess.sections.layout import (
     ATTACHED,
     BEAT_LIMIT,
     BEGUN,
@@ -26,7 +27,6 @@ from inprocess.sections.board import (
     STARTED,
     STEP_AGE,
     WARMUP_ITERATIONS,
-    Board,
     from_ns,
 )
 from inprocess.sections.table import Activity, Limits

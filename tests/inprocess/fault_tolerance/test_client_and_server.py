@@ -283,7 +283,7 @@ def test_a_forked_child_neither_speaks_nor_holds_the_place(node: Node) -> None:
     worker = node.worker("""
         client.init_workload_monitoring()
         client.start_section("a")
-        inodes = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd in [client._link._end.fileno()]}
+        inodes = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd in [client._connection.link._end.fileno()]}
         child = os.fork()
         if not child:
             refused = 0
@@ -340,8 +340,9 @@ def test_rubbish_costs_only_its_sender(client: RankMonitorClient, node: Node) ->
             while end.recv(1000):  # an answer perhaps, then the end
                 pass
     client.load_state_dict(LEARNED)  # answered by the same monitor
-    assert client._link is not None
-    assert client._link.connected
+    assert client._connection is not None
+    assert client._connection.link is not None
+    assert client._connection.link.connected
 
 
 def test_a_descriptor_that_is_no_board_is_refused(node: Node) -> None:
