@@ -28,7 +28,7 @@ from ckpt.errors import (
     StateError,
 )
 from ckpt.saving import write
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published, Reason, SaveId
 from ckpt.storage.locks import lock_shared, try_lock_exclusive
 from tests.async_calls import functions
 from tests.async_calls.functions import Gate, ask
@@ -635,6 +635,20 @@ def test_the_reason_of_the_first_to_abandon_is_everybodys(tmp_path: Path) -> Non
     outcome = pending.outcome()
     assert outcome is not None
     assert "no record" in str(outcome)
+
+
+def test_a_published_step_keeps_nothing_of_ranks_that_tried_to_give_it_up(tmp_path: Path) -> None:
+    """One was killed while it wrote the reason, one after that."""
+    root = CheckpointRoot(str(tmp_path / "root"))
+    pending = PendingSave(root, SaveId(1, 0, "0" * 16))
+    with contextlib.ExitStack() as stack:
+        lock = pending.begin(2, "digest")
+        assert lock is not None
+        stack.enter_context(lock)
+        for name in ("reason.json", ".reason.json.0123456789abcdef.tmp"):
+            (Path(pending.path) / name).write_text("{")
+        assert pending.publish() == Published()
+    assert sorted(os.listdir(root.step_path(1))) == ["intent.json", "parts"]
 
 
 def test_a_failed_look_at_a_lock_keeps_it(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ finished from one left behind.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -295,7 +296,20 @@ class PendingSave:
         result = files.rename_directory(self.path, self.root.step_path(self.save.step))
         if result is Rename.TARGET_EXISTS:
             return None
+        if result is Rename.DONE:
+            self._forget_reasons()
         return self.outcome() or Abandoned(_vanished(self.save))
+
+    def _forget_reasons(self) -> None:
+        """Remove what ranks that tried to give the save up have left in the published step, too late or killed.
+
+        Nothing more can come: they write by the path the save had before.
+        """
+        path = self.root.step_path(self.save.step)
+        with contextlib.suppress(OSError, StorageError):
+            for name in os.listdir(path):
+                if name == _REASON or name.startswith(f".{_REASON}."):
+                    files.remove(os.path.join(path, name))
 
     def abandon(self, reason: Reason) -> Published | Abandoned:
         """Give the save up, also before it has begun. Published if it was too late for that.

@@ -29,7 +29,7 @@ PACK_DIRECTORY = "packed"
 """The array that holds all small tensors; no key is stored under this name."""
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
-_RESERVED = frozenset({"zarr.json", "state.json", "intent.json", "parts", PACK_DIRECTORY, "c"})
+_RESERVED = frozenset({"zarr.json", "state.json", "intent.json", "reason.json", "parts", PACK_DIRECTORY, "c"})
 _RESERVED_PREFIXES = (".", "c.", "__")
 _MAX_COMPONENT_BYTES = 180  # file systems allow 255; temporary siblings need some
 _MAX_PATH_BYTES = 900  # of 4096 that Linux allows, and of 1024 that object stores allow
