@@ -128,6 +128,7 @@ class RankMonitorServer:
             slot_wait_s=task.slot_wait_s,
             on_owner=lambda rank: self._owner_changed(index, rank),
             ask_others=self._ask_others,
+            cycle=lambda: self._cycle,
         )
 
     def _ask_others(self, done: Done) -> None:

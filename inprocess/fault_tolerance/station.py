@@ -73,6 +73,7 @@ class Station:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         on_owner: Callable[[RankInfo | None], None] = lambda rank: None,
         ask_others: Callable[[Done], None] = lambda done: done([]),
+        cycle: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.path = path
         self.owner: _Connection | None = None
@@ -83,6 +84,7 @@ class Station:
         self._clock_ns = clock_ns
         self._on_owner = on_owner
         self._ask_others = ask_others
+        self._cycle = cycle
         self._connections: list[_Connection] = []
         self._watched: WatchedRank | None = None
         self._dismissed: deque[int] = deque(maxlen=16)  # may live a while; their clients must not come back
@@ -225,6 +227,7 @@ class Station:
                     self._machine,
                     self._clock_ns,
                     self._ask_others,
+                    self._cycle,
                 )
             except OSError:
                 self._drop(waiting, "its process has gone")

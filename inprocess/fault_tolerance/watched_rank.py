@@ -40,6 +40,7 @@ class WatchedRank:
         machine: RankMonitorStateMachine,
         clock_ns: Callable[[], int],
         ask_others: Callable[[Done], None],
+        cycle: Callable[[], int | None],
     ) -> None:
         self.rank = rank
         self.target = Target(pid)
@@ -49,6 +50,7 @@ class WatchedRank:
         self._machine = machine
         self._clock_ns = clock_ns
         self._ask_others = ask_others
+        self._cycle = cycle
         self._asking = False
         self._watch: SectionWatch | None = None
 
@@ -109,7 +111,7 @@ class WatchedRank:
         self._asking = False
         if self._watch is not None:
             board, rank = self._watch.board, self.rank.global_rank
-            report_alarm(alarm, board, self.target.pid, rank, self._read_stacks, others)
+            report_alarm(alarm, board, self.target.pid, rank, self._read_stacks, others, self._cycle())
             self.kill(alarm.summary)
 
     def _read_stacks(self) -> str:

@@ -27,20 +27,23 @@ def report_alarm(
     rank: int | None,
     read_stacks: Callable[[], str],
     others: Sequence[Standing] = (),
+    cycle: int | None = None,
 ) -> str:
     """Log one line of JSON at ERROR and return it: what is late, what is open for how long, what happened last, where
     the process waits, and the Python stacks of its threads; who is the cause, as far as can be told by where `others`
-    stand. Bounded by what `read_stacks` takes. Never raises."""
+    stand. `cycle` is that of the launcher, if there is one; else it is the wrapper's iteration. Bounded by what
+    `read_stacks` takes. Never raises."""
     reading = alarm.reading
     found: dict[str, Any] = {
         "event": "section_timeout",
         "step": alarm.step.value,
         "summary": alarm.summary,
+        "late_s": round(reading.now - alarm.overdue[0].at, 6),
         "pid": pid,
         "rank": rank,
         "host": socket.gethostname(),
         "iteration": reading.iteration,
-        "epoch": reading.epoch,
+        "cycle": reading.epoch if cycle is None else cycle,
         "open": {name: round(reading.now - since, 3) for name, since in reading.activity.open.items()},
         "background": {name: round(reading.now - since, 3) for name, since in reading.activity.background.items()},
         "recent": [

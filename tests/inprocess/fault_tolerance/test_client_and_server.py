@@ -144,6 +144,7 @@ def test_a_hang_is_reported_and_ended(node: Node) -> None:
     report = node.reports()[0]
     assert report["rank"] == 0
     assert report["iteration"] == 7
+    assert report["late_s"] < 1.0
     assert set(report["open"]) == {"a", "short"}
     assert 0.4 <= report["open"]["short"] < 1.0
     assert "stuck_here" in report["stacks"]
@@ -374,6 +375,16 @@ def test_the_launcher_closes_connections_and_ends_monitors(node: Node) -> None:
     assert os.stat(os.path.dirname(monitor.control.path)).st_mode & 0o777 == 0o700
     first.close()
     monitor.terminate()
+    monitor.join(20)
+    assert monitor.exitcode == 0
+    assert not os.path.exists(node.path)
+    assert not os.path.exists(monitor.control.path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_end_a_monitor_and_its_sockets(node: Node, number: signal.Signals) -> None:
+    monitor = node.monitor()
+    os.kill(monitor.pid, number)
     monitor.join(20)
     assert monitor.exitcode == 0
     assert not os.path.exists(node.path)

@@ -1,5 +1,7 @@
 """Deadlines and when to look at them, with a clock of the test's own: the wall clock plays no part anywhere."""
 
+import time
+
 import pytest
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
@@ -118,6 +120,32 @@ def test_a_change_of_limits_holds_for_what_is_open() -> None:
     rank.watch.look(rank.now)  # as after every message
     assert rank.after(0.99) is None
     assert rank.after(0.02) is Step.KILL
+
+
+def test_a_rank_that_stays_late_is_killed_again_at_each_check() -> None:
+    rank = Rank(rank_section_timeouts={"a": 1.0})
+    rank.recorder.open("a")
+    assert rank.after(1.01) is Step.KILL
+    for _ in range(3):  # SectionWatch(repeat_s=5.0)
+        assert rank.after(4.98) is None
+        assert rank.after(0.03) is Step.KILL
+    rank.recorder.close("a")
+    assert rank.after(100.0) is None
+
+
+def test_the_wall_clock_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stepped() -> float:
+        raise AssertionError("the wall clock was asked")
+
+    monkeypatch.setattr(time, "time", stepped)
+    rank = Rank(rank_section_timeouts={"a": 1.0}, rank_heartbeat_timeout=60.0)
+    rank.recorder.beat()
+    with_background = rank.recorder.begin_in_background("a", rank.now)
+    rank.recorder.open("a")
+    assert rank.after(2.0) is Step.KILL
+    rank.recorder.close("a")
+    rank.recorder.end_in_background(with_background, 1.0)
+    assert rank.recorder.calc.can_get_section_timeouts(["a"], False)
 
 
 def test_the_ladder() -> None:

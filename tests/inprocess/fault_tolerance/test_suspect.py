@@ -183,6 +183,7 @@ def test_a_launcher_names_the_rank_that_hangs(job: Job) -> None:
     launcher = job.one_node(script, "--ft-rank-section-timeouts=step:2", ranks=3)
     assert launcher.wait() == 0
     assert "root suspect: rank 1, " in launcher.log()
+    assert '"cycle": 0' in launcher.log()
 
 
 def test_a_monitor_that_watches_nobody_says_so(node: Node) -> None:
