@@ -7,10 +7,12 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,21 +87,54 @@ def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None 
     stored.
     """
     flat = FlatState()
-    _Walk(flat, expand).visit((), state, per_rank=False, assign=_cannot_assign)
+    with _without_garbage_collection():
+        _Walk(flat, expand).visit((), state, per_rank=False, assign=_cannot_assign)
     return flat
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """For work that makes many objects and leaves no cycles: looking for garbage meanwhile would take most of it."""
+    enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _cannot_assign(value: Any) -> None:
     raise StateError("a state that is a single number or string cannot be restored in place; put it into a dict")
 
 
+class _Seen(NamedTuple):
+    """A tensor, and how it is to be saved."""
+
+    path: Path
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    sharding: Sharding | None
+    per_rank: bool
+
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two tensors exactly if they are the same elements of the same memory, saved in the same way."""
+        local = self.local
+        where = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
+        return (*where, local.is_conj(), local.is_neg(), *self[2:])
+
+
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
 class _Walk:
-    """One pass over a state. `_seen` finds tensors that are the same memory."""
+    """One pass over a state. `_seen` finds tensors that are the same memory: first by its address, then exactly."""
 
     def __init__(self, flat: FlatState, expand: Callable[[Path, Any, Any, bool], Any] | None) -> None:
         self._flat = flat
         self._expand = expand
-        self._seen: dict[tuple[Any, ...], Path] = {}
+        self._seen: dict[int, list[_Seen]] = {}
+        self._specs: dict[tuple[torch.dtype, tuple[int, ...], int, bool], TensorSpec] = {}
         self._shardings: dict[tuple[int, tuple[Placement, ...]], tuple[Any, Sharding]] = {}
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Callable[[Any], None]) -> None:
@@ -158,11 +193,11 @@ class _Walk:
         if per_rank or sharding is None:  # what this rank has of a DTensor that is per rank is its own
             sharding, tensor = None, local
         shape = tuple(tensor.shape)
-        identity = _identity(local, shape, sharding, per_rank)
-        if identity is not None and self._seen.setdefault(identity, path) != path:
-            self._flat.aliases[path] = self._seen[identity]
+        earlier = self._seen_before(path, local, shape, sharding, per_rank)
+        if earlier is not None:
+            self._flat.aliases[path] = earlier
             return
-        boxes = [(Box.whole(shape), (0,) * len(shape))]
+        boxes = [_whole_box(shape)]
         if sharding is not None:
             coordinate = sharding.coordinate(torch.distributed.get_rank())
             boxes = local_boxes(shape, sharding, coordinate) if coordinate is not None else []
@@ -173,13 +208,39 @@ class _Walk:
                     f"its placements "
                     f"{tensor.placements} are not supported"  # type: ignore[attr-defined]
                 )
-        name = str(local.dtype).removeprefix("torch.")
-        spec = TensorSpec(name, local.element_size(), shape, sharding, per_rank)
-        writeable = not _shares_elements(local.shape, local.stride())
+        spec = self._spec(local.dtype, shape, sharding, per_rank)
+        writeable = local.is_contiguous() or not _shares_elements(local.shape, local.stride())
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
+
+    def _seen_before(
+        self, path: Path, local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
+    ) -> Path | None:
+        """The path under which the same elements of the same memory were seen; None for a tensor without elements."""
+        if local.numel() == 0:
+            return None
+        same_address = self._seen.setdefault(local.data_ptr(), [])
+        this = _Seen(path, local, shape, sharding, per_rank)
+        for other in same_address:
+            if other.identity() == this.identity():
+                return other.path
+        same_address.append(this)
+        return None
+
+    def _spec(
+        self, dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
+    ) -> TensorSpec:
+        """One object for equal ones; by the identity of the sharding, for to hash it is to look at all its ranks."""
+        if sharding is None:
+            return _plain_spec(dtype, shape, per_rank)
+        key = dtype, shape, id(sharding), per_rank
+        if key not in self._specs:
+            self._specs[key] = TensorSpec(_name(dtype), dtype.itemsize, shape, sharding, per_rank)
+        return self._specs[key]
 
     def _sharding(self, path: Path, tensor: torch.Tensor) -> Sharding | None:
         """The sharding of a DTensor; None for any other tensor."""
+        if type(tensor) in _PLAIN_TENSORS:  # a look at an attribute that is not there takes a microsecond
+            return None
         placements = getattr(tensor, "placements", None)
         mesh = getattr(tensor, "device_mesh", None)
         if placements is None or mesh is None:
@@ -194,7 +255,7 @@ class _Walk:
 
 def _is_unicode(text: str) -> bool:
     """False for half a surrogate pair, which no JSON reader but Python's takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -250,21 +311,10 @@ def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
         problem = "is quantized; save its int_repr() and scales"
     elif tensor.is_meta:
         problem = "is on the meta device and has no data"
-    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    elif type(tensor) not in _PLAIN_TENSORS:
         problem = f"is a {type(tensor).__qualname__}; of tensor subclasses only DTensor can be stored"
     if problem:
         raise StateError(f"{display(path)}: this tensor {problem}")
-
-
-def _identity(
-    local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
-) -> tuple[Any, ...] | None:
-    """Equal for two tensors exactly if they are the same elements of the same memory. None for tensors without
-    elements."""
-    if local.numel() == 0:
-        return None
-    where = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
-    return (*where, local.is_conj(), local.is_neg(), shape, sharding, per_rank)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -286,6 +336,20 @@ def _placement(path: Path, placement: Any) -> Placement:
 
 # One object for equal ones, so that comparing two descriptions takes a look at each sharding, not at all its ranks.
 _shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_spec(dtype: torch.dtype, shape: tuple[int, ...], per_rank: bool) -> TensorSpec:
+    return TensorSpec(_name(dtype), dtype.itemsize, shape, None, per_rank)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_box(shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+    return Box.whole(shape), (0,) * len(shape)
 
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
@@ -20,7 +21,7 @@ from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
-__all__ = ["Image", "PackedEntry", "Part", "PartPlan", "copies_from", "make_part"]
+__all__ = ["Image", "Part", "PartPlan", "copies_from", "make_part"]
 
 LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
 
@@ -40,25 +41,12 @@ class Image:
     piece: int
 
 
-@dataclass(frozen=True, slots=True)
-class PackedEntry:
-    """Where in the pack a small tensor (or a box of one) is, in bytes from the start of the array."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    tensor_shape: tuple[int, ...]
-    box_offset: tuple[int, ...]
-    offset: int
-    rank: int | None
-
-
 @dataclass(frozen=True)
 class PartPlan:
     """What a rank's writer does in every save of this structure.
 
-    `described` are the numbers of the arrays whose metadata this rank writes; `slot_bytes` is what each piece needs at
-    most.
+    `described` are the numbers of the arrays whose metadata this rank writes; `packed` are the entries of the part
+    manifest about small tensors (or boxes of them) in the pack; `slot_bytes` is what each piece needs at most.
     """
 
     rank: int
@@ -68,7 +56,7 @@ class PartPlan:
     metas: tuple[ArrayMeta, ...]
     described: tuple[int, ...]
     images: tuple[Image, ...]
-    packed: tuple[PackedEntry, ...]
+    packed: tuple[dict[str, Any], ...]
     aliases: tuple[tuple[Path, Path], ...]
     slot_bytes: int
     pieces: int
@@ -144,10 +132,13 @@ def copies_from(
     return _lay_out(builder, plan, rank)
 
 
-def _packed_entry(entry: PackedTensor, plan: SavePlan) -> PackedEntry:
+def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
+    """As it is in the part manifest; the offset is in bytes from the start of the pack."""
     start = plan.pack_owners.index(entry.owner) * plan.pack_bytes if plan.pack_bytes else 0
-    offset = start + entry.offset
-    return PackedEntry(entry.path, entry.dtype, entry.shape, entry.tensor_shape, entry.box.offset, offset, entry.rank)
+    document = {"path": entry.path, "dtype": entry.dtype, "shape": entry.shape, "offset": start + entry.offset}
+    if entry.shape != entry.tensor_shape:
+        document |= {"tensor_shape": entry.tensor_shape, "box_offset": entry.box.offset}
+    return document if entry.rank is None else {**document, "rank": entry.rank}
 
 
 class _Builder:
@@ -176,7 +167,7 @@ class _Builder:
         self._next = 0
         self._slot_bytes = 0
 
-    def build(self, plan: SavePlan, packed: tuple[PackedEntry, ...], aliases: tuple[tuple[Path, Path], ...]) -> Part:
+    def build(self, plan: SavePlan, packed: tuple[dict[str, Any], ...], aliases: tuple[tuple[Path, Path], ...]) -> Part:
         part_plan = PartPlan(
             self._rank,
             plan.world_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ckpt.storage.documents import canonical, seal, seal_root, unseal_root
 from ckpt.storage.locks import try_lock_exclusive
 from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
 
-__all__ = ["Retention", "is_published", "publish", "recover", "retain"]
+__all__ = ["PartFile", "Retention", "is_published", "publish", "recover", "retain"]
 
 
 _BEGIN_GRACE_S = 2.0
@@ -42,8 +42,14 @@ class Retention:
         return [step for step in old if not (self.keep_every and step % self.keep_every == 0)]
 
 
-def publish(pending: PendingSave, tick: Callable[[], None]) -> Outcome:
+PartFile = tuple[dict[str, Any], int]
+"""A part manifest, and the checksum of its file."""
+
+
+def publish(pending: PendingSave, tick: Callable[[], None], written: Mapping[int, PartFile] | None = None) -> Outcome:
     """Publish a save of which every part is there. Returns what was decided, by this or by anybody else.
+
+    The parts of the ranks in `written` need not be read: the caller has just written them.
 
     Raises CheckpointCorruptError when the parts do not make a whole, CheckpointExistsError when the step is published
     with other content. `tick` is called between steps, to show progress.
@@ -51,7 +57,7 @@ def publish(pending: PendingSave, tick: Callable[[], None]) -> Outcome:
     intent = pending.intent()
     if intent is None:
         return pending.outcome()
-    summary, arrays, state = _merge(pending, intent, tick)
+    summary, arrays, state = _merge(pending, intent, written or {}, tick)
     tick()
     state_bytes = seal(state)
     summary["content"] = _content_digest(summary.pop("chunks"), state_bytes)
@@ -71,7 +77,7 @@ def publish(pending: PendingSave, tick: Callable[[], None]) -> Outcome:
 
 
 def _merge(
-    pending: PendingSave, intent: dict[str, Any], tick: Callable[[], None]
+    pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None]
 ) -> tuple[dict[str, Any], dict[str, ArrayMeta], dict[str, Any]]:
     """The summary for the root, all arrays by directory, and the state document, from the parts of all ranks."""
     arrays: dict[str, ArrayMeta] = {}
@@ -80,7 +86,7 @@ def _merge(
     summary: dict[str, Any] = {key: intent[key] for key in ("format", "save", "step", "epoch", "world_size", "plan")}
     summary |= {"bytes": 0, "files": 0, "parts": []}
     for rank in range(intent["world_size"]):
-        part = pending.read_part(rank)
+        part, checksum = parts[rank] if rank in parts else pending.read_part(rank)
         where = f"{pending.path}: the part of rank {rank}"
         expected = {key: intent[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
         if any(part.get(key) != value for key, value in expected.items()):
@@ -98,7 +104,7 @@ def _merge(
                 summary["files"] += 1
         for kind in state:
             state[kind] += part[kind]
-        summary["parts"].append(crc32c(seal(part)))
+        summary["parts"].append(checksum)
         tick()
     _check_cover(pending, arrays, chunks)
     summary["tensors"] = len(arrays) + len(state["packed"])

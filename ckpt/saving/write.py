@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.async_calls import CallTimer, context
@@ -32,8 +32,8 @@ from ckpt.errors import (
     SaveAbandonedError,
     StorageError,
 )
-from ckpt.saving.part import Image, PackedEntry, PartPlan
-from ckpt.saving.publish import Retention, is_published, publish, recover, retain
+from ckpt.saving.part import Image, PartPlan
+from ckpt.saving.publish import PartFile, Retention, is_published, publish, recover, retain
 from ckpt.shared_memory import SharedMemory
 from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Reason, SaveId
 from ckpt.storage.locks import ByteLock, DirectoryLock
@@ -111,8 +111,9 @@ class PartWriter:
             self._report_slot_free(written)
             if not self.last:
                 return
-            pending.write_part(self.rank, self._manifest(plan, written, times))
-            outcome = self._decide(pending, plan, lock)
+            manifest = self._manifest(plan, written, times)
+            part = manifest, pending.write_part(self.rank, manifest)
+            outcome = self._decide(pending, plan, part, lock)
         except _OrphanedError:
             if self.rank != _COORDINATOR:
                 raise  # the part stays: the next start of the job publishes the save if it is complete
@@ -245,12 +246,12 @@ class PartWriter:
             "arrays": {plan.directories[number]: plan.metas[number].array_document() for number in plan.described},
             "chunks": chunks,
             "values": self.values,
-            "packed": [_packed_document(entry) for entry in plan.packed],
+            "packed": plan.packed,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
             "times": {**self.times, **times},
         }
 
-    def _decide(self, pending: PendingSave, plan: PartPlan, lock: DirectoryLock | None) -> Outcome:
+    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile, lock: DirectoryLock | None) -> Outcome:
         """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
         everyone = set(range(plan.world_size))
         for _ in self._pauses("all ranks to finish their parts", lock):
@@ -258,7 +259,7 @@ class PartWriter:
             if outcome is not None:
                 return outcome
             if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
-                return publish(pending, _progress)
+                return publish(pending, _progress, {self.rank: part})
         raise AssertionError("unreachable")
 
     def _pauses(self, what: str, lock: DirectoryLock | None = None) -> Iterator[None]:
@@ -328,15 +329,6 @@ def _trainer_gone() -> bool:
 def _record(chunk: WrittenChunk) -> tuple[str, str, int, int]:
     directory, _, key = chunk.file.rpartition("/")
     return directory, key, chunk.file_bytes, chunk.crc32c
-
-
-def _packed_document(entry: PackedEntry) -> dict[str, Any]:
-    document = asdict(entry)
-    if entry.rank is None:
-        del document["rank"]
-    if entry.shape == entry.tensor_shape:
-        del document["tensor_shape"], document["box_offset"]
-    return document
 
 
 def _error_for(save: SaveId, reason: Reason) -> CheckpointError:

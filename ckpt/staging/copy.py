@@ -119,16 +119,17 @@ def _copy_all(
 ) -> None:
     flat_bytes: dict[Path, torch.Tensor] = {}
     runs: deque[tuple[int, int, int]] = deque()
+    slot_address = slot.data_ptr()
     for op in ops:
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)  # its memory is not given to others before the copy has run
         if op.flat is not None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
-            if tensor.device.type == "cpu":
+            if tensor.is_cpu:
+                target, source_address = slot_address + op.offset, tensor.data_ptr() + first
                 for at in range(0, count, _RUN_BYTES):
-                    run_bytes = min(_RUN_BYTES, count - at)
-                    runs.append((slot.data_ptr() + op.offset + at, tensor.data_ptr() + first + at, run_bytes))
+                    runs.append((target + at, source_address + at, min(_RUN_BYTES, count - at)))
                 continue
             source = flat_bytes.get(op.path)
             if source is None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import files
+from ckpt.storage.checksums import crc32c
 from ckpt.storage.documents import seal, unseal
 from ckpt.storage.files import Rename, storage_errors
 from ckpt.storage.locks import (
@@ -270,20 +271,24 @@ class PendingSave:
         """The intent, None if there is none. CheckpointCorruptError if it is damaged."""
         return self._read(_INTENT)
 
-    def write_part(self, rank: int, document: dict[str, Any]) -> None:
-        """Say that this rank's part is whole and durable. StorageError when the save is gone."""
-        files.write_durable(os.path.join(self.path, part_name(rank)), seal(document))
+    def write_part(self, rank: int, document: dict[str, Any]) -> int:
+        """Say that this rank's part is whole and durable; return the checksum of the file. StorageError when the save
+        is gone."""
+        data = seal(document)
+        files.write_durable(os.path.join(self.path, part_name(rank)), data)
+        return crc32c(data)
 
     def parts_present(self) -> set[int]:
         """The ranks whose part is there."""
         return {int(name[5:10]) for name in _part_names(self.path) if re.fullmatch(r"rank_\d{5,}\.json", name)}
 
-    def read_part(self, rank: int) -> dict[str, Any]:
-        """A rank's part manifest. CheckpointCorruptError if it is damaged or missing."""
-        document = self._read(part_name(rank))
-        if document is None:
-            raise CheckpointCorruptError(f"{self.path}/{part_name(rank)} is missing")
-        return document
+    def read_part(self, rank: int) -> tuple[dict[str, Any], int]:
+        """A rank's part manifest, and the checksum of its file. CheckpointCorruptError if it is damaged or missing."""
+        path = os.path.join(self.path, part_name(rank))
+        data = _read(path)
+        if data is None:
+            raise CheckpointCorruptError(f"{path} is missing")
+        return unseal(data, path), crc32c(data)
 
     def publish(self) -> Outcome:
         """The commit. Published or Abandoned, whoever decided it; None if the step is published with another save's
@@ -416,11 +421,15 @@ def _saves(names: list[str]) -> list[SaveId]:
 
 
 def _read_sealed(path: str) -> dict[str, Any] | None:
+    data = _read(path)
+    return None if data is None else unseal(data, path)
+
+
+def _read(path: str) -> bytes | None:
     try:
         with open(path, "rb") as stream:
-            data = stream.read()
+            return stream.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    return unseal(data, path)

@@ -41,7 +41,10 @@ def canonical(document: Any) -> bytes:
 
 def seal(document: dict[str, Any]) -> bytes:
     """Return the sealed form of `document`, whose keys are strings. It has no member ``crc32c`` yet."""
-    return canonical({**document, _SEAL: crc32c(canonical(document))})
+    members = {key: canonical(key) + b":" + canonical(document[key]) for key in document}
+    checksum = crc32c(b"{" + b",".join(members[key] for key in sorted(members)) + b"}")
+    members[_SEAL] = b'"%s":%d' % (_SEAL.encode(), checksum)
+    return b"{" + b",".join(members[key] for key in sorted(members)) + b"}"
 
 
 def unseal(data: bytes, where: str) -> dict[str, Any]:
