@@ -185,7 +185,7 @@ class Station:
             case wire.Confirm(events) if connection.phase is _Phase.OWNER and self._watched is not None:
                 self._confirm(connection, self._watched, events)
             case wire.Look() if connection.phase is _Phase.NEW:
-                standing = self.standing()
+                standing = None if self._watched is None else self._watched.standing(by_stacks=True)
                 self._answer(connection, wire.Ok({} if standing is None else standing.to_json()))
                 self._drop(connection, "it has got its answer")
             case message:

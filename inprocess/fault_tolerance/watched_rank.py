@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
@@ -15,7 +16,7 @@ from inprocess.monitor_process.target import Target
 from inprocess.sections.board import Board
 from inprocess.sections.board_reading import read_board
 from inprocess.sections.diagnosis import report_alarm
-from inprocess.sections.suspect import Standing, standing_of
+from inprocess.sections.suspect import Standing, in_collective, standing_of
 from inprocess.sections.watch import Alarm, SectionWatch
 
 __all__ = ["WatchedRank"]
@@ -74,11 +75,17 @@ class WatchedRank:
             self._asking = True
             self._ask_others(lambda others: self._act(alarm, others))
 
-    def standing(self) -> Standing | None:
-        """Return where the rank stands; None if it is not watched."""
+    def standing(self, by_stacks: bool = False) -> Standing | None:
+        """Return where the rank stands; None if it is not watched. `by_stacks`: also whether it is in a collective.
+
+        To read stacks can be the end of a process: only for one that will be stopped with the late one.
+        """
         if self._watch is None:
             return None
-        return standing_of(self.rank.global_rank, read_board(self._watch.board, self._clock_ns()))
+        found = standing_of(self.rank.global_rank, read_board(self._watch.board, self._clock_ns()))
+        if found is None or not by_stacks:
+            return found
+        return replace(found, waits=in_collective(self._read_stacks()))
 
     def kill(self, reason: str) -> None:
         """Send the termination signal; a stopped process is continued first."""

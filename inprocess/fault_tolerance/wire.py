@@ -76,7 +76,7 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Monitor to monitor, first and last: where does the rank stand that you watch?"""
+    """Monitor to monitor, first and last: mine is late and will be killed; where does the rank stand that you watch?"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from inprocess.sections.board import Board
 from inprocess.sections.board_reading import recent_events
-from inprocess.sections.suspect import Standing, root_suspect, standing_of
+from inprocess.sections.suspect import Standing, in_collective, root_suspect, standing_of
 from inprocess.sections.watch import Alarm
 
 __all__ = ["report_alarm"]
@@ -53,22 +53,24 @@ def report_alarm(
         "waits_in": _proc(pid, "wchan"),
         "state": _state(pid),
     }
-    found.update(_suspect(alarm, rank, others))
+    stacks = ""
     try:
-        found["stacks"] = read_stacks()
+        stacks = read_stacks()
     except Exception as error:  # a report without stacks is better than none
-        found["stacks"] = f"cannot be read: {error}"
+        _log.warning("the stacks cannot be read: %s", error)
+    found.update(_suspect(alarm, rank, others, stacks))
+    found["stacks"] = stacks
     line = json.dumps(found)
     _log.error("%s", line)
     return line
 
 
-def _suspect(alarm: Alarm, rank: int | None, others: Sequence[Standing]) -> dict[str, Any]:
+def _suspect(alarm: Alarm, rank: int | None, others: Sequence[Standing], stacks: str) -> dict[str, Any]:
     own = None if rank is None else standing_of(rank, alarm.reading)
     others = [other for other in others if other.rank != rank]
     if own is None or not others:
         return {}
-    suspect = root_suspect(own, others)
+    suspect = root_suspect(replace(own, waits=in_collective(stacks)), others)
     if suspect is not None:
         _log.error("root suspect: rank %d, %s", suspect.rank, suspect.why)
     compared = sorted({own.rank, *(other.rank for other in others)})

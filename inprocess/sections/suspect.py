@@ -3,10 +3,10 @@
 A hang of one rank makes all others late, in the collective they wait in. What tells them apart is where they stand:
 
     iteration     who is in an earlier one than the others has not come to what they wait in
+    collective    else who is in none of torch's while all others are, by their stacks
     last event    else who has opened or closed a section last before the others did, and clearly so
 
-Ranks that hang within one section, which all have opened at about the same time, cannot be told apart by sections:
-then there is no suspect, and the stacks in the reports of the ranks have to be compared.
+Where none of that tells them apart there is no suspect, and the stacks in the reports of the ranks have to be compared.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from typing import Any
 
 from inprocess.sections.board_reading import Reading
 
-__all__ = ["Standing", "Suspect", "root_suspect", "standing_of"]
+__all__ = ["Standing", "Suspect", "in_collective", "root_suspect", "standing_of"]
 
 _CLEARLY_S = 0.1
+_COLLECTIVES = "distributed_c10d.py"
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a rank stands: within these sections since its last event. `clock` names the clock of the two times, which
-    is behind the wall clock by `wall_s`; `seen_at` is when it was looked at. Seconds."""
+    """Where a rank stands: within these sections since its last event, and whether it `waits` in a collective.
+
+    `clock` names the clock of the two times, which is behind the wall clock by `wall_s`; `seen_at` is when it was
+    looked at. Seconds.
+    """
 
     rank: int
     iteration: int | None
@@ -37,6 +41,7 @@ class Standing:
     seen_at: float
     clock: str
     wall_s: float
+    waits: bool | None = None  # not known
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
@@ -55,6 +60,7 @@ class Standing:
                 float(values["seen_at"]),
                 str(values["clock"]),
                 float(values["wall_s"]),
+                None if values["waits"] is None else bool(values["waits"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not where a rank stands: {values!r}"[:200]) from error
@@ -86,6 +92,11 @@ def standing_of(rank: int, reading: Reading) -> Standing | None:
     )
 
 
+def in_collective(stacks: str) -> bool | None:
+    """Return whether a thread with these stacks is in torch's module of collectives; None without stacks."""
+    return _COLLECTIVES in stacks if stacks else None
+
+
 def root_suspect(own: Standing, others: Iterable[Standing]) -> Suspect | None:
     """Return which of these ranks the others wait for, if one stands out. `own` is late.
 
@@ -99,7 +110,7 @@ def root_suspect(own: Standing, others: Iterable[Standing]) -> Suspect | None:
             one_clock.add(other.clock)
     if len(known) < 2:
         return None
-    return _behind(known) or _still_before_all(known, len(one_clock) == 1)
+    return _behind(known) or _missing(known) or _still_before_all(known, len(one_clock) == 1)
 
 
 def _behind(known: list[Standing]) -> Suspect | None:
@@ -110,6 +121,13 @@ def _behind(known: list[Standing]) -> Suspect | None:
     if len(last) > 1:
         return None
     return Suspect(last[0].rank, f"{_place(last[0])} of iteration {numbers[0]}, while others are in {numbers[-1]}")
+
+
+def _missing(known: list[Standing]) -> Suspect | None:
+    missing = [s for s in known if s.waits is False]
+    if len(missing) != 1 or any(s.waits is None for s in known):
+        return None
+    return Suspect(missing[0].rank, f"{_place(missing[0])}, and not in the collective that all others wait in")
 
 
 def _still_before_all(known: list[Standing], one_clock: bool) -> Suspect | None:

@@ -54,6 +54,8 @@ def test_it_comes_back_from_hangs_to_the_same_weights(example: Job) -> None:
     for said in ("hangs in section step, step 4", "hangs in section checkpoint, step 9", "cycle 2 begins"):
         assert said in launched.log()
     assert "begins after step 3" in launched.log()
+    assert "root suspect: rank 1, in 'step'" in launched.log()
+    assert "root suspect: rank 0" not in launched.log()
     assert re.search(r"begins after step [69], .*calculated_sections=\{'(step|checkpoint)', '", launched.log()), (
         "limits that were learned come back with the checkpoint"
     )

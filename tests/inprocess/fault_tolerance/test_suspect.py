@@ -11,7 +11,7 @@ import pytest
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, wire
-from inprocess.sections.suspect import Standing, Suspect, root_suspect
+from inprocess.sections.suspect import Standing, Suspect, in_collective, root_suspect
 from tests.inprocess.fault_tolerance.launching import Job
 from tests.inprocess.fault_tolerance.test_with_wrapper import PATIENT, hang
 from tests.inprocess.fault_tolerance.workers import Node, Worker
@@ -36,6 +36,23 @@ def test_who_is_missing_from_what_all_others_are_in() -> None:
     assert found is not None
     assert found.rank == 1
     assert found.why.endswith("others, which are in 'all_reduce'")
+
+
+def test_who_is_not_in_the_collective_of_the_others() -> None:
+    waiting, working = (replace(stands(rank, 5.0, "step"), waits=rank == 0) for rank in range(2))
+    assert root_suspect(waiting, [working]) == root_suspect(working, [waiting])
+    found = root_suspect(waiting, [working])
+    assert found == Suspect(1, "in 'step', and not in the collective that all others wait in")
+    assert root_suspect(waiting, [replace(waiting, rank=2)]) is None
+    assert root_suspect(waiting, [replace(working, waits=None)]) is None
+    assert root_suspect(working, [waiting, replace(working, rank=2)]) is None
+    assert [
+        in_collective(stacks) for stacks in ("", 'File "x.py"', 'File "/torch/distributed/distributed_c10d.py"')
+    ] == [
+        None,
+        False,
+        True,
+    ]
 
 
 def test_who_is_in_an_earlier_iteration_whatever_the_clocks_say() -> None:
@@ -184,6 +201,20 @@ def test_a_launcher_names_the_rank_that_hangs(job: Job) -> None:
     assert launcher.wait() == 0
     assert "root suspect: rank 1, " in launcher.log()
     assert '"cycle": 0' in launcher.log()
+
+
+def test_a_launcher_names_the_rank_that_is_missing_from_a_collective(job: Job) -> None:
+    script = """
+        exec(compile("def all_reduce(): threading.Event().wait()", "torch/distributed/distributed_c10d.py", "exec"))
+        client = monitored()
+        if cycle == 0:
+            others("there")
+            client.start_section("step")
+            hang() if rank == 1 else all_reduce()
+    """
+    launcher = job.one_node(script, "--ft-rank-section-timeouts=step:2", ranks=2)
+    assert launcher.wait() == 0
+    assert "root suspect: rank 1, in 'step', and not in the collective" in launcher.log()
 
 
 def test_a_monitor_that_watches_nobody_says_so(node: Node) -> None:
