@@ -19,8 +19,9 @@ import torch
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.boxes import Box, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.planning.dtensors import DTensors, LocalBox, local_tensor
 from ckpt.planning.leaves import PerRank
 
 __all__ = ["FlatState", "TensorLeaf", "flatten"]
@@ -38,7 +39,7 @@ class TensorLeaf:
 
     local: torch.Tensor
     spec: TensorSpec
-    boxes: list[tuple[Box, tuple[int, ...]]]
+    boxes: list[LocalBox]
     after: Callable[[], None] | None = None
     writeable: bool = True
 
@@ -134,8 +135,7 @@ class _Walk:
         self._flat = flat
         self._expand = expand
         self._seen: dict[int, list[_Seen]] = {}
-        self._specs: dict[tuple[torch.dtype, tuple[int, ...], int, bool], TensorSpec] = {}
-        self._shardings: dict[tuple[int, tuple[Placement, ...]], tuple[Any, Sharding]] = {}
+        self._dtensors = DTensors()
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Callable[[Any], None]) -> None:
         if isinstance(node, PerRank):
@@ -187,8 +187,9 @@ class _Walk:
             leaf.writeable = array.flags.writeable and not _shares_elements(array.shape, array.strides)
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
-        sharding = self._sharding(path, tensor)
-        local = tensor.detach() if sharding is None else _local(tensor)
+        # A look at an attribute that is not there takes a microsecond.
+        sharding = None if type(tensor) in _PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
+        local = tensor.detach() if sharding is None else local_tensor(tensor)
         _check_tensor(path, local)
         if per_rank or sharding is None:  # what this rank has of a DTensor that is per rank is its own
             sharding, tensor = None, local
@@ -197,18 +198,8 @@ class _Walk:
         if earlier is not None:
             self._flat.aliases[path] = earlier
             return
-        boxes = [_whole_box(shape)]
-        if sharding is not None:
-            coordinate = sharding.coordinate(torch.distributed.get_rank())
-            boxes = local_boxes(shape, sharding, coordinate) if coordinate is not None else []
-            held = sum(box.elements for box, _ in boxes)
-            if coordinate is not None and held != local.numel():
-                raise StateError(
-                    f"{display(path)}: this DTensor's shard has {local.numel()} elements where {held} are expected; "
-                    f"its placements "
-                    f"{tensor.placements} are not supported"  # type: ignore[attr-defined]
-                )
-        spec = self._spec(local.dtype, shape, sharding, per_rank)
+        boxes = [_whole(shape)] if sharding is None else self._dtensors.boxes(path, tensor, local, sharding)
+        spec = _spec(local.dtype, shape, sharding, per_rank)
         writeable = local.is_contiguous() or not _shares_elements(local.shape, local.stride())
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
 
@@ -225,32 +216,6 @@ class _Walk:
                 return other.path
         same_address.append(this)
         return None
-
-    def _spec(
-        self, dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
-    ) -> TensorSpec:
-        """One object for equal ones; by the identity of the sharding, for to hash it is to look at all its ranks."""
-        if sharding is None:
-            return _plain_spec(dtype, shape, per_rank)
-        key = dtype, shape, id(sharding), per_rank
-        if key not in self._specs:
-            self._specs[key] = TensorSpec(_name(dtype), dtype.itemsize, shape, sharding, per_rank)
-        return self._specs[key]
-
-    def _sharding(self, path: Path, tensor: torch.Tensor) -> Sharding | None:
-        """The sharding of a DTensor; None for any other tensor."""
-        if type(tensor) in _PLAIN_TENSORS:  # a look at an attribute that is not there takes a microsecond
-            return None
-        placements = getattr(tensor, "placements", None)
-        mesh = getattr(tensor, "device_mesh", None)
-        if placements is None or mesh is None:
-            return None
-        key = id(mesh), tuple(_placement(path, placement) for placement in placements)
-        if key not in self._shardings:
-            ranks = tuple(mesh.mesh.flatten().tolist())
-            # With the mesh, so that its id stays its own.
-            self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, key[1])
-        return self._shardings[key][1]
 
 
 def _is_unicode(text: str) -> bool:
@@ -317,38 +282,14 @@ def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
         raise StateError(f"{display(path)}: this tensor {problem}")
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """This rank's memory of a DTensor. Detached afterwards: to detach a DTensor takes ten times as long."""
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
-    return local.detach()
-
-
-def _placement(path: Path, placement: Any) -> Placement:
-    if placement.is_replicate():
-        return Placement()
-    if placement.is_partial():
-        raise StateError(
-            f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
-        )
-    return Placement(placement.dim, int(getattr(placement, "split_factor", 1)))
-
-
-# One object for equal ones, so that comparing two descriptions takes a look at each sharding, not at all its ranks.
-_shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
+# One object for equal ones, so that comparing two descriptions takes a look at each, and not at all that is in it.
+@functools.lru_cache(maxsize=4096)
+def _spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
+    return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain_spec(dtype: torch.dtype, shape: tuple[int, ...], per_rank: bool) -> TensorSpec:
-    return TensorSpec(_name(dtype), dtype.itemsize, shape, None, per_rank)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@functools.lru_cache(maxsize=4096)
-def _whole_box(shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+def _whole(shape: tuple[int, ...]) -> LocalBox:
     return Box.whole(shape), (0,) * len(shape)
 
 

@@ -1,0 +1,78 @@
+"""What a DTensor says of its sharding, and what of it this rank holds."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ckpt.errors import StateError
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+
+__all__ = ["DTensors", "LocalBox", "local_tensor"]
+
+LocalBox = tuple[Box, tuple[int, ...]]
+"""A box of a global tensor, and its offset in the local one."""
+
+
+class DTensors:
+    """Those of one state. Most share a mesh and a sharding with others: what is found out of one is kept for them."""
+
+    def __init__(self) -> None:
+        self._shardings: dict[tuple[int, Any, Any], tuple[Any, Sharding]] = {}
+        self._coordinates: dict[Sharding, tuple[int, ...] | None] = {}
+        self._boxes: dict[tuple[tuple[int, ...], Sharding], tuple[LocalBox, ...]] = {}
+
+    def sharding(self, path: Path, tensor: Any) -> Sharding | None:
+        """The sharding of a DTensor; None for any other tensor. StateError for one that cannot be stored."""
+        placements = getattr(tensor, "placements", None)
+        mesh = getattr(tensor, "device_mesh", None)
+        if placements is None or mesh is None:
+            return None
+        key = id(mesh), placements, tuple(map(type, placements))  # a strided shard can be equal to a plain one
+        if key not in self._shardings:
+            ours = tuple(_placement(path, placement) for placement in placements)
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            # With the mesh, so that its id stays its own.
+            self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, ours)
+        return self._shardings[key][1]
+
+    def boxes(self, path: Path, tensor: Any, local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
+        """What this rank holds of the tensor: `local`. StateError if that is not what its sharding says."""
+        key = tuple(tensor.shape), sharding
+        if sharding not in self._coordinates:
+            self._coordinates[sharding] = sharding.coordinate(torch.distributed.get_rank())
+        coordinate = self._coordinates[sharding]
+        if key not in self._boxes:
+            self._boxes[key] = tuple(local_boxes(*key, coordinate)) if coordinate is not None else ()
+        boxes = self._boxes[key]
+        held = sum(box.elements for box, _ in boxes)
+        if coordinate is not None and held != local.numel():
+            raise StateError(
+                f"{display(path)}: this DTensor's shard has {local.numel()} elements where {held} are expected; its "
+                f"placements {tensor.placements} are not supported"
+            )
+        return list(boxes)
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """This rank's memory of a DTensor. Detached afterwards: to detach a DTensor takes ten times as long."""
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local.detach()
+
+
+def _placement(path: Path, placement: Any) -> Placement:
+    if placement.is_replicate():
+        return Placement()
+    if placement.is_partial():
+        raise StateError(
+            f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
+        )
+    return Placement(placement.dim, int(getattr(placement, "split_factor", 1)))
+
+
+# One object for equal ones, so that comparing two descriptions takes a look at each sharding, not at all its ranks.
+_shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
