@@ -1,7 +1,7 @@
 """A DDP training that names its sections: who hangs in one is noticed, and the job goes on from the last checkpoint.
 
     ft_launcher --standalone --nproc-per-node 2 --max-restarts 3 \\
-        --ft-rank-section-timeouts setup:60,step:10,checkpoint:30 \\
+        --ft-rank-section-timeouts setup:60,step:10,checkpoint:30,ckpt.write:60 \\
         examples/train_sections.py --root /tmp/sections --hang step:7
 
 ends the rank that hangs, and starts all of them again. With --in-process the processes stay instead, and limits come
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 import inprocess
-from ckpt.restart import CheckpointAbort, CheckpointFinalize
+from ckpt.restart import CheckpointAbort, CheckpointFinalize, report_sections
 from inprocess.abort import AbortTorchDistributed
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient
 
@@ -83,6 +83,7 @@ def train(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     client = RankMonitorClient()
     client.init_workload_monitoring()  # from here on, time counts
+    report_sections(checkpointer, client)  # what has a limit of ckpt.stage, ckpt.write, ckpt.finalize, ckpt.restore
 
     with client.section("setup"):
         text = read_text()
@@ -147,7 +148,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learn-after", type=int, default=20, help="learn limits at checkpoints from this step on")
     parser.add_argument("--hang", action="append", default=[], metavar="SECTION:STEP", help="hang there, once")
     parser.add_argument("--in-process", action="store_true", help="restart in the same processes")
-    parser.add_argument("--limits", default="setup:60,step:10,checkpoint:30", help="with --in-process")
+    parser.add_argument("--limits", default="setup:60,step:10,checkpoint:30,ckpt.write:60", help="with --in-process")
     parser.add_argument("--safety-factor", type=float, default=5.0, help="with --in-process")
     return parser.parse_args()
 

@@ -12,7 +12,7 @@ from tests.inprocess.fault_tolerance.launching import Job, Launcher, LauncherSer
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "examples" / "train_sections.py"
 STEPS = 12
-LIMITS = "setup:60,step:5,checkpoint:5"
+LIMITS = "setup:60,step:5,checkpoint:5,ckpt.write:60"
 HANGS = ["--hang=step:4", "--hang=checkpoint:9"]
 
 
