@@ -13,6 +13,7 @@ https://zarr-specs.readthedocs.io/en/latest/v3/.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -123,19 +124,8 @@ class ArrayMeta:
         """
         if len(index) != len(self.shape) or any(not 0 <= i < n for i, n in zip(index, self.grid_shape, strict=True)):
             raise ValueError(f"chunk {index} is outside the grid {self.grid_shape}")
-        full = self.inner_chunk_shape or self.chunk_shape
-        counts = tuple(chunk // size for chunk, size in zip(self.chunk_shape, full, strict=True))
-        piece_bytes = math.prod(full) * self.stored.itemsize
-        pieces: list[Piece] = []
-        for position, inner in enumerate(product(*map(range, counts))):
-            origin = tuple(i * c + j * s for i, c, j, s in zip(index, self.chunk_shape, inner, full, strict=True))
-            if all(start < end for start, end in zip(origin, self.shape, strict=True)):
-                shape = tuple(min(s, n - o) for s, n, o in zip(full, self.shape, origin, strict=True))
-                pieces.append(Piece(origin, shape, len(pieces) * (piece_bytes + CHECKSUM_BYTES), position))
-        index_entries = math.prod(counts) if self.sharded else 0
-        index_offset = len(pieces) * (piece_bytes + CHECKSUM_BYTES)
-        index_bytes = index_entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES if self.sharded else 0
-        return FileLayout(tuple(pieces), full, piece_bytes, index_entries, index_offset, index_offset + index_bytes)
+        inner = self.inner_chunk_shape
+        return _layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
 
     def array_document(self) -> dict[str, Any]:
         """Return the array's ``zarr.json``."""
@@ -201,6 +191,29 @@ class ArrayMeta:
             compression="zstd" if any(codec["name"] == "zstd" for codec in codecs) else None,
             attributes=attributes,
         )
+
+
+@functools.lru_cache(maxsize=1 << 14)  # the tensors of all layers of a model are alike
+def _layout(
+    array: tuple[int, ...],
+    chunk: tuple[int, ...],
+    inner_chunk: tuple[int, ...] | None,
+    itemsize: int,
+    index: tuple[int, ...],
+) -> FileLayout:
+    full = inner_chunk or chunk
+    counts = tuple(size // part for size, part in zip(chunk, full, strict=True))
+    piece_bytes = math.prod(full) * itemsize
+    pieces: list[Piece] = []
+    for position, inner in enumerate(product(*map(range, counts))):
+        origin = tuple(i * c + j * s for i, c, j, s in zip(index, chunk, inner, full, strict=True))
+        if all(start < end for start, end in zip(origin, array, strict=True)):
+            shape = tuple(min(s, n - o) for s, n, o in zip(full, array, origin, strict=True))
+            pieces.append(Piece(origin, shape, len(pieces) * (piece_bytes + CHECKSUM_BYTES), position))
+    index_entries = 0 if inner_chunk is None else math.prod(counts)
+    index_offset = len(pieces) * (piece_bytes + CHECKSUM_BYTES)
+    index_bytes = 0 if inner_chunk is None else index_entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
+    return FileLayout(tuple(pieces), full, piece_bytes, index_entries, index_offset, index_offset + index_bytes)
 
 
 def group_document() -> dict[str, Any]:

@@ -28,7 +28,7 @@ class ArrayReader:
     At most `threads` files are read at once.
     """
 
-    def __init__(self, root: str, *, threads: int = 16) -> None:
+    def __init__(self, root: str, *, threads: int = 8) -> None:
         self._root = root
         self._context = new_context(threads)
         self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end with it
