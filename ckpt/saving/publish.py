@@ -86,7 +86,7 @@ def _merge(
     summary: dict[str, Any] = {key: intent[key] for key in ("format", "save", "step", "epoch", "world_size", "plan")}
     summary |= {"bytes": 0, "files": 0, "parts": []}
     for rank in range(intent["world_size"]):
-        part, checksum = parts[rank] if rank in parts else pending.read_part(rank)
+        part, part_checksum = parts[rank] if rank in parts else pending.read_part(rank)
         where = f"{pending.path}: the part of rank {rank}"
         expected = {key: intent[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
         if any(part.get(key) != value for key, value in expected.items()):
@@ -104,7 +104,7 @@ def _merge(
                 summary["files"] += 1
         for kind in state:
             state[kind] += part[kind]
-        summary["parts"].append(checksum)
+        summary["parts"].append(part_checksum)
         tick()
     _check_cover(pending, arrays, chunks)
     summary["tensors"] = len(arrays) + len(state["packed"])
