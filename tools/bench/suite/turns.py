@@ -53,7 +53,8 @@ class SystemTurn:
         self._memory_so_far = (0, 0)
 
     def saves(self) -> Turn:
-        """Prepare, the first save, and one more."""
+        """Prepare, the first save, one that does not count (it uses the other half of a double buffer for the first
+        time), and one more."""
         ctypes.CDLL(None).malloc_trim(0)  # what an earlier system freed is none of this one's
         dist.barrier()
         if self._tools.memory is not None:
@@ -64,6 +65,7 @@ class SystemTurn:
         self._memory_so_far = (0, 0) if self._tools.memory is None else self._tools.memory.end()
         time.sleep(_SETTLE_S + _WARM_S_PER_GB * sizes_of(local_tensors(self._state)) / 1e9)
         stall_first, durable_first = self._save()
+        self._save()
         time.sleep(_SETTLE_S)
         stall, durable = self._save()
         self._durable_s = durable
