@@ -36,6 +36,7 @@ from tests.crash.killers import KillingWriter, wait_until
 from tests.support import LeakCheck, launch_ranks, run_ranks
 
 _MB = 1 << 20
+_AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
 
 
 def _state(value: float, count: int = _MB // 4) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def test_storage_that_refuses_one_rank_is_an_error_on_all_and_training_goes_on(
         for part in (f"rank {victim}: StorageError", "step 2", "ulimit -f", "training can go on"):
             assert part in failed["text"]
         assert "storage/files.py" in failed["traceback"]
-        assert failed["waited_s"] < 2
+        assert failed["waited_s"] < _AT_ONCE_S
         assert after == {"finalized": [3]}
     with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
         assert checkpointer.all_steps() == [1, 3]
@@ -131,7 +132,7 @@ def test_root_that_is_a_file(tmp_path: Path, world_size: int) -> None:
         assert (failed["rank"], failed["step"]) == (rank, 1)
         assert failed["text"].count("step 1") == 1
         assert failed["traceback"]
-        assert failed["waited_s"] < 2
+        assert failed["waited_s"] < _AT_ONCE_S
         assert after == {"finalized": [2]}
 
 
@@ -167,7 +168,7 @@ def test_full_disk(small_disk: Path, tmp_path: Path, world_size: int) -> None:
         assert failed["rank"] in range(world_size)
         assert failed["step"] == 1
         assert failed["traceback"]
-        assert failed["waited_s"] < 2
+        assert failed["waited_s"] < _AT_ONCE_S
         assert after == {"finalized": [2]}
 
 

@@ -23,6 +23,7 @@ from tests.crash.killers import KillingWriter, wait_until
 from tests.support import RankGroup, launch_ranks
 
 _OPTIONS = {"pack_below_bytes": 4096}
+_AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
 
 POINTS = ("before staging", "after staging", "during write", "before publish", "after publish")
 POSITIONS = ((0, 1), (0, 2), (1, 2))
@@ -192,7 +193,7 @@ def _play(group: RankGroup, cell: Cell) -> list[dict[str, Any]]:
 
 def _check_answers(cell: Cell, answers: list[dict[str, Any]]) -> None:
     for answer in answers:
-        assert answer["waited_s"] < 2, answer
+        assert answer["waited_s"] < _AT_ONCE_S, answer
         if cell.leaves == PUBLISHED:
             assert answer["finalized"] == [2]
             continue
