@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["JoinableThread", "join_all"]
 
-_SLICE_S = 0.05
+_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it, and it counts as alive
 
 
 class JoinableThread(threading.Thread):
@@ -21,8 +21,8 @@ class JoinableThread(threading.Thread):
     frees what it works on then frees it too early.
     """
 
-    def __init__(self, target: Callable[..., Any], name: str, args: tuple[Any, ...] = (), daemon: bool = True) -> None:
-        super().__init__(target=target, name=name, args=args, daemon=daemon)
+    def __init__(self, target: Callable[..., Any], name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
         self._pid = os.getpid()
         self._over = False
         self._running = threading.Lock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,6 @@ from inprocess.exception import TimeoutError
 from inprocess.main_thread.joinable import JoinableThread
 
 __all__ = ["BoundedCall", "bounded_call"]
-
-_SLICE_S = 0.1  # a waiting main thread returns to bytecode this often: exceptions reach it, and it counts as alive
 
 
 class BoundedCall:
@@ -35,12 +32,9 @@ class BoundedCall:
 
         `exception.TimeoutError` if it has not ended.
         """
-        deadline = time.monotonic() + timeout
-        while self._thread.is_alive():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"{self.name} has not ended within {timeout:g} s")
-            self._thread.join(min(left, _SLICE_S))
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.name} has not ended within {timeout:g} s")
         if self._error is not None:
             raise self._error
         return self._result

@@ -88,8 +88,7 @@ class MonitorThread:
 
         Returns if it will not: the iteration was completed before.
         """
-        while self._thread.is_alive():
-            self._thread.join(self.interval_s)
+        self._thread.join()
 
     def shutdown(self) -> None:
         """Main thread: nothing can be thrown any more when this returns, and the watchdog runs again. Idempotent.

@@ -71,6 +71,10 @@ class Monitoring:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._cleanup.close()
 
+    def agreement(self, iteration: int, world_size: int | None) -> Agreement:
+        """Return the agreement of an iteration."""
+        return Agreement(iteration_store(self.store, iteration), iteration, world_size)
+
     def _configuration(self, stack_signal: int | None, sections_fd: int | None) -> Configure:
         state, settings = self._state, self._settings
         assert state.initial_rank is not None
@@ -144,7 +148,7 @@ class Monitoring:
         record = InterruptionRecord(
             -1 if state.rank is None else state.rank, Interruption.MONITOR_PROCESS_EXCEPTION, str(error)
         )
-        agreement = Agreement(iteration_store(self.store, state.iteration), state.iteration, state.world_size)
+        agreement = self.agreement(state.iteration, state.world_size)
         assert state.initial_rank is not None
         agreement.mark_gone(state.initial_rank)
         agreement.interrupt(record)

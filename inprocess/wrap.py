@@ -256,7 +256,7 @@ class CallWrapper:
 
     def agreement(self, iteration: int, world_size: int | None) -> Agreement:
         """Return the agreement of an iteration."""
-        return Agreement(iteration_store(self.base_store, iteration), iteration, world_size)
+        return self._monitoring.agreement(iteration, world_size)
 
     def wake_main_thread(self) -> None:
         """Bring a blocked main thread back to bytecode; to be repeated until it is there."""

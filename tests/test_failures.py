@@ -623,13 +623,19 @@ def test_a_save_abandoned_before_it_began_never_begins(tmp_path: Path) -> None:
     assert root.pending() == []
 
 
+@contextlib.contextmanager
+def _begun(root: CheckpointRoot) -> Iterator[PendingSave]:
+    """A save of step 1 that this process works on."""
+    pending = PendingSave(root, SaveId(1, 0, "0" * 16))
+    lock = pending.begin(2, "digest")
+    assert lock is not None
+    with lock:
+        yield pending
+
+
 def test_the_reason_of_the_first_to_abandon_is_everybodys(tmp_path: Path) -> None:
     root = CheckpointRoot(str(tmp_path / "root"))
-    pending = PendingSave(root, SaveId(1, 0, "0" * 16))
-    with contextlib.ExitStack() as stack:
-        lock = pending.begin(2, "digest")
-        assert lock is not None
-        stack.enter_context(lock)
+    with _begun(root) as pending:
         answers = [pending.abandon(Reason(rank, "WriterError", f"rank {rank} died")) for rank in (1, 0)]
         assert answers[0] == answers[1] == pending.outcome()
     (Path(root.abandoned_path) / pending.save.name / "reason.json").unlink()
@@ -641,11 +647,7 @@ def test_the_reason_of_the_first_to_abandon_is_everybodys(tmp_path: Path) -> Non
 def test_a_published_step_keeps_nothing_of_ranks_that_tried_to_give_it_up(tmp_path: Path) -> None:
     """One was killed while it wrote the reason, one after that."""
     root = CheckpointRoot(str(tmp_path / "root"))
-    pending = PendingSave(root, SaveId(1, 0, "0" * 16))
-    with contextlib.ExitStack() as stack:
-        lock = pending.begin(2, "digest")
-        assert lock is not None
-        stack.enter_context(lock)
+    with _begun(root) as pending:
         for name in ("reason.json", ".reason.json.0123456789abcdef.tmp"):
             (Path(pending.path) / name).write_text("{")
         assert pending.publish() == Published()

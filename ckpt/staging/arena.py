@@ -147,8 +147,7 @@ class Arena:
         self._stopped.set()
         self.slot_bytes = 0
         if self._thread is not None:
-            if self._thread.ident is not None:
-                self._thread.join()
+            self._thread.join()
             self._thread = None
         while self._slots:
             self._slots[-1].close()

@@ -334,8 +334,8 @@ class PendingSave:
         elif result is Rename.TARGET_EXISTS:
             files.remove_tree(self.path)  # a late writer's storage driver brought back what was abandoned before
         outcome = self.outcome()
-        if isinstance(outcome, Published) and recorded:
-            files.remove(os.path.join(self.root.step_path(self.save.step), _REASON))
+        if isinstance(outcome, Published):
+            self._forget_reasons()
         if outcome is None or outcome == Abandoned(_vanished(self.save)):
             return Abandoned(reason)
         return outcome

@@ -42,8 +42,11 @@ def canonical(document: Any) -> bytes:
 def seal(document: dict[str, Any]) -> bytes:
     """Return the sealed form of `document`, whose keys are strings. It has no member ``crc32c`` yet."""
     members = {key: canonical(key) + b":" + canonical(document[key]) for key in document}
-    checksum = crc32c(b"{" + b",".join(members[key] for key in sorted(members)) + b"}")
-    members[_SEAL] = b'"%s":%d' % (_SEAL.encode(), checksum)
+    members[_SEAL] = b'"%s":%d' % (_SEAL.encode(), crc32c(_object(members)))
+    return _object(members)
+
+
+def _object(members: dict[str, bytes]) -> bytes:
     return b"{" + b",".join(members[key] for key in sorted(members)) + b"}"
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from inprocess.fault_tolerance import sockets, wire
 from inprocess.fault_tolerance.fork_guard import ForkGuard
+from inprocess.main_thread.joinable import JoinableThread
 
 __all__ = ["LinkError", "MonitorLink"]
 
@@ -51,7 +52,7 @@ class MonitorLink:
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._same_process = ForkGuard()
-        self._keeper = threading.Thread(target=self._keep, name="monitor-link", daemon=True)
+        self._keeper = JoinableThread(self._keep, "monitor-link")
 
     @property
     def connected(self) -> bool:
@@ -102,7 +103,7 @@ class MonitorLink:
         if self._end is not None:
             with contextlib.suppress(OSError):
                 self._end.shutdown(socket.SHUT_RDWR)  # reaches the monitor also if a child has a copy
-        if self._keeper.ident is not None and self._keeper is not threading.current_thread():
+        if self._keeper is not threading.current_thread():
             self._keeper.join()
         self.close_copies()
 

@@ -101,13 +101,12 @@ class StackReporter:
 
 def own_stacks() -> str:
     """Return the stacks of all threads of this process, that of the main thread first, newest frame last."""
-    frames = sys._current_frames()
-    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
-    names = {thread.ident: thread.name for thread in threads}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
     parts = []
-    for ident in sorted(frames, key=lambda ident: list(names).index(ident) if ident in names else len(names)):
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda found: found[0] != main):
         name = names.get(ident, f"0x{ident:x}, not of Python")
-        parts.append(f"Thread {name}:\n{''.join(traceback.format_stack(frames[ident]))}")
+        parts.append(f"Thread {name}:\n{''.join(traceback.format_stack(frame))}")
     return "\n".join(parts)
 
 

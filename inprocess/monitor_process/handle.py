@@ -137,8 +137,7 @@ class MonitorProcess:
             return
         self._closing = True
         os.eventfd_write(self._wake, 1)
-        if self._keeper.ident is not None:
-            self._keeper.join()
+        self._keeper.join()
 
     def shutdown(self, *, completed: bool) -> None:
         """End it, and wait for its end, a few seconds at most. Idempotent.
