@@ -6,8 +6,8 @@ A slot keeps a step until it is staged over. Its last page says which save is in
     word 1          the generation that word 0 must have for the slot to be complete
     byte 64 on      the name of the save
 
-The bytes are believed only after their checksums, taken by the writer when the step was written, were found again: file
-by file, each copied at once, while it is in the cache. Runs in the trainer; makes no collective, except for `share`.
+The bytes are believed only when their checksums, of which the writer recorded one for each file, are found again while
+they are copied. Runs in the trainer; makes no collective, except for `share`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ckpt.errors import CheckpointError
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
-from ckpt.saving.part import LocalBoxes, Part, PartPlan, copies_from
+from ckpt.saving.part import Image, LocalBoxes, Part, PartPlan, copies_from
 from ckpt.saving.planner import Planned
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot
 from ckpt.staging.copy import unstage
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.peers import exchange_slots
-from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
+from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, crc32c_of_checksums
 from ckpt.storage.commit import SaveId, read_part_of_step
 
 __all__ = ["HEADER_BYTES", "HeldMemory"]
@@ -169,17 +169,24 @@ def _verify_and_copy(
     slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
     on_cpu = [op for op in part.copies[0] if tensors[op.path].is_cpu]
     elsewhere = [op for op in part.copies[0] if not tensors[op.path].is_cpu]
-    by_image = _by_image(part.plan, on_cpu)
+    by_image = zip(part.plan.images, _by_image(part.plan, on_cpu), _by_image(part.plan, elsewhere), strict=True)
     damaged = threading.Event()
 
-    def take(number: int) -> dict[Path, int]:
-        if damaged.is_set() or not _image_is(part.plan, number, region, recorded):
+    def take(job: tuple[Image, list[CopyOp], list[CopyOp]]) -> dict[Path, int]:
+        image, ops, others = job
+        if damaged.is_set() or not (ops or others):
+            return {}
+        file = _file_of(part.plan, image, region)
+        if recorded.get(file.name) != file.identity:
             damaged.set()
             return {}
-        return unstage(by_image[number], tensors, slot, alone=True)
+        unstaged = unstage(ops, tensors, slot, alone=True)
+        if not file.is_sound(ops + others, unstaged.checksums):
+            damaged.set()
+        return unstaged.nbytes
 
     with ThreadPoolExecutor(torch.get_num_threads(), "ckpt-verify") as pool:
-        counts = list(pool.map(take, range(len(part.plan.images))))
+        counts = list(pool.map(take, by_image))
     if damaged.is_set():
         _log.warning(
             "%s: the staging memory of rank %d is not what was written; reading from storage",
@@ -187,11 +194,49 @@ def _verify_and_copy(
             part.plan.rank,
         )
         return None
-    counts.append(unstage(elsewhere, tensors, slot))
+    counts.append(unstage(elsewhere, tensors, slot).nbytes)
     copied: Counter[Path] = Counter()
     for count in counts:
         copied.update(count)
     return copied
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file as its image in a slot has it: where its pieces begin, with the checksums behind them."""
+
+    name: str
+    file_bytes: int
+    piece_bytes: int
+    pieces: dict[int, int]
+    memory: memoryview
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What its writer recorded, if it is that file."""
+        return self.file_bytes, crc32c_of_checksums(self.pieces.values())
+
+    def is_sound(self, ops: Iterable[CopyOp], known: Mapping[int, int]) -> bool:
+        """Whether the pieces that the operations read are as their checksums say; `known` are some that were made."""
+        starts = list(self.pieces)
+        used = {starts[bisect_right(starts, op.offset) - 1] for op in ops}
+        for start in used:
+            found = known[start] if start in known else crc32c(self.memory[start : start + self.piece_bytes])
+            if found != self.pieces[start]:
+                return False
+        return True
+
+
+def _file_of(plan: PartPlan, image: Image, region: SharedMemory) -> _File:
+    meta = plan.metas[image.array]
+    layout = meta.layout(image.index)
+    pieces = {}
+    for piece in layout.pieces:
+        start = image.offset + piece.offset
+        end = start + layout.piece_bytes
+        pieces[start] = int.from_bytes(region.buffer[end : end + CHECKSUM_BYTES], "little")
+    name = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
+    return _File(name, layout.file_bytes, layout.piece_bytes, pieces, region.buffer)
 
 
 def _by_image(plan: PartPlan, ops: Iterable[CopyOp]) -> list[list[CopyOp]]:
@@ -226,17 +271,3 @@ def _recorded(step_path: str, rank: int) -> dict[str, tuple[int, int]]:
         for directory, written in part["chunks"].items()
         for key, file_bytes, checksum in written
     }
-
-
-def _image_is(plan: PartPlan, number: int, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]) -> bool:
-    image = plan.images[number]
-    meta = plan.metas[image.array]
-    file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
-    if file not in recorded or meta.compression is not None:
-        return False
-    file_bytes, checksum = recorded[file]
-    view = region.buffer[image.offset : image.offset + image.image_bytes]
-    try:
-        return check_chunk_file(meta, image.index, file_bytes, lambda at, size: view[at : at + size]) == checksum
-    except DamagedFileError:
-        return False

@@ -257,7 +257,8 @@ class _Builder:
         source, local = found
         inside = box.shape[1:] == full_shape[1:]
         flat = _flat(source, local, box.shape) if inside else None
-        self._copies[-1].append(CopyOp(path, source, flat, offset, full_shape, itemsize))
+        is_piece = box.shape == full_shape
+        self._copies[-1].append(CopyOp(path, source, flat, offset, full_shape, itemsize, is_piece))
 
     def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
         """Where `box` of the global tensor is in the local one, and the shape of the local one; None if it is not."""

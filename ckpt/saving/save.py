@@ -243,6 +243,7 @@ class Saver:
             values=prepared.values if last else [],
             times=times,
             options=self._options,
+            sealed=staged.sealed,
             on_slot_free=lambda: setattr(slot, "state", SlotState.FREE),
             on_begun=self.on_begun,
         )

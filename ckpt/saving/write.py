@@ -71,8 +71,8 @@ class PartWriter:
 
     `plan` is a pickled PartPlan, made once. `region` holds the images of piece number `piece`. `values` are the
     (encoded) leaves that are not tensors, `times` what the trainer measured. The images are complete when the 8 bytes
-    at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `earlier` are the chunks that
-    were written with earlier pieces.
+    at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `sealed` are the offsets in
+    the region of what has its checksum behind it. `earlier` are the chunks that were written with earlier pieces.
     """
 
     root: str
@@ -87,6 +87,7 @@ class PartWriter:
     values: list[Any]
     times: dict[str, float]
     options: SaveOptions
+    sealed: frozenset[int] = frozenset()
     earlier: list[tuple[str, str, int, int]] = field(default_factory=list)
     on_slot_free: Callable[[], None] | None = None
     on_written: Callable[[list[tuple[str, str, int, int]]], None] | None = None
@@ -219,7 +220,10 @@ class PartWriter:
 
         def write_one(image: Image) -> WrittenChunk:
             view = self.region.buffer[image.offset : image.offset + image.image_bytes]
-            chunk = writer.write(ChunkJob(plan.metas[image.array], plan.directories[image.array], image.index, view))
+            meta = plan.metas[image.array]
+            offsets = [piece.offset for piece in meta.layout(image.index).pieces]
+            sealed = [offset for offset in offsets if image.offset + offset in self.sealed]
+            chunk = writer.write(ChunkJob(meta, plan.directories[image.array], image.index, view, frozenset(sealed)))
             if running is not None:
                 running.progress()
             return chunk

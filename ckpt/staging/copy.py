@@ -1,8 +1,7 @@
 """Copy the boxes this rank owns from its tensors into a slot.
 
-CPU tensors are copied by as many threads as PyTorch uses, without the GIL and at the speed of memory. The threads take
-runs of memory until none is left, and meet once, at the end: PyTorch's own copies split each tensor evenly and meet
-after each, so that a single busy core (a data loader's) makes them several times as slow.
+CPU tensors are copied by as many threads as PyTorch uses (see `runs`), and where a box is all of a piece of a file, its
+checksum is made on the way and put behind it: the writer need not read the memory again.
 
 CUDA tensors go over a side stream into pinned memory: the copies wait for the work already queued on the current
 stream, and `Staged.wait` waits for the copies.
@@ -10,31 +9,38 @@ stream, and `Staged.wait` waits for the copies.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections import deque
+import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from ckpt.paths import Path
 from ckpt.staging.copy_op import CopyOp
-from ckpt.threads import JoinableThread, join_all
+from ckpt.staging.runs import Runs
 
-__all__ = ["Staged", "stage", "unstage"]
+__all__ = ["Staged", "Unstaged", "stage", "unstage"]
 
 
-_RUN_BYTES = 4 << 20
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 class Staged:
-    """The copies of one save. On the CPU they are done at once; on CUDA when their event has passed."""
+    """The copies of one save. On the CPU they are done at once; on CUDA when their event has passed.
+
+    `sealed` are the offsets in the slot of pieces that have their checksum behind them.
+    """
 
     def __init__(
-        self, stream: torch.cuda.Stream | None, event: torch.cuda.Event | None, keep: list[torch.Tensor]
+        self,
+        stream: torch.cuda.Stream | None,
+        event: torch.cuda.Event | None,
+        keep: list[torch.Tensor],
+        sealed: frozenset[int],
     ) -> None:
+        self.sealed = sealed
         self._stream = stream
         self._event = event
         self._keep = keep  # temporaries of strided tensors must live until they are copied
@@ -67,47 +73,52 @@ class Staged:
             stream.wait_event(self._event)
 
 
+@dataclass(frozen=True, slots=True)
+class Unstaged:
+    """What was copied back: how many bytes of each tensor, and the checksums, by offset, of the pieces whose bytes all
+    went through the copy. Of the others there are none."""
+
+    nbytes: dict[Path, int]
+    checksums: dict[int, int]
+
+
 def stage(
     ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, stream: torch.cuda.Stream | None
 ) -> Staged:
     """Copy every box. `slot` is uint8, 1-d. With a `stream` the copies of CUDA tensors are queued there."""
     keep: list[torch.Tensor] = []
     if stream is None:
-        _copy_all(ops, tensors, slot, keep, None)
-        return Staged(None, None, [])
+        return Staged(None, None, [], _copy_all(ops, tensors, slot, keep, None))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        _copy_all(ops, tensors, slot, keep, stream)
+        sealed = _copy_all(ops, tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
-    return Staged(stream, event, keep)
+    return Staged(stream, event, keep, sealed)
 
 
 def unstage(
     ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, *, alone: bool = False
-) -> dict[Path, int]:
-    """Copy every box back from a slot; returns how many bytes of each tensor. Done when this returns, also on CUDA.
+) -> Unstaged:
+    """Copy every box back from a slot. Done when this returns, also on CUDA.
 
     The tensors are as the operations were made for: same shapes and dtypes. With `alone`, by this thread only.
     """
-    runs: deque[tuple[int, int, int]] = deque()
-    copied: dict[Path, int] = {}
+    runs = Runs()
+    nbytes: dict[Path, int] = {}
+    slot_address = slot.data_ptr()
     for op in ops:
         tensor = tensors[op.path]
-        as_run = op.flat is not None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        if as_run and op.flat is not None and tensor.device.type == "cpu":
+        if op.flat is not None and tensor.is_cpu and _is_plain(tensor):
             first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
-            copied[op.path] = copied.get(op.path, 0) + count
-            for at in range(0, count, _RUN_BYTES):
-                run_bytes = min(_RUN_BYTES, count - at)
-                runs.append((tensor.data_ptr() + first + at, slot.data_ptr() + op.offset + at, run_bytes))
-            continue
-        box = tensor[op.source]
-        stored = _corner(slot, op, box.shape).reshape(-1).clone()  # at an address that fits the dtype
-        copied[op.path] = copied.get(op.path, 0) + stored.numel()
-        box.copy_(stored.view(box.dtype).view(box.shape))
-    _move(runs, alone)
-    return copied
+            runs.add(tensor.data_ptr() + first, slot_address + op.offset, count, op.offset if op.is_piece else None)
+        else:
+            box = tensor[op.source]
+            stored = _corner(slot, op, box.shape).reshape(-1).clone()  # at an address that fits the dtype
+            count = stored.numel()
+            box.copy_(stored.view(box.dtype).view(box.shape))
+        nbytes[op.path] = nbytes.get(op.path, 0) + count
+    return Unstaged(nbytes, runs.copy(alone))
 
 
 def _copy_all(
@@ -116,20 +127,23 @@ def _copy_all(
     slot: torch.Tensor,
     keep: list[torch.Tensor],
     stream: torch.cuda.Stream | None,
-) -> None:
+) -> frozenset[int]:
+    """Returns the offsets of the pieces that are sealed."""
     flat_bytes: dict[Path, torch.Tensor] = {}
-    runs: deque[tuple[int, int, int]] = deque()
+    runs = Runs()
+    ends: dict[int, int] = {}
     slot_address = slot.data_ptr()
     for op in ops:
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)  # its memory is not given to others before the copy has run
-        if op.flat is not None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if op.flat is not None and _is_plain(tensor):
             first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
             if tensor.is_cpu:
-                target, source_address = slot_address + op.offset, tensor.data_ptr() + first
-                for at in range(0, count, _RUN_BYTES):
-                    runs.append((target + at, source_address + at, min(_RUN_BYTES, count - at)))
+                piece = op.offset if op.is_piece else None
+                runs.add(slot_address + op.offset, tensor.data_ptr() + first, count, piece)
+                if op.is_piece:
+                    ends[op.offset] = op.offset + count
                 continue
             source = flat_bytes.get(op.path)
             if source is None:
@@ -140,35 +154,16 @@ def _copy_all(
             keep.append(box)
             source = box.reshape(-1).view(torch.uint8).view(*box.shape, op.itemsize)
             _corner(slot, op, box.shape).copy_(source, non_blocking=stream is not None)
-    _move(runs)
+    memory = slot.numpy().data
+    checksums = runs.copy()
+    for offset, checksum in checksums.items():
+        struct.pack_into("<I", memory, ends[offset], checksum)
+    return frozenset(checksums)
 
 
-def _move(runs: deque[tuple[int, int, int]], alone: bool = False) -> None:
-    """Copy runs of memory: (to, from, bytes). This thread takes its part, and is not held up by helpers that get no
-    core."""
-
-    def work() -> None:
-        while True:
-            try:
-                run = runs.popleft()
-            except IndexError:
-                return
-            ctypes.memmove(*run)
-
-    helpers = [JoinableThread(work, "ckpt-stage") for _ in range(0 if alone else _helpers(runs))]
-    try:
-        for helper in helpers:
-            helper.start()
-        work()
-    finally:
-        runs.clear()  # after an interrupt; nobody touches the tensors any more when this returns
-        join_all(helpers)
-
-
-def _helpers(runs: deque[tuple[int, int, int]]) -> int:
-    """A thread costs more than it gains for less than a few runs."""
-    total_bytes = sum(count for _, _, count in runs)
-    return min(torch.get_num_threads() - 1, total_bytes // (4 * _RUN_BYTES))
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds the elements one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _contiguous(box: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ class CopyOp:
     `source` indexes the box in the local tensor. `flat` is (first element, elements) of the box when it is one run of
     memory in a contiguous local tensor of the planned shape and the destination has no padding inside. Otherwise the
     destination is an array of `full_shape` at `offset`, of which the box fills the first corner.
+
+    `is_piece` says that the box is all there is between `offset` and a checksum of it.
     """
 
     path: Path
@@ -24,3 +26,4 @@ class CopyOp:
     offset: int
     full_shape: tuple[int, ...]
     itemsize: int
+    is_piece: bool = False

@@ -9,19 +9,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-import crc32c as library
+from ckpt.native import crc32c
 
 __all__ = ["CHECKSUM_BYTES", "crc32c", "crc32c_of_checksums", "packed"]
 
 CHECKSUM_BYTES = 4
-
-
-def crc32c(data: bytes | memoryview, initial: int = 0) -> int:
-    """Return the CRC-32C of `data`, which continues a stream whose checksum is `initial`.
-
-    Makes no copy. Lets other threads run meanwhile, so that several check several times as fast.
-    """
-    return library.crc32c(data, initial)
 
 
 def packed(checksum: int) -> bytes:

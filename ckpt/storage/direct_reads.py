@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
+from ckpt.native import read_piece
+from ckpt.storage.checksums import CHECKSUM_BYTES
 from ckpt.storage.files import under
 from ckpt.storage.metadata import INDEX_ENTRY_BYTES, ArrayMeta, FileLayout, Piece
 
@@ -54,10 +55,9 @@ def _is_index_as_expected(fd: int, layout: FileLayout) -> bool:
     """Whether the pieces of a shard are where this package puts them; true of a chunk that is no shard."""
     if not layout.index_entries:
         return True
-    index = memoryview(bytearray(layout.index_entries * INDEX_ENTRY_BYTES))
-    if not _read_checked(fd, layout.index_offset, len(index), index):
+    entries = np.empty((layout.index_entries, 2), "<u8")
+    if not _read(fd, layout.index_offset, layout.index_entries * INDEX_ENTRY_BYTES, entries):
         return False
-    entries = np.frombuffer(index, "<u8").reshape(-1, 2)
     expected = np.full_like(entries, _ABSENT)
     for piece in layout.pieces:
         expected[piece.position] = piece.offset, layout.piece_bytes + CHECKSUM_BYTES
@@ -75,9 +75,9 @@ def _read_piece(
     part = _part(destination, first, last, offset)
     shape = tuple(high - low for low, high in zip(first, last, strict=True))
     if shape == piece.shape and shape[1:] == layout.full_shape[1:] and part.flags.c_contiguous:
-        return _read_checked(fd, piece.offset, layout.piece_bytes, part.reshape(-1).view(np.uint8).data)
+        return _read(fd, piece.offset, layout.piece_bytes, part)
     beside = np.empty(layout.piece_bytes, np.uint8)
-    if not _read_checked(fd, piece.offset, layout.piece_bytes, beside.data):
+    if not _read(fd, piece.offset, layout.piece_bytes, beside):
         return False
     whole = beside.view(meta.stored.numpy_dtype).reshape((*layout.full_shape, *meta.stored.trailing))
     part[...] = _part(whole, first, last, piece.origin)
@@ -93,10 +93,6 @@ def _part(array: Array, first: tuple[int, ...], last: tuple[int, ...], origin: t
     return array[key]
 
 
-def _read_checked(fd: int, offset: int, piece_bytes: int, target: memoryview) -> bool:
-    """Read so many bytes into `target`, which may be shorter by padding, and compare the checksum behind them."""
-    rest = memoryview(bytearray(piece_bytes - len(target) + CHECKSUM_BYTES))
-    if os.preadv(fd, [target, rest], offset) != piece_bytes + CHECKSUM_BYTES:
-        return False
-    checksum = crc32c(rest[:-CHECKSUM_BYTES], crc32c(target))
-    return checksum == int.from_bytes(rest[-CHECKSUM_BYTES:], "little")
+def _read(fd: int, offset: int, piece_bytes: int, target: Array) -> bool:
+    """Read a piece into `target`, which may be shorter by padding."""
+    return read_piece(fd, offset, piece_bytes, target.__array_interface__["data"][0], target.nbytes)

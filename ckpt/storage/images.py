@@ -6,6 +6,7 @@ Staging copies the elements to `piece_array`, in the trainer; `seal` adds all th
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from types import EllipsisType
 from typing import Any
 
@@ -31,16 +32,20 @@ def piece_array(meta: ArrayMeta, layout: FileLayout, piece: Piece, image: memory
     return full[inside]  # with an ellipsis it is a view also if there is no dimension
 
 
-def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview) -> int:
+def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview, sealed: Collection[int] = ()) -> int:
     """Fill in padding, checksums and index, so that `image` begins with the chunk's file.
 
-    Returns the checksum of the pieces' checksums, which identifies the content. Reads each byte once. `image` is
-    writable and has at least ``layout.file_bytes`` bytes.
+    Pieces whose offsets are in `sealed` have no padding, and their checksum is behind them already; they are not read.
+    Every other byte is read once. Returns the checksum of the pieces' checksums, which identifies the content. `image`
+    is writable and has at least ``layout.file_bytes`` bytes.
     """
     checksums: list[int] = []
     for piece in layout.pieces:
-        _clear_padding(meta, layout, piece, image)
         end = piece.offset + layout.piece_bytes
+        if piece.offset in sealed:
+            checksums.append(int.from_bytes(image[end : end + CHECKSUM_BYTES], "little"))
+            continue
+        _clear_padding(meta, layout, piece, image)
         checksums.append(crc32c(image[piece.offset : end]))
         image[end : end + CHECKSUM_BYTES] = packed(checksums[-1])
     if meta.sharded:

@@ -13,6 +13,7 @@ clean-up.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
@@ -34,13 +35,15 @@ class ChunkJob:
     """A chunk to write: of the array `meta` in `directory` (relative to the save), the one at `index` of the grid.
 
     `image` is writable, starts at a page boundary and has ``meta.layout(index).image_bytes``. The elements are in the
-    places of the layout's pieces; the rest is undefined, and is filled in by the writer.
+    places of the layout's pieces; the rest is undefined, and is filled in by the writer, but for the checksums of the
+    pieces whose offsets are in `sealed`.
     """
 
     meta: ArrayMeta
     directory: str
     index: tuple[int, ...]
     image: memoryview
+    sealed: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class DirectChunkWriter:
         if job.meta.compression is not None:
             raise ValueError(f"{job.directory}: compressed chunks are written through tensorstore")
         layout = job.meta.layout(job.index)
-        checksum = seal(job.meta, layout, job.image)
+        checksum = seal(job.meta, layout, job.image, job.sealed)
         key = job.meta.chunk_key(job.index)
         path = self._tree.file(job.directory, key)
         self._direct = write_image(path, job.image[: layout.image_bytes], layout.file_bytes, direct=self._direct)
@@ -115,7 +118,7 @@ class TensorStoreChunkWriter:
         key = job.meta.chunk_key(job.index)
         path = None if self._tree is None else self._tree.file(job.directory, key)
         layout = job.meta.layout(job.index)
-        checksum, file_bytes = seal(job.meta, layout, job.image), layout.file_bytes
+        checksum, file_bytes = seal(job.meta, layout, job.image, job.sealed), layout.file_bytes
         try:
             store = self._write(job)
             if job.meta.compression is not None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-import crc32c
+from ckpt.storage.checksums import crc32c
 
 __all__ = ["RawFile", "crc_seconds"]
 
@@ -86,7 +86,7 @@ def crc_seconds(total_bytes: int) -> float:
     rounds = max(1, min(16, total_bytes // _BLOCK_BYTES))
     begin = time.perf_counter()
     for _ in range(rounds):
-        crc32c.crc32c(block)
+        crc32c(block)
     return (time.perf_counter() - begin) * total_bytes / (rounds * _BLOCK_BYTES)
 
 

@@ -112,7 +112,7 @@ def _megabytes(count: float) -> str:
 
 def environment() -> dict[str, Any]:
     """What the figures depend on, without the name of the machine."""
-    packages = ("numpy", "crc32c", "zarr", "tensorstore")
+    packages = ("numpy", "zarr", "tensorstore")
     versions = {name: importlib.metadata.version(name) for name in packages}
     system = {"python": platform.python_version(), "linux": platform.release(), "torch": torch.__version__}
     return {**system, **versions, "torch threads": torch.get_num_threads()}

@@ -1,0 +1,79 @@
+"""Moves bytes at the speed of memory, with their CRC-32C made on the way.
+
+The code is C (crc32c.c, moves.c), compiled when the package is installed, and called without the interpreter's lock.
+Nothing here checks an address: the callers hand over memory that they keep alive. Any thread, any process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sysconfig
+from typing import Any
+
+import numpy as np
+
+__all__ = ["RUN", "copy_runs", "crc32c", "crc32c_joined", "read_piece"]
+
+RUN = np.dtype([("to", np.uint64), ("from", np.uint64), ("bytes", np.uint64), ("crc32c", np.uint64)])
+"""A copy: the addresses, how many bytes, and, when it is done, the checksum of the bytes that were stored."""
+
+
+def _load() -> ctypes.CDLL:
+    path = os.path.join(os.path.dirname(__file__), f"_library{sysconfig.get_config_var('EXT_SUFFIX')}")
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"{error}: the compiled part of ckpt is missing; install the package again (`pip install .` in its "
+            "source, with a C compiler)"
+        ) from error
+    pointer, size = ctypes.c_void_p, ctypes.c_uint64
+    for name, result, *arguments in (
+        ("ckpt_copy_runs", None, pointer, size),
+        ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
+        ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
+        ("ckpt_read_piece", ctypes.c_int, ctypes.c_int, size, size, pointer, size),
+    ):
+        function = getattr(library, str(name))
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+_library = _load()
+
+
+def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
+    """Do all copies of `runs`, a 1-d array of RUN, one after the other, and note their checksums in it.
+
+    The memory of a run must not overlap. Large runs go past the caches.
+    """
+    if runs.dtype != RUN or runs.ndim != 1 or not runs.flags.c_contiguous:
+        raise ValueError("runs must be a contiguous 1-d array of RUN")
+    _library.ckpt_copy_runs(runs.__array_interface__["data"][0], len(runs))
+
+
+def crc32c(data: bytes | bytearray | memoryview, initial: int = 0) -> int:
+    """Return the CRC-32C (Castagnoli) of `data`, any contiguous buffer, continuing a stream that has the checksum
+    `initial`. No copy."""
+    if isinstance(data, bytes):
+        return int(_library.ckpt_crc32c(initial, data, len(data)))
+    view = np.asarray(data).view(np.uint8)
+    return int(_library.ckpt_crc32c(initial, view.__array_interface__["data"][0], view.nbytes))
+
+
+def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
+    """Return the checksum of what has the checksum `first`, followed by so many bytes that have `second`."""
+    return int(_library.ckpt_crc32c_joined(first, second, second_bytes))
+
+
+def read_piece(fd: int, offset: int, piece_bytes: int, address: int, nbytes: int) -> bool:
+    """Read so many bytes of a file, the checksum behind them, and put the first `nbytes` of them to `address`.
+
+    Returns whether they are all there, and as the checksum says. If not, some of the memory may have been written.
+    OSError if the file cannot be read.
+    """
+    error = int(_library.ckpt_read_piece(fd, offset, piece_bytes, address, nbytes))
+    if error > 0:
+        raise OSError(error, os.strerror(error))
+    return error == 0

@@ -1,0 +1,18 @@
+/* CRC-32C of memory, made while it is read once, and if wanted while it is copied. */
+#ifndef CKPT_NATIVE_CRC32C_H
+#define CKPT_NATIVE_CRC32C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* The checksum of a stream whose checksum was `crc`, and that `data` continues. 0 is the checksum of nothing. */
+uint32_t ckpt_crc32c(uint32_t crc, const uint8_t *data, size_t bytes);
+
+/* The same, of the bytes that are stored at `to`, whatever others do to `from` meanwhile. No overlap. What was stored
+ * may have gone past the caches. */
+uint32_t ckpt_crc32c_copy(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes);
+
+/* The checksum of what has the checksum `first`, followed by `second_bytes` bytes with the checksum `second`. */
+uint32_t ckpt_crc32c_joined(uint32_t first, uint32_t second, uint64_t second_bytes);
+
+#endif
