@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpt.collection import without_collection
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, StateMismatchError
 from ckpt.loading.fetch import Fetch, Wanted
 from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
@@ -94,10 +95,10 @@ def _restore_step(
     path = root.step_path(step)
     attempt = _Attempt(ranks, step, memory)
     try:
-        with attempt.together("look at"):
+        with attempt.together("look at"), without_collection():
             attempt.lock = lock_shared(path)
             attempt.index = read_index(path)
-        with attempt.together("match"):
+        with attempt.together("match"), without_collection():
             attempt.match(state)
         with attempt.together("fit"):
             attempt.check(strict)
@@ -167,7 +168,8 @@ class _Attempt:
         if self._memory is None:
             return frozenset()
         leaves = {path: leaf for path, _, leaf in self._match.reads}
-        filled = self._memory.fill(self.index.path, self.index.summary, leaves, self._ranks.rank)
+        with without_collection():
+            filled = self._memory.fill(self.index.path, self.index.summary, leaves, self._ranks.rank)
         self.report = replace(
             self.report, own_memory_bytes=filled.own_bytes, neighbour_memory_bytes=filled.neighbour_bytes
         )

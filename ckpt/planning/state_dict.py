@@ -7,16 +7,15 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ckpt.collection import without_collection
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, Sharding
@@ -88,21 +87,9 @@ def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None 
     stored.
     """
     flat = FlatState()
-    with _without_garbage_collection():
+    with without_collection():
         _Walk(flat, expand).visit((), state, per_rank=False, assign=_cannot_assign)
     return flat
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """For work that makes many objects and leaves no cycles: looking for garbage meanwhile would take most of it."""
-    enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _cannot_assign(value: Any) -> None:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import logging
 import struct
-import threading
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from ckpt.errors import CheckpointError
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
-from ckpt.saving.part import Image, LocalBoxes, Part, PartPlan, copies_from
+from ckpt.saving.part import LocalBoxes, Part, PartPlan, copies_from
 from ckpt.saving.planner import Planned
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot
@@ -166,86 +164,64 @@ def _verify_and_copy(
     except CheckpointError as error:
         _log.warning("the staging memory of rank %d is not used: %s", part.plan.rank, error)
         return None
-    slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
-    on_cpu = [op for op in part.copies[0] if tensors[op.path].is_cpu]
-    elsewhere = [op for op in part.copies[0] if not tensors[op.path].is_cpu]
-    by_image = zip(part.plan.images, _by_image(part.plan, on_cpu), _by_image(part.plan, elsewhere), strict=True)
-    damaged = threading.Event()
-
-    def take(job: tuple[Image, list[CopyOp], list[CopyOp]]) -> dict[Path, int]:
-        image, ops, others = job
-        if damaged.is_set() or not (ops or others):
-            return {}
-        file = _file_of(part.plan, image, region)
-        if recorded.get(file.name) != file.identity:
-            damaged.set()
-            return {}
-        unstaged = unstage(ops, tensors, slot, alone=True)
-        if not file.is_sound(ops + others, unstaged.checksums):
-            damaged.set()
-        return unstaged.nbytes
-
-    with ThreadPoolExecutor(torch.get_num_threads(), "ckpt-verify") as pool:
-        counts = list(pool.map(take, by_image))
-    if damaged.is_set():
+    pieces = _pieces(part.plan, region, recorded)
+    unstaged = None
+    if pieces is not None:
+        unstaged = unstage(part.copies[0], tensors, torch.frombuffer(region.buffer, dtype=torch.uint8))
+        if not _are_sound(pieces, part.copies[0], unstaged.checksums, region):
+            unstaged = None
+    if unstaged is None:
         _log.warning(
             "%s: the staging memory of rank %d is not what was written; reading from storage",
             step_path,
             part.plan.rank,
         )
         return None
-    counts.append(unstage(elsewhere, tensors, slot).nbytes)
-    copied: Counter[Path] = Counter()
-    for count in counts:
-        copied.update(count)
-    return copied
+    return unstaged.nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A file as its image in a slot has it: where its pieces begin, with the checksums behind them."""
+class _Piece:
+    """Bytes with a checksum of their own, and the checksum that is behind them in the slot."""
 
-    name: str
-    file_bytes: int
-    piece_bytes: int
-    pieces: dict[int, int]
-    memory: memoryview
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """What its writer recorded, if it is that file."""
-        return self.file_bytes, crc32c_of_checksums(self.pieces.values())
-
-    def is_sound(self, ops: Iterable[CopyOp], known: Mapping[int, int]) -> bool:
-        """Whether the pieces that the operations read are as their checksums say; `known` are some that were made."""
-        starts = list(self.pieces)
-        used = {starts[bisect_right(starts, op.offset) - 1] for op in ops}
-        for start in used:
-            found = known[start] if start in known else crc32c(self.memory[start : start + self.piece_bytes])
-            if found != self.pieces[start]:
-                return False
-        return True
+    start: int
+    end: int
+    crc32c: int
 
 
-def _file_of(plan: PartPlan, image: Image, region: SharedMemory) -> _File:
-    meta = plan.metas[image.array]
-    layout = meta.layout(image.index)
-    pieces = {}
-    for piece in layout.pieces:
-        start = image.offset + piece.offset
-        end = start + layout.piece_bytes
-        pieces[start] = int.from_bytes(region.buffer[end : end + CHECKSUM_BYTES], "little")
-    name = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
-    return _File(name, layout.file_bytes, layout.piece_bytes, pieces, region.buffer)
+def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]) -> list[_Piece] | None:
+    """The pieces in the slot, in their order; None if their checksums are not those of the files that were written."""
+    pieces: list[_Piece] = []
+    for image in plan.images:
+        meta = plan.metas[image.array]
+        layout = meta.layout(image.index)
+        first = len(pieces)
+        for piece in layout.pieces:
+            start = image.offset + piece.offset
+            end = start + layout.piece_bytes
+            pieces.append(_Piece(start, end, int.from_bytes(region.buffer[end : end + CHECKSUM_BYTES], "little")))
+        file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
+        identity = layout.file_bytes, crc32c_of_checksums(piece.crc32c for piece in pieces[first:])
+        if recorded.get(file) != identity:
+            return None
+    return pieces
 
 
-def _by_image(plan: PartPlan, ops: Iterable[CopyOp]) -> list[list[CopyOp]]:
-    """The operations, by the image they read."""
-    starts = [image.offset for image in plan.images]  # ascending: there is one piece only
-    grouped: list[list[CopyOp]] = [[] for _ in starts]
-    for op in ops:
-        grouped[bisect_right(starts, op.offset) - 1].append(op)
-    return grouped
+def _are_sound(pieces: list[_Piece], ops: Iterable[CopyOp], known: Mapping[int, int], region: SharedMemory) -> bool:
+    """Whether what the operations read is as its checksums say; `known` were made on the way, by start."""
+    starts = [piece.start for piece in pieces]
+    used = {bisect_right(starts, op.offset) - 1 for op in ops}
+
+    def is_sound(number: int) -> bool:
+        piece = pieces[number]
+        found = known.get(piece.start)
+        return piece.crc32c == (crc32c(region.buffer[piece.start : piece.end]) if found is None else found)
+
+    unknown = {number for number in used if starts[number] not in known}
+    if not all(is_sound(number) for number in used - unknown):
+        return False
+    with ThreadPoolExecutor(torch.get_num_threads(), "ckpt-verify") as pool:
+        return all(pool.map(is_sound, unknown))
 
 
 def _complete(ops: Iterable[CopyOp], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:
