@@ -62,7 +62,7 @@ class _Packed:
 class Fetch:
     """All reads of one restore. `bytes_read` counts the bytes put into destinations."""
 
-    def __init__(self, index: CheckpointIndex, *, threads: int = 8, timeout_s: float = 1800.0) -> None:
+    def __init__(self, index: CheckpointIndex, *, threads: int = 4, timeout_s: float = 1800.0) -> None:
         self._index = index
         self._reader = ArrayReader(index.path, threads=threads)
         self._timeout_s = timeout_s
