@@ -12,13 +12,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
 FOUNDATION = {"errors", "shared_memory", "threads"}
-BASE = FOUNDATION | {"paths", "ranks"}
+BASE = FOUNDATION | {"collection", "native", "paths", "ranks"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "shared_memory": {"errors"},
     "threads": set(),
+    "collection": set(),
+    "native": set(),
     "paths": {"errors"},
     "ranks": {"errors"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints

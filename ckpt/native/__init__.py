@@ -15,8 +15,9 @@ import numpy as np
 
 __all__ = ["RUN", "copy_runs", "crc32c", "crc32c_joined", "read_piece"]
 
-RUN = np.dtype([("to", np.uint64), ("from", np.uint64), ("bytes", np.uint64), ("crc32c", np.uint64)])
-"""A copy: the addresses, how many bytes, and, when it is done, the checksum of the bytes that were stored."""
+RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "crc32c")])
+"""A copy: the addresses, and how many bytes. Their checksum goes to the address `seal_at` as well, if that is not 0
+(4 bytes, little-endian), and is in `crc32c` when it is done."""
 
 
 def _load() -> ctypes.CDLL:
@@ -44,9 +45,10 @@ _library = _load()
 
 
 def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
-    """Do all copies of `runs`, a 1-d array of RUN, one after the other, and note their checksums in it.
+    """Do all copies of `runs`, a 1-d array of RUN, one after the other.
 
-    The memory of a run must not overlap. Large runs go past the caches.
+    The checksums are of the bytes that were stored, whatever becomes of the source meanwhile. The memory of a run must
+    not overlap. Large runs go past the caches.
     """
     if runs.dtype != RUN or runs.ndim != 1 or not runs.flags.c_contiguous:
         raise ValueError("runs must be a contiguous 1-d array of RUN")

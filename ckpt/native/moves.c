@@ -8,22 +8,29 @@
 /* The same fields, in this order, as RUN in __init__.py. Addresses are numbers there. */
 struct run {
     uint64_t to, from, bytes;
-    uint64_t crc32c; /* out: of the bytes */
+    uint64_t seal_at; /* where the checksum of the bytes goes as well (little-endian), or 0 */
+    uint64_t crc32c;  /* out: of the bytes */
 };
 
-/* Do `count` copies, one after the other, and note their checksums. */
-void ckpt_copy_runs(struct run *runs, uint64_t count) {
-    for (struct run *run = runs; run < runs + count; run++)
-        run->crc32c = ckpt_crc32c_copy(0, (uint8_t *)(uintptr_t)run->to, (const uint8_t *)(uintptr_t)run->from, run->bytes);
-}
-
-/* So much of a file is in a core's cache between the kernel's copy and ours. On the stack: a thread of Python has 8 MB. */
 enum { BLOCK_BYTES = 256 << 10, CHECKSUM_BYTES = 4 };
+
+/* Do `count` copies, one after the other. */
+void ckpt_copy_runs(struct run *runs, uint64_t count) {
+    for (struct run *run = runs; run < runs + count; run++) {
+        uint32_t crc = ckpt_crc32c_copy(0, (uint8_t *)(uintptr_t)run->to, (const uint8_t *)(uintptr_t)run->from, run->bytes);
+        run->crc32c = crc;
+        uint8_t *seal = (uint8_t *)(uintptr_t)run->seal_at;
+        for (int n = 0; seal && n < CHECKSUM_BYTES; n++) seal[n] = (uint8_t)(crc >> (8 * n));
+    }
+}
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* Read a piece of `piece_bytes` bytes at `offset`, and the checksum (little-endian) behind it; put the first `bytes`
- * bytes to `to`. Returns 0, the number of an error, PIECE_ENDS or PIECE_DIFFERS. */
+ * bytes to `to`. Returns 0, the number of an error, PIECE_ENDS or PIECE_DIFFERS.
+ *
+ * In blocks that stay in a core's cache between the kernel's copy and ours. They are on the stack, of which a thread of
+ * Python has 8 MB. */
 enum { PIECE_ENDS = -1, PIECE_DIFFERS = -2 };
 
 int ckpt_read_piece(int fd, uint64_t offset, uint64_t piece_bytes, uint8_t *to, uint64_t bytes) {

@@ -156,7 +156,10 @@ class _Walk:
                 raise StateError(
                     f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file"
                 )
-            self.visit((*path, key), item, per_rank, _item_setter(node, key, path))
+            if isinstance(item, torch.Tensor):  # most are, and there are many
+                self._tensor((*path, key), item, per_rank)
+            else:
+                self.visit((*path, key), item, per_rank, _item_setter(node, key, path))
 
     def _array(self, path: Path, array: np.ndarray[Any, Any], per_rank: bool) -> None:
         aliased = _tensor_over(array)

@@ -115,13 +115,13 @@ class HeldMemory:
         copied: dict[int, dict[Path, int]] = {}
         for holder, region in self._holding(save_name).items():
             part = layout.part_of(holder, boxes, rank)
-            if part.plan.pieces > 1 or not part.copies[0]:
+            if part.plan.pieces > 1 or not part.copies[0].ops:
                 continue
             by_path = _verify_and_copy(step_path, part, region, tensors)
             # A neighbour that the fault has not reached yet may have begun to stage over it.
             if by_path is not None and self._holds(region, save_name):
                 copied[holder] = by_path
-                sound += part.copies[0]
+                sound += part.copies[0].ops
         complete = _complete(sound, leaves)
         nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
         own = nbytes.pop(self._own_rank, 0)
@@ -168,7 +168,7 @@ def _verify_and_copy(
     unstaged = None
     if pieces is not None:
         unstaged = unstage(part.copies[0], tensors, torch.frombuffer(region.buffer, dtype=torch.uint8))
-        if not _are_sound(pieces, part.copies[0], unstaged.checksums, region):
+        if not _are_sound(pieces, part.copies[0].ops, unstaged.checksums, region):
             unstaged = None
     if unstaged is None:
         _log.warning(

@@ -17,7 +17,9 @@ from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, position_of
 from ckpt.planning.save_plan import ArrayPlan, PackedTensor, SavePlan
+from ckpt.staging.copies import Copies
 from ckpt.staging.copy_op import CopyOp
+from ckpt.storage.documents import EncodedList
 from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
@@ -56,7 +58,7 @@ class PartPlan:
     metas: tuple[ArrayMeta, ...]
     described: tuple[int, ...]
     images: tuple[Image, ...]
-    packed: tuple[dict[str, Any], ...]
+    packed: EncodedList
     aliases: tuple[tuple[Path, Path], ...]
     slot_bytes: int
     pieces: int
@@ -70,7 +72,7 @@ class Part:
     """
 
     plan: PartPlan
-    copies: tuple[tuple[CopyOp, ...], ...]
+    copies: tuple[Copies, ...]
     pack: Image | None
 
 
@@ -110,7 +112,7 @@ def _lay_out(builder: _Builder, plan: SavePlan, rank: int) -> Part:
         builder.add_array(array[1], [number for _, _, number in chunks])
     if plan.pack_grid is not None and rank in plan.pack_owners:
         builder.add_pack(plan)
-    packed = tuple(_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank)
+    packed = EncodedList.of([_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank])
     aliases = tuple(plan.aliases.items()) if rank == 0 else ()
     return builder.build(plan, packed, aliases)
 
@@ -167,7 +169,7 @@ class _Builder:
         self._next = 0
         self._slot_bytes = 0
 
-    def build(self, plan: SavePlan, packed: tuple[dict[str, Any], ...], aliases: tuple[tuple[Path, Path], ...]) -> Part:
+    def build(self, plan: SavePlan, packed: EncodedList, aliases: tuple[tuple[Path, Path], ...]) -> Part:
         part_plan = PartPlan(
             self._rank,
             plan.world_size,
@@ -181,7 +183,7 @@ class _Builder:
             self._slot_bytes,
             len(self._copies),
         )
-        return Part(part_plan, tuple(map(tuple, self._copies)), self._pack)
+        return Part(part_plan, tuple(Copies(tuple(ops)) for ops in self._copies), self._pack)
 
     def _is_for_others(self, rank: int | None) -> bool:
         return self._only_for is not None and rank is not None and rank != self._only_for

@@ -17,7 +17,7 @@ from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointExist
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import FORMAT_VERSION, Abandoned, CheckpointRoot, Outcome, PendingSave, Published, Reason
-from ckpt.storage.documents import canonical, seal, seal_root, unseal_root
+from ckpt.storage.documents import EncodedList, canonical, seal, seal_root, unseal_root
 from ckpt.storage.locks import try_lock_exclusive
 from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
 
@@ -82,7 +82,8 @@ def _merge(
     """The summary for the root, all arrays by directory, and the state document, from the parts of all ranks."""
     arrays: dict[str, ArrayMeta] = {}
     chunks: dict[str, int] = {}
-    state: dict[str, Any] = {"values": [], "packed": [], "aliases": []}
+    state: dict[str, Any] = {"values": [], "aliases": []}
+    packed: list[EncodedList] = []
     summary: dict[str, Any] = {key: intent[key] for key in ("format", "save", "step", "epoch", "world_size", "plan")}
     summary |= {"bytes": 0, "files": 0, "parts": []}
     for rank in range(intent["world_size"]):
@@ -104,12 +105,14 @@ def _merge(
                 summary["files"] += 1
         for kind in state:
             state[kind] += part[kind]
+        packed.append(EncodedList.of(part["packed"]))
         summary["parts"].append(part_checksum)
         tick()
     _check_cover(pending, arrays, chunks)
-    summary["tensors"] = len(arrays) + len(state["packed"])
+    all_packed = EncodedList.joined(packed)
+    summary["tensors"] = len(arrays) + all_packed.items
     summary["chunks"] = chunks
-    return summary, arrays, state
+    return summary, arrays, {**state, "packed": all_packed}
 
 
 def _check_cover(pending: PendingSave, arrays: dict[str, ArrayMeta], chunks: dict[str, int]) -> None:

@@ -14,12 +14,16 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
 
+from ckpt.native import crc32c_joined
 from ckpt.paths import Path
+from ckpt.staging.copies import Copies, RunTable
 from ckpt.staging.copy_op import CopyOp
-from ckpt.staging.runs import Runs
+from ckpt.staging.runs import copy_together
 
 __all__ = ["Staged", "Unstaged", "stage", "unstage"]
 
@@ -83,68 +87,105 @@ class Unstaged:
 
 
 def stage(
-    ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, stream: torch.cuda.Stream | None
+    copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, stream: torch.cuda.Stream | None
 ) -> Staged:
     """Copy every box. `slot` is uint8, 1-d. With a `stream` the copies of CUDA tensors are queued there."""
     keep: list[torch.Tensor] = []
+    memory = _Memory.of(copies.table, tensors)
     if stream is None:
-        return Staged(None, None, [], _copy_all(ops, tensors, slot, keep, None))
+        _copy_others(memory.others(copies), tensors, slot, keep, None)
+        return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        sealed = _copy_all(ops, tensors, slot, keep, stream)
+        _copy_others(memory.others(copies), tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
-    return Staged(stream, event, keep, sealed)
+    return Staged(stream, event, keep, _copy_runs_in(copies.table, memory, slot))
 
 
-def unstage(
-    ops: Iterable[CopyOp], tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, *, alone: bool = False
-) -> Unstaged:
+def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> Unstaged:
     """Copy every box back from a slot. Done when this returns, also on CUDA.
 
-    The tensors are as the operations were made for: same shapes and dtypes. With `alone`, by this thread only.
+    The tensors are as the operations were made for: same shapes and dtypes.
     """
-    runs = Runs()
-    nbytes: dict[Path, int] = {}
-    slot_address = slot.data_ptr()
-    for op in ops:
-        tensor = tensors[op.path]
-        if op.flat is not None and tensor.is_cpu and _is_plain(tensor):
-            first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
-            runs.add(tensor.data_ptr() + first, slot_address + op.offset, count, op.offset if op.is_piece else None)
-        else:
-            box = tensor[op.source]
-            stored = _corner(slot, op, box.shape).reshape(-1).clone()  # at an address that fits the dtype
-            count = stored.numel()
-            box.copy_(stored.view(box.dtype).view(box.shape))
-        nbytes[op.path] = nbytes.get(op.path, 0) + count
-    return Unstaged(nbytes, runs.copy(alone))
+    table, memory = copies.table, _Memory.of(copies.table, tensors)
+    runs = table.runs(memory.addresses, memory.usable, slot.data_ptr(), into_slot=False)
+    copy_together(runs)
+    copied = np.bincount(table.tensor, runs["bytes"], len(table.paths)).astype(np.int64).tolist()
+    nbytes = dict(zip(table.paths, copied, strict=True))
+    for op in memory.others(copies):
+        box = tensors[op.path][op.source]
+        stored = _corner(slot, op, box.shape).reshape(-1).clone()  # at an address that fits the dtype
+        box.copy_(stored.view(box.dtype).view(box.shape))
+        nbytes[op.path] = nbytes.get(op.path, 0) + stored.numel()
+    return Unstaged(nbytes, _checksums(table, runs, memory.usable))
 
 
-def _copy_all(
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Where the tensors of a table are, and which of them are `usable`: on the CPU, one element after the other."""
+
+    paths: tuple[Path, ...]
+    addresses: np.ndarray[Any, Any]
+    usable: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor]) -> _Memory:
+        own = [tensors[path] for path in table.paths]
+        usable = np.fromiter((tensor.is_cpu and _is_plain(tensor) for tensor in own), bool, len(own))
+        return cls(table.paths, np.fromiter((tensor.data_ptr() for tensor in own), np.uint64, len(own)), usable)
+
+    def others(self, copies: Copies) -> Iterable[CopyOp]:
+        """The operations that are not between runs of memory on the CPU."""
+        if self.usable.all() and copies.table.has_all:
+            return ()
+        unusable = {path for path, usable in zip(self.paths, self.usable.tolist(), strict=True) if not usable}
+        return (op for op in copies.ops if op.flat is None or op.path in unusable)
+
+
+def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:
+    """Copy what is a run of memory on the CPU; returns the offsets of the pieces that are sealed."""
+    runs = table.runs(tensors.addresses, tensors.usable, slot.data_ptr(), into_slot=True)
+    copy_together(runs)
+    memory = slot.numpy().data
+    for offset, number, first, end in table.pieces:
+        if end - first > 1 and tensors.usable[number]:
+            nbytes = int(runs["bytes"][first:end].sum())
+            struct.pack_into("<I", memory, offset + nbytes, _joined(runs[first:end]))
+    return frozenset(offset for offset, number, _, _ in table.pieces if tensors.usable[number])
+
+
+def _checksums(table: RunTable, runs: np.ndarray[Any, np.dtype[Any]], usable: np.ndarray[Any, Any]) -> dict[int, int]:
+    crcs = runs["crc32c"].tolist()
+    return {
+        offset: crcs[first] if end - first == 1 else _joined(runs[first:end])
+        for offset, number, first, end in table.pieces
+        if usable[number]
+    }
+
+
+def _joined(runs: np.ndarray[Any, np.dtype[Any]]) -> int:
+    """The checksum of runs that lie one behind the other."""
+    joined = 0
+    for run in runs:
+        joined = crc32c_joined(joined, int(run["crc32c"]), int(run["bytes"]))
+    return joined
+
+
+def _copy_others(
     ops: Iterable[CopyOp],
     tensors: Mapping[Path, torch.Tensor],
     slot: torch.Tensor,
     keep: list[torch.Tensor],
     stream: torch.cuda.Stream | None,
-) -> frozenset[int]:
-    """Returns the offsets of the pieces that are sealed."""
+) -> None:
     flat_bytes: dict[Path, torch.Tensor] = {}
-    runs = Runs()
-    ends: dict[int, int] = {}
-    slot_address = slot.data_ptr()
     for op in ops:
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)  # its memory is not given to others before the copy has run
         if op.flat is not None and _is_plain(tensor):
             first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
-            if tensor.is_cpu:
-                piece = op.offset if op.is_piece else None
-                runs.add(slot_address + op.offset, tensor.data_ptr() + first, count, piece)
-                if op.is_piece:
-                    ends[op.offset] = op.offset + count
-                continue
             source = flat_bytes.get(op.path)
             if source is None:
                 source = flat_bytes[op.path] = tensor.reshape(-1).view(torch.uint8)
@@ -154,11 +195,6 @@ def _copy_all(
             keep.append(box)
             source = box.reshape(-1).view(torch.uint8).view(*box.shape, op.itemsize)
             _corner(slot, op, box.shape).copy_(source, non_blocking=stream is not None)
-    memory = slot.numpy().data
-    checksums = runs.copy()
-    for offset, checksum in checksums.items():
-        struct.pack_into("<I", memory, ends[offset], checksum)
-    return frozenset(checksums)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,8 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,7 +25,16 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.dtypes import torch_dtype
 
-__all__ = ["canonical", "decode_value", "encode_value", "seal", "seal_root", "unseal", "unseal_root"]
+__all__ = [
+    "EncodedList",
+    "canonical",
+    "decode_value",
+    "encode_value",
+    "seal",
+    "seal_root",
+    "unseal",
+    "unseal_root",
+]
 
 _MAX_DOCUMENT_BYTES = 1 << 31
 _MAX_NESTING = 100
@@ -39,11 +50,35 @@ def canonical(document: Any) -> bytes:
     )
 
 
+@dataclass(frozen=True)
+class EncodedList:
+    """A list in its canonical form, for one that is long and written again and again."""
+
+    data: bytes
+    items: int
+
+    @classmethod
+    def of(cls, items: Sequence[Any] | EncodedList) -> EncodedList:
+        """That of `items`, which may be one already."""
+        return items if isinstance(items, EncodedList) else cls(canonical(items), len(items))
+
+    @classmethod
+    def joined(cls, lists: Iterable[EncodedList]) -> EncodedList:
+        """All of them, one behind the other."""
+        filled = [part for part in lists if part.items]
+        return cls(b"[" + b",".join(part.data[1:-1] for part in filled) + b"]", sum(part.items for part in filled))
+
+
 def seal(document: dict[str, Any]) -> bytes:
-    """Return the sealed form of `document`, whose keys are strings. It has no member ``crc32c`` yet."""
-    members = {key: canonical(key) + b":" + canonical(document[key]) for key in document}
+    """Return the sealed form of `document`, whose keys are strings; a member may be an `EncodedList`. It has no member
+    ``crc32c`` yet."""
+    members = {key: canonical(key) + b":" + _form(member) for key, member in document.items()}
     members[_SEAL] = b'"%s":%d' % (_SEAL.encode(), crc32c(_object(members)))
     return _object(members)
+
+
+def _form(member: Any) -> bytes:
+    return member.data if isinstance(member, EncodedList) else canonical(member)
 
 
 def _object(members: dict[str, bytes]) -> bytes:

@@ -135,7 +135,7 @@ def _fill(state: ForeignState, part: Part, piece: int, region: SharedMemory, pro
     slot = np.frombuffer(region.buffer, np.uint8)
     if part.pack is not None and part.pack.piece == piece:
         slot[part.pack.offset : part.pack.offset + part.pack.image_bytes] = 0
-    for op in part.copies[piece]:
+    for op in part.copies[piece].ops:
         box = _box(op)
         full = (*op.full_shape, op.itemsize)
         count = int(np.prod(full, dtype=np.int64))

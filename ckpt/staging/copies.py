@@ -1,0 +1,86 @@
+"""What to copy where, for a whole slot at once. Free of torch.
+
+Thousands of operations are looked at one by one only once, when a state is planned. For each save they are one table of
+runs of memory, to which the addresses of the tensors are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckpt.native import RUN
+from ckpt.paths import Path
+from ckpt.staging.copy_op import CopyOp
+
+__all__ = ["Copies", "RunTable"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_RUN_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies that fill a slot (or, the other way, restore from it)."""
+
+    ops: tuple[CopyOp, ...]
+
+    @cached_property
+    def table(self) -> RunTable:
+        """Those of them that are runs of memory in a contiguous tensor."""
+        return RunTable.of(self.ops)
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Runs of memory between tensors and a slot, of some MB at most.
+
+    `tensor` numbers the `paths`. `seal_at` is where in the slot the checksum of a run goes that is all of a piece; 0
+    for others. `pieces` are whole pieces: offset in the slot, number of the tensor, and the runs from first to last
+    (exclusive). `has_all` says that no operation is left out.
+    """
+
+    paths: tuple[Path, ...]
+    tensor: Array
+    in_tensor: Array
+    in_slot: Array
+    nbytes: Array
+    seal_at: Array
+    pieces: tuple[tuple[int, int, int, int], ...]
+    has_all: bool
+
+    @classmethod
+    def of(cls, ops: tuple[CopyOp, ...]) -> RunTable:
+        """The table of those that are one run in a contiguous tensor."""
+        numbers: dict[Path, int] = {}
+        rows: list[tuple[int, int, int, int, int]] = []
+        pieces = []
+        for op in ops:
+            if op.flat is None:
+                continue
+            number = numbers.setdefault(op.path, len(numbers))
+            first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
+            one_run = op.is_piece and count <= _RUN_BYTES
+            if op.is_piece and count:
+                pieces.append((op.offset, number, len(rows), len(rows) + -(-count // _RUN_BYTES)))
+            for at in range(0, count, _RUN_BYTES):
+                part = min(_RUN_BYTES, count - at)
+                rows.append((number, first + at, op.offset + at, part, op.offset + count if one_run else 0))
+        tensor, in_tensor, in_slot, nbytes, seal_at = np.array(rows, np.uint64).reshape(-1, 5).T.copy()
+        has_all = all(op.flat is not None for op in ops)
+        return cls(tuple(numbers), tensor.astype(np.intp), in_tensor, in_slot, nbytes, seal_at, tuple(pieces), has_all)
+
+    def runs(self, addresses: Array, usable: Array, slot: int, *, into_slot: bool) -> Array:
+        """The runs with the addresses of the tensors and of the slot; none of tensors that are not `usable`."""
+        runs = np.zeros(len(self.tensor), RUN)
+        used = usable[self.tensor]
+        source, target = ("from", "to") if into_slot else ("to", "from")
+        runs[source] = addresses[self.tensor] + self.in_tensor
+        runs[target] = self.in_slot + np.uint64(slot)
+        runs["bytes"] = np.where(used, self.nbytes, 0)
+        if into_slot:
+            runs["seal_at"] = np.where(used & (self.seal_at > 0), self.seal_at + np.uint64(slot), 0)
+        return runs
