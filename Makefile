@@ -49,11 +49,12 @@ bench-full: $(INSTALLED)
 	$(BIN)/python -m tools.bench --full $(BENCH_ARGS)
 
 # The stamp is written last: an installation that was interrupted is done again.
-$(INSTALLED): pyproject.toml constraints.txt Makefile
+$(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c ckpt/native/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,tools]'
 	touch $@
 
 clean:
 	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f ckpt/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RUN", "copy_runs", "crc32c", "crc32c_joined", "read_piece"]
+__all__ = ["RUN", "choose", "copy_runs", "crc32c", "crc32c_joined", "read_piece"]
 
 RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "crc32c")])
 """A copy: the addresses, and how many bytes. Their checksum goes to the address `seal_at` as well, if that is not 0
@@ -33,6 +33,7 @@ def _load() -> ctypes.CDLL:
     for name, result, *arguments in (
         ("ckpt_copy_runs", None, pointer, size),
         ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
+        ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
         ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
         ("ckpt_read_piece", ctypes.c_int, ctypes.c_int, size, size, pointer, size),
     ):
@@ -42,6 +43,15 @@ def _load() -> ctypes.CDLL:
 
 
 _library = _load()
+
+
+def choose(most: int) -> int:
+    """Use the best way that the processor has to make checksums, but none above `most`; returns which it is.
+
+    0 works on any processor; on x86-64, 1 uses 128 bits at a time and 2 uses 512. It is the best from the start: this
+    is for tests. Not while other threads use this module.
+    """
+    return int(_library.ckpt_crc32c_choose(most))
 
 
 def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:

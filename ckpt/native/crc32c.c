@@ -73,9 +73,6 @@ static uint32_t copy_by_table(uint32_t state, uint8_t *to, const uint8_t *from, 
     return state;
 }
 
-static uint32_t (*extend)(uint32_t, const uint8_t *, size_t) = extend_by_table;
-static uint32_t (*copy)(uint32_t, uint8_t *, const uint8_t *, size_t) = copy_by_table;
-
 /* ------------------------------------------------------------ x86-64 ----------------------------------------------- */
 
 #ifdef __x86_64__
@@ -220,26 +217,44 @@ WIDE static uint32_t copy_wide(uint32_t state, uint8_t *to, const uint8_t *from,
     return state;
 }
 
-static void choose(void) {
+static void prepare_folds(void) {
     fold_128 = fold_by(128), fold_256 = fold_by(256), fold_384 = fold_by(384);
     fold_512 = fold_by(512), fold_2048 = fold_by(2048);
+}
+
+static int best(void) {
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) return;
-    extend = extend_narrow, copy = copy_narrow;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("vpclmulqdq"))
-        return;
-    extend = extend_wide, copy = copy_wide;
+    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) return 0;
+    int has_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq");
+    return has_wide ? 2 : 1;
 }
 #else
-static void choose(void) {}
+#define extend_narrow extend_by_table
+#define extend_wide extend_by_table
+#define copy_narrow copy_by_table
+#define copy_wide copy_by_table
+
+static void prepare_folds(void) {}
+static int best(void) { return 0; }
 #endif
 
 /* ------------------------------------------------------------ for all ---------------------------------------------- */
 
+static uint32_t (*extend)(uint32_t, const uint8_t *, size_t);
+static uint32_t (*copy)(uint32_t, uint8_t *, const uint8_t *, size_t);
+
+int ckpt_crc32c_choose(int most) {
+    int level = best() < most ? best() : most;
+    extend = level == 2 ? extend_wide : level == 1 ? extend_narrow : extend_by_table;
+    copy = level == 2 ? copy_wide : level == 1 ? copy_narrow : copy_by_table;
+    return level;
+}
+
 __attribute__((constructor)) static void prepare(void) {
     make_table();
-    choose();
+    prepare_folds();
+    ckpt_crc32c_choose(2);
 }
 
 uint32_t ckpt_crc32c(uint32_t crc, const uint8_t *data, size_t bytes) { return ~extend(~crc, data, bytes); }

@@ -15,4 +15,8 @@ uint32_t ckpt_crc32c_copy(uint32_t crc, uint8_t *to, const uint8_t *from, size_t
 /* The checksum of what has the checksum `first`, followed by `second_bytes` bytes with the checksum `second`. */
 uint32_t ckpt_crc32c_joined(uint32_t first, uint32_t second, uint64_t second_bytes);
 
+/* Use the best way the processor has, but none above `most`: 0 is any processor, 1 x86-64 with 128 bits at a time, 2 with
+ * 512. Returns what is used. At first, the best. Not while others call the functions above. */
+int ckpt_crc32c_choose(int most);
+
 #endif

@@ -11,7 +11,7 @@ from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
 
-__all__ = ["DTensors", "LocalBox", "local_tensor"]
+__all__ = ["DTensors", "LocalBox", "local_tensor", "without_graph"]
 
 LocalBox = tuple[Box, tuple[int, ...]]
 """A box of a global tensor, and its offset in the local one."""
@@ -23,7 +23,7 @@ class DTensors:
     def __init__(self) -> None:
         self._shardings: dict[tuple[int, Any, Any], tuple[Any, Sharding]] = {}
         self._coordinates: dict[Sharding, tuple[int, ...] | None] = {}
-        self._boxes: dict[tuple[tuple[int, ...], Sharding], tuple[LocalBox, ...]] = {}
+        self._boxes: dict[tuple[tuple[int, ...], Sharding], tuple[list[LocalBox], int | None]] = {}
 
     def sharding(self, path: Path, tensor: Any) -> Sharding | None:
         """The sharding of a DTensor; None for any other tensor. StateError for one that cannot be stored."""
@@ -32,36 +32,48 @@ class DTensors:
         if placements is None or mesh is None:
             return None
         key = id(mesh), placements, tuple(map(type, placements))  # a strided shard can be equal to a plain one
-        if key not in self._shardings:
+        known = self._shardings.get(key)
+        if known is None:
             ours = tuple(_placement(path, placement) for placement in placements)
             ranks = tuple(mesh.mesh.flatten().tolist())
             # With the mesh, so that its id stays its own.
-            self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, ours)
-        return self._shardings[key][1]
+            known = self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, ours)
+        return known[1]
 
     def boxes(self, path: Path, tensor: Any, local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
         """What this rank holds of the tensor: `local`. StateError if that is not what its sharding says."""
         key = tuple(tensor.shape), sharding
-        if sharding not in self._coordinates:
-            self._coordinates[sharding] = sharding.coordinate(torch.distributed.get_rank())
-        coordinate = self._coordinates[sharding]
-        if key not in self._boxes:
-            self._boxes[key] = tuple(local_boxes(*key, coordinate)) if coordinate is not None else ()
-        boxes = self._boxes[key]
-        held = sum(box.elements for box, _ in boxes)
-        if coordinate is not None and held != local.numel():
+        known = self._boxes.get(key)
+        if known is None:
+            known = self._boxes[key] = self._find_boxes(*key)
+        boxes, held = known
+        if held is not None and held != local.numel():
             raise StateError(
                 f"{display(path)}: this DTensor's shard has {local.numel()} elements where {held} are expected; its "
                 f"placements {tensor.placements} are not supported"
             )
         return list(boxes)
 
+    def _find_boxes(self, shape: tuple[int, ...], sharding: Sharding) -> tuple[list[LocalBox], int | None]:
+        """The boxes, and how many elements they have; None where this rank is not in the mesh."""
+        if sharding not in self._coordinates:
+            self._coordinates[sharding] = sharding.coordinate(torch.distributed.get_rank())
+        coordinate = self._coordinates[sharding]
+        if coordinate is None:
+            return [], None
+        boxes = list(local_boxes(shape, sharding, coordinate))
+        return boxes, sum(box.elements for box, _ in boxes)
+
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """This rank's memory of a DTensor. Detached afterwards: to detach a DTensor takes ten times as long."""
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
-    return local.detach()
+    """This rank's memory of a DTensor. Called without gradients: to detach a DTensor takes ten times as long."""
+    local: torch.Tensor = tensor.to_local()
+    return without_graph(local)
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, free of autograd."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _placement(path: Path, placement: Any) -> Placement:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.dtensors import DTensors, LocalBox, local_tensor
+from ckpt.planning.dtensors import DTensors, LocalBox, local_tensor, without_graph
 from ckpt.planning.leaves import PerRank
 
 __all__ = ["FlatState", "TensorLeaf", "flatten"]
@@ -87,7 +87,7 @@ def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None 
     stored.
     """
     flat = FlatState()
-    with without_collection():
+    with without_collection(), torch.no_grad():
         _Walk(flat, expand).visit((), state, per_rank=False, assign=_cannot_assign)
     return flat
 
@@ -96,20 +96,15 @@ def _cannot_assign(value: Any) -> None:
     raise StateError("a state that is a single number or string cannot be restored in place; put it into a dict")
 
 
-class _Seen(NamedTuple):
-    """A tensor, and how it is to be saved."""
+_Seen = tuple[Path, torch.Tensor, tuple[int, ...], Sharding | None, bool]
+"""A tensor, and how it is to be saved: path, memory, global shape, sharding, per rank."""
 
-    path: Path
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    sharding: Sharding | None
-    per_rank: bool
 
-    def identity(self) -> tuple[Any, ...]:
-        """Equal for two tensors exactly if they are the same elements of the same memory, saved in the same way."""
-        local = self.local
-        where = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
-        return (*where, local.is_conj(), local.is_neg(), *self[2:])
+def _identity(seen: _Seen) -> tuple[Any, ...]:
+    """Equal for two tensors exactly if they are the same elements of the same memory, saved in the same way."""
+    local = seen[1]
+    where = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
+    return (*where, local.is_conj(), local.is_neg(), *seen[2:])
 
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -179,7 +174,7 @@ class _Walk:
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
         # A look at an attribute that is not there takes a microsecond.
         sharding = None if type(tensor) in _PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
-        local = tensor.detach() if sharding is None else local_tensor(tensor)
+        local = without_graph(tensor) if sharding is None else local_tensor(tensor)
         _check_tensor(path, local)
         if per_rank or sharding is None:  # what this rank has of a DTensor that is per rank is its own
             sharding, tensor = None, local
@@ -199,11 +194,11 @@ class _Walk:
         """The path under which the same elements of the same memory were seen; None for a tensor without elements."""
         if local.numel() == 0:
             return None
+        this = path, local, shape, sharding, per_rank
         same_address = self._seen.setdefault(local.data_ptr(), [])
-        this = _Seen(path, local, shape, sharding, per_rank)
         for other in same_address:
-            if other.identity() == this.identity():
-                return other.path
+            if _identity(other) == _identity(this):
+                return other[0]
         same_address.append(this)
         return None
 

@@ -1,0 +1,145 @@
+"""Copies and checksums in C: the same results in every way the processor has, next to another implementation."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckpt import native
+
+LEVELS = {0: "any processor", 1: "128 bits", 2: "512 bits"}
+GUARD = 64  # bytes around a target that must stay as they are
+NOISE = np.random.default_rng(7).integers(0, 256, 1 << 20, np.uint8)
+
+
+@pytest.fixture(params=LEVELS, ids=LEVELS.values(), scope="module", autouse=True)
+def level(request: pytest.FixtureRequest) -> Iterator[int]:
+    used = native.choose(request.param)
+    if used != request.param:
+        native.choose(max(LEVELS))
+        pytest.skip(f"this processor cannot work with {LEVELS[request.param]}")
+    yield used
+    native.choose(max(LEVELS))
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def copy(source: np.ndarray, target: np.ndarray, seal: np.ndarray | None = None) -> int:
+    runs = np.zeros(1, native.RUN)
+    runs[0] = address(target), address(source), source.nbytes, 0 if seal is None else address(seal), 0
+    native.copy_runs(runs)
+    return int(runs["crc32c"][0])
+
+
+@pytest.mark.parametrize(
+    ("data", "crc"),
+    [  # the examples of RFC 3720, appendix B.4, and the check value of the catalogues
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+        (b"123456789", 0xE3069283),
+        (b"", 0),
+    ],
+)
+def test_known_checksums(data: bytes, crc: int) -> None:
+    assert native.crc32c(data) == crc
+    assert native.crc32c(memoryview(bytearray(data))) == crc
+
+
+@given(size=st.integers(0, 20_000), start=st.integers(0, 300), initial=st.integers(0, 2**32 - 1))
+@example(size=1 << 19, start=1, initial=0)
+def test_checksums_of_any_size_and_start(size: int, start: int, initial: int) -> None:
+    data = NOISE[start : start + size]
+    assert native.crc32c(data.data, initial) == google_crc32c.extend(initial, data.tobytes())
+
+
+@given(size=st.integers(0, 20_000), source_at=st.integers(0, 130), target_at=st.integers(0, 130))
+@example(size=(1 << 19) + 3, source_at=1, target_at=63)
+@example(size=4096, source_at=0, target_at=0)
+def test_copies_of_any_size_and_place(size: int, source_at: int, target_at: int) -> None:
+    source = NOISE[source_at : source_at + size]
+    around = np.full(GUARD + target_at + size + GUARD, 0xA5, np.uint8)
+    first = GUARD + target_at
+    assert copy(source, around[first:]) == google_crc32c.value(source.tobytes())
+    assert np.array_equal(around[first : first + size], source)
+    assert (around[:first] == 0xA5).all()
+    assert (around[first + size :] == 0xA5).all()
+
+
+def test_the_checksum_is_put_behind_the_bytes() -> None:
+    source = NOISE[5 : 5 + 70_001]
+    target = np.zeros(len(source) + 4 + GUARD, np.uint8)
+    crc = copy(source, target, target[len(source) :])
+    assert target[len(source) :].tobytes() == crc.to_bytes(4, "little") + bytes(GUARD)
+    assert crc == google_crc32c.value(source.tobytes())
+
+
+def test_many_runs_in_one_call() -> None:
+    sizes = [0, 1, 17, 4095, 4096, 4097, 100_000]
+    targets = [np.zeros(size, np.uint8) for size in sizes]
+    runs = np.zeros(len(sizes), native.RUN)
+    for run, target in zip(runs, targets, strict=True):
+        run["to"], run["from"], run["bytes"] = address(target), address(NOISE), len(target)
+    native.copy_runs(runs[:-1])
+    assert all(np.array_equal(target, NOISE[: len(target)]) for target in targets[:-1])
+    assert not targets[-1].any()
+    assert runs["crc32c"].tolist()[:-1] == [google_crc32c.value(NOISE[:size].tobytes()) for size in sizes[:-1]]
+
+
+@given(parts=st.lists(st.integers(0, 5_000), max_size=6))
+def test_joined_checksums(parts: list[int]) -> None:
+    joined, at = 0, 0
+    for size in parts:
+        joined = native.crc32c_joined(joined, native.crc32c(NOISE[at : at + size].data), size)
+        at += size
+    assert joined == native.crc32c(NOISE[:at].data)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, (256 << 10) - 4, (256 << 10) - 2, 256 << 10, 700_000])
+@pytest.mark.parametrize("padding", [0, 1, 99])
+def test_a_piece_is_read_and_checked(tmp_path: Path, piece_bytes: int, padding: int) -> None:
+    content = NOISE[:piece_bytes].tobytes()
+    file = tmp_path / "file"
+    file.write_bytes(b"before" + content + google_crc32c.value(content).to_bytes(4, "little") + b"behind")
+    wanted = max(0, piece_bytes - padding)
+    target = np.full(wanted + GUARD, 0xA5, np.uint8)
+
+    def read(path: Path) -> bool:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return native.read_piece(fd, 6, piece_bytes, address(target), wanted)
+        finally:
+            os.close(fd)
+
+    assert read(file)
+    assert target.tobytes() == content[:wanted] + b"\xa5" * GUARD
+    data = bytearray(file.read_bytes())
+    for at in (6, 6 + piece_bytes - 1, 6 + piece_bytes, 6 + piece_bytes + 3):  # first and last byte, and the checksum
+        data[at] ^= 0x10
+        file.write_bytes(data)
+        assert not read(file)
+        data[at] ^= 0x10
+    for size in (6, 6 + piece_bytes, 6 + piece_bytes + 3):
+        file.write_bytes(data[:size])
+        assert not read(file)
+
+
+def test_an_error_of_the_system_is_an_error() -> None:
+    target = np.zeros(8, np.uint8)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        native.read_piece(-1, 0, 8, address(target), 8)
+
+
+def test_runs_must_be_what_the_library_takes() -> None:
+    with pytest.raises(ValueError, match="RUN"):
+        native.copy_runs(np.zeros((2, 5), np.uint64))
+    with pytest.raises(ValueError, match="contiguous"):
+        native.copy_runs(np.zeros(4, native.RUN)[::2])
