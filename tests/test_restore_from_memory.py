@@ -129,10 +129,10 @@ def test_a_slot_that_is_staged_over_while_it_is_read(
     checkpointer, state = _saved(tmp_path)
     unstage = held.unstage
 
-    def overtaken(ops: Any, tensors: Any, slot: torch.Tensor, **options: Any) -> Any:
+    def overtaken(copies: Any, tensors: Any, slot: torch.Tensor) -> Any:
         slot[-held.HEADER_BYTES :] = 0  # as the owner does before it stages
         slot[: -held.HEADER_BYTES] = 77
-        return unstage(ops, tensors, slot, **options)
+        return unstage(copies, tensors, slot)
 
     monkeypatch.setattr(held, "unstage", overtaken)
     checkpointer.recover_from_fault(1, _DRAIN)

@@ -25,6 +25,7 @@ from ckpt.async_calls import WriterConfig
 from ckpt.errors import CheckpointError
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import save as save_module
+from ckpt.staging.copies import Copies
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.crash.fault_plan import Fault, Job
@@ -153,7 +154,7 @@ class Saboteur:
 
         def patched(*args: Any, **kwargs: Any) -> Any:
             if after_some:
-                original(list(args[0])[:2], *args[1:], **kwargs)
+                original(Copies(args[0].ops[:2]), *args[1:], **kwargs)
             self.at(moment)
             return original(*args, **kwargs)
 

@@ -155,6 +155,7 @@ def _train(rank: int, world_size: int, cell: Cell, folder: Path) -> dict[str, An
 def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
     """In the trainer: its writer dies idle, the trainer itself with a part of the copies made."""
     from ckpt.saving import save
+    from ckpt.staging.copies import Copies
 
     if "writer" in cell.victims:
         _kill_the_idle_writer(checkpointer.queue)
@@ -162,8 +163,8 @@ def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
         return
     stage = save.stage
 
-    def stage_and_die(ops: Any, *rest: Any) -> Any:
-        stage(list(ops)[:1], *rest)
+    def stage_and_die(copies: Copies, *rest: Any) -> Any:
+        stage(Copies(copies.ops[:1]), *rest)
         os.kill(os.getpid(), signal.SIGKILL)
 
     save.stage = stage_and_die

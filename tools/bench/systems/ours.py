@@ -13,6 +13,7 @@ class Ours:
     def __init__(self, place: Place) -> None:
         self._folder = place.folder
         self._checkpointer: Checkpointer | None = None
+        self._loader: Checkpointer | None = None
         self.read_s = 0.0
 
     def prepare(self, state: State) -> None:
@@ -28,13 +29,19 @@ class Ours:
         return bool(self._checkpointer.maybe_finalize())
 
     def load(self, state: State, step: int) -> None:
-        """What `restore` reads is in place after `read_s`; it then makes ready for the next save."""
-        with Checkpointer(self._folder) as checkpointer:
-            assert checkpointer.restore(state, step) == step
-            report = checkpointer.last_restore
-            assert report is not None
-            assert not report.own_memory_bytes
-            self.read_s = report.seconds
+        """What `restore` reads is in place after `read_s`; it then begins to make ready for the next save."""
+        self._loader = Checkpointer(self._folder)
+        assert self._loader.restore(state, step) == step
+        report = self._loader.last_restore
+        assert report is not None
+        assert not report.own_memory_bytes
+        self.read_s = report.seconds
+
+    def unload(self) -> None:
+        """A training program would keep what the load has made ready."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
 
     def load_from_memory(self, state: State, step: int) -> None:
         """The same from staging memory, which still holds the newest step."""
@@ -45,5 +52,6 @@ class Ours:
         assert not report.storage_bytes, "staging memory did not have all of the step"
 
     def close(self) -> None:
+        self.unload()
         if self._checkpointer is not None:
             self._checkpointer.close()
