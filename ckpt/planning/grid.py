@@ -27,7 +27,7 @@ class GridOptions:
 
     pack_below_bytes: int = 16 << 10
     file_bytes: int = 64 << 20
-    inner_bytes: int = 1 << 20
+    inner_bytes: int = 4 << 20
     smallest_split_bytes: int = 64 << 10
 
 

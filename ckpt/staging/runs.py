@@ -26,6 +26,8 @@ def copy_together(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
     This thread takes its part, and is not held up by helpers that get no core. After an interrupt nobody touches the
     memory any more.
     """
+    if not runs["bytes"].any():
+        return
     ends = np.cumsum(runs["bytes"])
     firsts = np.flatnonzero(np.diff((ends - runs["bytes"]) // _BATCH_BYTES, prepend=np.uint64(2**63))).tolist()
     batches = deque(zip(firsts, [*firsts[1:], len(runs)], strict=True))
