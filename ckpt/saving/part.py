@@ -104,15 +104,15 @@ def make_part(
 
     Raises StateError when a single file does not fit a slot.
     """
-    return _lay_out(_Builder(rank, local_boxes, max_slot_bytes, compression), plan, rank)
+    packed = EncodedList.of([_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank])
+    return _lay_out(_Builder(rank, local_boxes, max_slot_bytes, compression), plan, rank, packed)
 
 
-def _lay_out(builder: _Builder, plan: SavePlan, rank: int) -> Part:
+def _lay_out(builder: _Builder, plan: SavePlan, rank: int, packed: EncodedList) -> Part:
     for array, chunks in itertools.groupby(plan.chunks_of(rank), key=lambda chunk: chunk[:2]):
         builder.add_array(array[1], [number for _, _, number in chunks])
     if plan.pack_grid is not None and rank in plan.pack_owners:
         builder.add_pack(plan)
-    packed = EncodedList.of([_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank])
     aliases = tuple(plan.aliases.items()) if rank == 0 else ()
     return builder.build(plan, packed, aliases)
 
@@ -131,7 +131,7 @@ def copies_from(
     one rank alone is for `own_rank` only.
     """
     builder = _Builder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
-    return _lay_out(builder, plan, rank)
+    return _lay_out(builder, plan, rank, EncodedList.of(()))  # nobody writes this part
 
 
 def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
