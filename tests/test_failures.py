@@ -394,7 +394,7 @@ try:
         checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
         gate.wait_entered()
         checkpointer.async_save(state, 2)
-        print("there", flush=True)
+        os.write(1, b"there\\n")
         if where == "async_save":
             checkpointer.async_save(state, 3)
         elif where == "maybe_finalize":
@@ -402,7 +402,8 @@ try:
         elif where == "close":
             checkpointer.close()
         else:
-            time.sleep(30)
+            for _ in range(3000):  # in short steps: a signal that comes just before the wait does not end the wait
+                time.sleep(0.01)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -415,7 +416,7 @@ def test_ctrl_c_leaves_nothing_and_loses_nothing(tmp_path: Path, where: str) -> 
     script.write_text(_INTERRUPTED)
     gate = Gate.create(tmp_path)
     with launch_ranks(script, 1, where, tmp_path) as group:
-        group.wait_for_output(0, "^there")
+        group.wait_for_output(0, "^there\n")
         os.killpg(group.pid(0), signal.SIGINT)
         group.wait_for_output(0, "^interrupted", timeout=10)
         gate.open()
