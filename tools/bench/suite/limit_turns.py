@@ -46,16 +46,17 @@ class Limits:
         return taken
 
     def of_loads(self) -> Turn:
-        """Each rank reads what it needs of the file, at the same time as the others, and copies as much in memory."""
+        """Each rank reads what it needs of a file, at the same time as the others, and copies as much in memory.
+
+        Cold, a file is read for the first time, as the checkpoint is.
+        """
         taken = {}
-        for name, direct, cold in (("cold", False, True), ("direct", True, True), ("warm", False, False)):
-            if cold and dist.get_rank() == 0:
-                drop_cache([self._file.path])
-                taken["limit_cached_share"] = cached_share([self._file.path])
+        if dist.get_rank() == 0:
+            drop_cache(list(self._file.paths.values()))
+            taken["limit_cached_share"] = cached_share(list(self._file.paths.values()))
+        for name, direct in (("direct", True), ("cold", False), ("warm", False)):
             dist.barrier()
             taken[f"limit_read_{name}_s"] = self._file.read(self._first, self._first + self._needed_bytes, direct)
-            if name == "direct":
-                self._file.read(self._first, self._first + self._needed_bytes)  # into the page cache
             dist.barrier()
         return taken | {"limit_copy_needed_s": self._copy_needed.measure(), "needed_bytes": float(self._needed_bytes)}
 
