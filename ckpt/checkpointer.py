@@ -6,13 +6,14 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import time
 import urllib.parse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
@@ -65,6 +66,7 @@ class Checkpointer:
         file_bytes: int = _GRID.file_bytes,
         inner_bytes: int = _GRID.inner_bytes,
         pack_below_bytes: int = _GRID.pack_below_bytes,
+        layout: Literal["arrays", "packed"] = "arrays",
     ) -> None:
         """Nothing is started or written yet.
 
@@ -74,7 +76,9 @@ class Checkpointer:
         most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
         wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
         `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. The sizes are
-        those of files, of their inner chunks, and of tensors that are packed together.
+        those of files, of their inner chunks, and of tensors that are packed together. With `layout` "packed" all are:
+        each rank writes a few large files, at less cost, but a foreign reader needs an index to find a tensor (see
+        docs/format.md); "arrays" makes a Zarr array of every larger tensor. Steps of both are restored alike.
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
@@ -82,13 +86,15 @@ class Checkpointer:
             raise ValueError(f"keep_every must be at least 1, not {keep_every}")
         if compression not in (None, "zstd"):
             raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
+        if layout not in ("arrays", "packed"):
+            raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
         self._root = CheckpointRoot(_local_path(root))
         self._ranks = Ranks(process_group)
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every), recover=True)
-        grid = GridOptions(pack_below_bytes, file_bytes, inner_bytes)
+        grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._registered: dict[str, Any] = {}

@@ -543,12 +543,18 @@ def _pieces_state(value: int) -> dict[str, Any]:
     return {f"w{i}": torch.from_numpy(rng.standard_normal(50_000)) for i in range(12)} | {"value": value}
 
 
-def _in_pieces(rank: int, world_size: int, root: Path) -> list[Any]:
+_PIECES: dict[str, dict[str, Any]] = {
+    "arrays": {"pack_below_bytes": 1000},
+    "packed": {"layout": "packed", "file_bytes": 300_000, "inner_bytes": 64 << 10},
+}
+
+
+def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpt").addHandler(handler)
-    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, pack_below_bytes=1000) as checkpointer:
+    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, **_PIECES[layout]) as checkpointer:
         for step in range(1, 4):
             checkpointer.async_save(_pieces_state(step), step)
             checkpointer.maybe_finalize()
@@ -562,10 +568,10 @@ def _in_pieces(rank: int, world_size: int, root: Path) -> list[Any]:
     return [sum("pieces" in record for record in records), failed, after]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "arrays"), (2, "arrays"), (2, "packed")])
+def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, layout: str) -> None:
     print("seeds 1 to 5")
-    for result in run_ranks(_in_pieces, world_size, tmp_path):
+    for result in run_ranks(_in_pieces, world_size, tmp_path, layout):
         logged, failed, after = result.value
         assert logged == 1
         assert (failed["rank"], failed["step"]) == (world_size - 1, 4)

@@ -13,6 +13,7 @@ from tests import layouts
 from tests.support import run_ranks
 
 SAVED_ON = (1, 2, 4)
+_SIZES: dict[str, dict[str, Any]] = {"arrays": {"pack_below_bytes": 128}, "packed": {"layout": "packed"}}
 
 
 def _per_rank(rank: int) -> dict[str, Any]:
@@ -23,18 +24,19 @@ def _per_rank(rank: int) -> dict[str, Any]:
     }
 
 
-def _save(rank: int, world_size: int, root: Path) -> None:
+def _save(rank: int, world_size: int, roots: dict[str, Path]) -> None:
     state = layouts.build(world_size)
-    with Checkpointer(root, file_bytes=2048, inner_bytes=512, pack_below_bytes=128) as checkpointer:
-        checkpointer.save({"layouts": state, **_per_rank(rank)}, 3)
+    for name, root in roots.items():
+        with Checkpointer(root, file_bytes=2048, inner_bytes=512, **_SIZES[name]) as checkpointer:
+            checkpointer.save({"layouts": state, **_per_rank(rank)}, 3)
 
 
-def _restore(rank: int, world_size: int, roots: dict[int, Path]) -> list[str]:
+def _restore(rank: int, world_size: int, roots: dict[tuple[int, str], Path]) -> list[str]:
     expected = layouts.build(world_size)
     state = layouts.build(world_size)
     wrong = []
     with AsyncCallsQueue() as queue:
-        for saved_on, root in roots.items():
+        for (saved_on, how), root in roots.items():
             layouts.clear(state)
             own = _per_rank(rank + 50)
             kept = _per_rank(rank if rank < saved_on else rank + 50)
@@ -42,22 +44,23 @@ def _restore(rank: int, world_size: int, roots: dict[int, Path]) -> list[str]:
                 own["ragged"] = PerRank(torch.zeros_like(kept["ragged"].value))
             with Checkpointer(root, queue=queue) as checkpointer:
                 assert checkpointer.restore({"layouts": state, **own}) == 3
-            wrong += [f"from {saved_on}: {name}" for name in layouts.differences(state, expected)]
+            wrong += [f"from {saved_on}, {how}: {name}" for name in layouts.differences(state, expected)]
             for name in kept:
                 if str(own[name].value) != str(kept[name].value):
-                    wrong.append(f"from {saved_on}: {name} is {own[name].value}")
+                    wrong.append(f"from {saved_on}, {how}: {name} is {own[name].value}")
     return wrong
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
     folder = tmp_path_factory.mktemp("saved")
+    roots = {(ranks, how): folder / f"{how}-{ranks}" for ranks in SAVED_ON for how in _SIZES}
     for world_size in SAVED_ON:
-        run_ranks(_save, world_size, folder / str(world_size))
-    return {world_size: folder / str(world_size) for world_size in SAVED_ON}
+        run_ranks(_save, world_size, {how: roots[world_size, how] for how in _SIZES})
+    return roots
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_layout_comes_back(roots: dict[int, Path], world_size: int) -> None:
+def test_every_layout_comes_back(roots: dict[tuple[int, str], Path], world_size: int) -> None:
     for result in run_ranks(_restore, world_size, roots):
         assert result.value == []

@@ -72,8 +72,9 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
     return made
 
 
-def test_own_slot_and_no_read_of_array_data(tmp_path: Path, leak_check: LeakCheck) -> None:
-    checkpointer, state = _saved(tmp_path)
+@pytest.mark.parametrize("layout", ["arrays", "packed"])
+def test_own_slot_and_no_read_of_array_data(tmp_path: Path, leak_check: LeakCheck, layout: str) -> None:
+    checkpointer, state = _saved(tmp_path, layout=layout)
     for epoch in (1, 2):  # the second fault comes before anything was saved again
         _fill(state, 2.0)
         for chunk in tmp_path.glob("step_*/**/c.*"):

@@ -33,6 +33,8 @@ WITH_KERNELS = [
 # torch warns of complex32 once, and of quantized tensors
 pytestmark = [pytest.mark.filterwarnings("ignore:ComplexHalf"), pytest.mark.filterwarnings("ignore:.*quantized")]
 
+_PACKED = {"layout": "packed"}
+
 RoundTrip = Callable[[Any, Any], Any]
 
 
@@ -71,8 +73,8 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", WITH_KERNELS, ids=str)
-@pytest.mark.parametrize("pack_below_bytes", [0, 1 << 14])
-def test_every_dtype_is_bit_exact(round_trip: RoundTrip, dtype: torch.dtype, pack_below_bytes: int) -> None:
+@pytest.mark.parametrize("sizes", [{"pack_below_bytes": 0}, {"pack_below_bytes": 1 << 14}, _PACKED], ids=str)
+def test_every_dtype_is_bit_exact(round_trip: RoundTrip, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
     torch.manual_seed(1)
     shapes = [(), (1,), (0,), (3, 0, 2), (5,), (40, 30), (3, 7, 41)]
     state = {str(shape): _random(dtype, *shape) for shape in shapes}
@@ -82,7 +84,7 @@ def test_every_dtype_is_bit_exact(round_trip: RoundTrip, dtype: torch.dtype, pac
     target["transposed"] = _random(dtype, 31, 17).t()
     target["strided"] = _random(dtype, 20, 60)[1::2, ::3]
     before = {name: tensor.data_ptr() for name, tensor in target.items()}
-    round_trip(state, target, pack_below_bytes=pack_below_bytes)
+    round_trip(state, target, **sizes)
     for name, tensor in state.items():
         assert target[name].dtype == dtype
         assert _bytes(target[name]) == _bytes(tensor), name

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import EllipsisType
 from typing import Any
 
@@ -22,7 +24,6 @@ from ckpt.storage.reader import ArrayRead, ArrayReader
 __all__ = ["Fetch", "Wanted"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_PACK_BLOCK_BYTES = 16 << 20
 _BLOCK_BYTES = 4 << 20
 _WINDOW_BYTES = 32 << 20
 
@@ -76,7 +77,7 @@ class Fetch:
         try:
             for want in wanted:
                 self._start(want, window, packed)
-            self._read_packed(packed)
+            self._read_packed(packed, window)
         except BaseException:
             window.give_up()
             raise
@@ -106,22 +107,26 @@ class Fetch:
                 f"{self._index.path}: {want.name} has {covered} of {want.box.elements} elements stored"
             )
 
-    def _read_packed(self, packed: list[_Packed]) -> None:
-        """Read the pack in blocks of some MB that cover what is wanted, and take the tensors out of them."""
+    def _read_packed(self, packed: list[_Packed], window: _Window) -> None:
+        """Read the pack in blocks that cover what is wanted, and take the tensors out of them.
+
+        A block is one inner chunk, or several small ones: no tensor lies across two blocks, and none is read twice.
+        """
         packed = sorted((entry for entry in packed if entry.end > entry.start), key=lambda entry: entry.start)
-        while packed:
-            start, end, count = packed[0].start, packed[0].end, 0
-            while count < len(packed) and max(end, packed[count].end) - start <= _PACK_BLOCK_BYTES:
-                end = max(end, packed[count].end)
-                count += 1
-            count = max(count, 1)
+        if not packed:
+            return
+        meta = self._index.arrays[PACK_DIRECTORY]
+        (unit,) = meta.inner_chunk_shape or meta.chunk_shape
+        block_bytes = max(1, _BLOCK_BYTES // unit) * unit
+        for _, group in groupby(packed, key=lambda entry: entry.start // block_bytes):
+            entries = list(group)
+            start, end = entries[0].start // unit * unit, max(entry.end for entry in entries)
+            end = max(end, min(-(-end // unit) * unit, meta.shape[0]))  # whole inner chunks: these have the checksums
+            names = entries[0].name if len(entries) == 1 else f"{entries[0].name} and {len(entries) - 1} more tensors"
+            window.make_room(end - start)
             block = np.empty(end - start, np.uint8)
-            meta = self._index.arrays[PACK_DIRECTORY]
-            names = packed[0].name if count == 1 else f"{packed[0].name} and {count - 1} more small tensors"
-            self._reader.read_into(meta, PACK_DIRECTORY, names, (start,), block).result(self._timeout_s)
-            for entry in packed[:count]:
-                _take(entry, block[entry.start - start : entry.end - start])
-            packed = packed[count:]
+            read = self._reader.read_into(meta, PACK_DIRECTORY, names, (start,), block)
+            window.add(read, block.nbytes, functools.partial(_take_all, entries, block, start))
 
 
 class _Window:
@@ -129,16 +134,18 @@ class _Window:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._reads: deque[tuple[ArrayRead, int]] = deque()
+        self._reads: deque[tuple[ArrayRead, int, Callable[[], None] | None]] = deque()
         self._bytes = 0
+        self._given_up = False
 
     def make_room(self, nbytes: int) -> None:
         """Wait until `nbytes` more may be read. Raises what a read raises."""
         while self._reads and self._bytes + nbytes > _WINDOW_BYTES:
             self._wait_for_oldest()
 
-    def add(self, read: ArrayRead, nbytes: int) -> None:
-        self._reads.append((read, nbytes))
+    def add(self, read: ArrayRead, nbytes: int, then: Callable[[], None] | None = None) -> None:
+        """A read has begun; `then` is called when it is done."""
+        self._reads.append((read, nbytes, then))
         self._bytes += nbytes
 
     def finish(self) -> None:
@@ -152,18 +159,21 @@ class _Window:
 
     def give_up(self) -> None:
         """Wait until nothing is under way, whatever becomes of it."""
+        self._given_up = True
         while self._reads:
             with contextlib.suppress(CheckpointError):
                 self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        read, nbytes = self._reads[0]
+        read, nbytes, then = self._reads[0]
         try:
             read.result(self._timeout_s)
         except CheckpointError:
             self._forget(nbytes)
             raise
         self._forget(nbytes)  # not after an interrupt: then it is still under way
+        if then is not None and not self._given_up:
+            then()
 
     def _forget(self, nbytes: int) -> None:
         self._reads.popleft()
@@ -181,6 +191,11 @@ def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:
                     yield from _blocks(Box(first, (*box.shape[:dim], length, *box.shape[dim + 1 :])), unit, elements)
                 return
     yield box
+
+
+def _take_all(entries: list[_Packed], block: Array, start: int) -> None:
+    for entry in entries:
+        _take(entry, block[entry.start - start : entry.end - start])
 
 
 def _take(entry: _Packed, data: Array) -> None:

@@ -4,7 +4,6 @@ descriptions."""
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +13,14 @@ import numpy as np
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
+from ckpt.planning.balance import Balance
 from ckpt.planning.boxes import Box, Sharding, local_boxes
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.grid import Grid, GridOptions, common_grid, refine
+from ckpt.planning.packing import PackedTensor, Unit, make_pack
 
-__all__ = ["ArrayPlan", "PackedTensor", "SavePlan", "make_save_plan"]
+__all__ = ["ArrayPlan", "SavePlan", "make_save_plan"]
 
-_PACK_ALIGNMENT = 16
 _BALANCE = 20  # a rank's share is cut into at least so many chunks, so ranks end within 1/20 of each other
 
 
@@ -43,25 +43,9 @@ class ArrayPlan:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """A small tensor in its owner's part of the pack, `offset` bytes from the start of that part."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    owner: int
-    offset: int
-    box: Box
-    tensor_shape: tuple[int, ...]
-    rank: int | None = None
-
-
 @dataclass(frozen=True)
 class SavePlan:
-    """Everything the ranks of a save agree on. Without a `pack_grid` there is nothing to pack; its chunks are the
-    owners' parts."""
+    """Everything the ranks of a save agree on. `packed`, `pack_owners` and `pack_grid` are those of a `Pack`."""
 
     world_size: int
     arrays: tuple[ArrayPlan, ...]
@@ -84,7 +68,7 @@ class SavePlan:
 
     @property
     def pack_bytes(self) -> int:
-        """The size of each owner's part of the pack."""
+        """The size of each chunk of the pack."""
         return self.pack_grid.chunk_shape[0] if self.pack_grid is not None else 0
 
     @cached_property
@@ -102,16 +86,6 @@ class SavePlan:
         rest = (self.world_size, self.packed, self.pack_owners, self.pack_grid)
         digest.update(repr((*rest, self.value_owners, self.per_rank_values, self.aliases)).encode())
         return digest.hexdigest()
-
-
-@dataclass(slots=True)
-class _Unit:
-    """A box that is not yet cut and assigned, with the ranks that hold it."""
-
-    path: Path
-    spec: TensorSpec
-    box: Box
-    holders: tuple[int, ...]
 
 
 def make_save_plan(descriptions: Sequence[StateDescription], options: GridOptions) -> SavePlan:
@@ -136,16 +110,16 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     loads = [0] * world_size
     cutter = _Cutter(target, options)
     drafts: list[_Draft] = []
-    small: list[_Unit] = []
+    small: list[Unit] = []
     for path, spec, boxes in units:
         if math.prod(spec.shape) * spec.itemsize <= options.pack_below_bytes:
-            small += [_Unit(path, spec, box, holders) for box, holders in boxes.items()]
+            small += [Unit(path, spec, box, holders) for box, holders in boxes.items()]
         else:
             drafts += cutter.cut(path, spec, boxes)
     arrays = _assign(drafts, loads)
-    packed, pack_owners, pack_grid = _pack(small, loads, max(options.inner_bytes, options.pack_below_bytes))
+    pack = make_pack(small, Balance(loads), target, options)
     values, per_rank_values = _value_owners(descriptions)
-    return SavePlan(world_size, arrays, packed, pack_owners, pack_grid, values, per_rank_values, aliases)
+    return SavePlan(world_size, arrays, pack.entries, pack.owners, pack.grid, values, per_rank_values, aliases)
 
 
 _Holders = dict[Sharding | None, tuple[int, ...]]
@@ -316,27 +290,6 @@ def _at_least_one(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(size, 1) for size in shape)
 
 
-class _Balance:
-    """Gives work to the least loaded of a set of ranks; `loads` is shared between sets, so a heap entry may be out of
-    date."""
-
-    def __init__(self, loads: list[int]) -> None:
-        self._loads = loads
-        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-
-    def give(self, holders: tuple[int, ...], nbytes: int) -> int:
-        heap = self._heaps.get(holders)
-        if heap is None:
-            heap = self._heaps[holders] = [(self._loads[rank], rank) for rank in holders]
-            heapq.heapify(heap)
-        while heap[0][0] != self._loads[heap[0][1]]:
-            heapq.heapreplace(heap, (self._loads[heap[0][1]], heap[0][1]))
-        rank = heap[0][1]
-        self._loads[rank] += nbytes
-        heapq.heapreplace(heap, (self._loads[rank], rank))
-        return rank
-
-
 def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
     """Give every chunk an owner: those with no choice first, then the biggest first, always to the least loaded
     holder."""
@@ -350,7 +303,7 @@ def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
         if fixed[id(candidates)] is None:
             work += [(len(holders) > 1, -nbytes, number, chunk, holders) for chunk, holders in enumerate(candidates)]
     _add_fixed(drafts, fixed, loads)
-    balance = _Balance(loads)
+    balance = Balance(loads)
     chosen: dict[int, list[int]] = {}
     for _, negative_bytes, number, chunk, holders in sorted(work):
         owners = chosen.setdefault(number, [0] * len(drafts[number][1]))
@@ -370,31 +323,6 @@ def _add_fixed(drafts: list[_Draft], fixed: dict[int, tuple[int, ...] | None], l
     for which, nbytes in chunk_bytes.items():
         for rank in fixed[which] or ():
             loads[rank] += nbytes
-
-
-def _pack(
-    small: list[_Unit], loads: list[int], inner_bytes: int
-) -> tuple[tuple[PackedTensor, ...], tuple[int, ...], Grid | None]:
-    """Give every small box to a rank, and lay each rank's out one after the other, none across two inner chunks."""
-    balance = _Balance(loads)
-    ends: dict[int, int] = {}
-    packed = []
-    for unit in small:
-        spec, nbytes = unit.spec, unit.box.elements * unit.spec.itemsize
-        for owner in unit.holders if spec.per_rank else (balance.give(unit.holders, nbytes),):
-            offset = -(-ends.get(owner, 0) // _PACK_ALIGNMENT) * _PACK_ALIGNMENT
-            if offset // inner_bytes != (offset + max(nbytes, 1) - 1) // inner_bytes:
-                offset = -(-offset // inner_bytes) * inner_bytes
-            ends[owner] = offset + nbytes
-            rank = owner if spec.per_rank else None
-            packed.append(
-                PackedTensor(unit.path, spec.dtype, unit.box.shape, nbytes, owner, offset, unit.box, spec.shape, rank)
-            )
-    size = max(ends.values(), default=0)
-    grid = Grid((size,)) if size else None
-    if size > inner_bytes:
-        grid = Grid((-(-size // inner_bytes) * inner_bytes,), (inner_bytes,))
-    return tuple(packed), tuple(sorted(owner for owner in ends if size)), grid
 
 
 def _value_owners(descriptions: Sequence[StateDescription]) -> tuple[dict[Path, int], dict[Path, tuple[int, ...]]]:

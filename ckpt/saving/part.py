@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, position_of
-from ckpt.planning.save_plan import ArrayPlan, PackedTensor, SavePlan
+from ckpt.planning.packing import PackedTensor
+from ckpt.planning.save_plan import ArrayPlan, SavePlan
 from ckpt.staging.copies import Copies
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.documents import EncodedList
@@ -66,14 +68,20 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part: the writer's half, and the copies that fill each piece.
+    """A rank's part: the writer's half, and for each piece the copies that fill it.
 
-    They fill every byte that is written, except for gaps in the image of the pack, which is `pack`: those must be zero.
+    They fill every byte that is written but those in the `gaps` of the pack, offset and number of bytes, which must be
+    zero.
     """
 
     plan: PartPlan
     copies: tuple[Copies, ...]
-    pack: Image | None
+    gaps: tuple[tuple[tuple[int, int], ...], ...]
+
+    def clear_gaps(self, piece: int, slot: memoryview) -> None:
+        """Make them zero in the slot of a piece."""
+        for offset, nbytes in self.gaps[piece]:
+            slot[offset : offset + nbytes] = bytes(nbytes)
 
 
 def array_directory(array: ArrayPlan) -> str:
@@ -165,7 +173,7 @@ class _Builder:
         self._described: list[int] = []
         self._images: list[Image] = []
         self._copies: list[list[CopyOp]] = [[]]
-        self._pack: Image | None = None
+        self._gaps: list[list[tuple[int, int]]] = [[]]
         self._next = 0
         self._slot_bytes = 0
 
@@ -183,7 +191,8 @@ class _Builder:
             self._slot_bytes,
             len(self._copies),
         )
-        return Part(part_plan, tuple(Copies(tuple(ops)) for ops in self._copies), self._pack)
+        copies = tuple(Copies(tuple(ops)) for ops in self._copies)
+        return Part(part_plan, copies, tuple(map(tuple, self._gaps)))
 
     def _is_for_others(self, rank: int | None) -> bool:
         return self._only_for is not None and rank is not None and rank != self._only_for
@@ -202,28 +211,42 @@ class _Builder:
                 self._copy(array.path, array.itemsize, box, offset + piece.offset, layout.full_shape)
 
     def add_pack(self, plan: SavePlan) -> None:
+        """The chunks of the pack that are this rank's part of it."""
         assert plan.pack_grid is not None
-        position = plan.pack_owners.index(self._rank)
-        shape = (plan.pack_bytes * len(plan.pack_owners),)
+        chunk_bytes, first = plan.pack_bytes, plan.pack_owners.index(self._rank)
+        shape = (chunk_bytes * len(plan.pack_owners),)
         inner = plan.pack_grid.inner_chunk_shape
-        meta = ArrayMeta(shape, "uint8", plan.pack_grid.chunk_shape, inner, self._compression, {"ckpt": {"pack": True}})
-        number = self._add_meta(PACK_DIRECTORY, meta, described=position == 0)
-        layout = meta.layout((position,))
-        offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
-        self._pack = self._images[-1]
-        for entry in plan.packed:
-            if entry.owner == self._rank and entry.nbytes and not self._is_for_others(entry.rank):
-                self._copy_packed(entry, offset, layout, position * plan.pack_bytes)
+        meta = ArrayMeta(shape, "uint8", (chunk_bytes,), inner, self._compression, {"ckpt": {"pack": True}})
+        number = self._add_meta(PACK_DIRECTORY, meta, described=first == 0)
+        entries = deque(entry for entry in plan.packed if entry.owner == self._rank and entry.nbytes)
+        for position in range(first, first + plan.pack_owners.count(self._rank)):
+            layout = meta.layout((position,))
+            offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
+            for piece in layout.pieces:
+                start = piece.origin[0] - first * chunk_bytes
+                self._fill(entries, offset + piece.offset, start, start + layout.piece_bytes)
 
-    def _copy_packed(self, entry: PackedTensor, offset: int, layout: FileLayout, start: int) -> None:
-        """The pack is laid out such that no tensor lies across two inner chunks."""
-        position = start + entry.offset
-        piece = next(p for p in layout.pieces if p.origin[0] <= position < p.origin[0] + p.shape[0])
+    def _fill(self, entries: deque[PackedTensor], offset: int, start: int, end: int) -> None:
+        """Take those entries that are between `start` and `end` of this rank's part; that is at `offset` in the
+        slot."""
+        filled = start
+        while entries and entries[0].offset < end:
+            entry = entries.popleft()
+            self._add_gap(offset + filled - start, offset + entry.offset - start)
+            if not self._is_for_others(entry.rank):
+                self._copy_packed(entry, offset + entry.offset - start)
+            filled = entry.offset + entry.nbytes
+        self._add_gap(offset + filled - start, offset + end - start)
+
+    def _add_gap(self, first: int, end: int) -> None:
+        if first < end:
+            self._gaps[-1].append((first, end - first))
+
+    def _copy_packed(self, entry: PackedTensor, target: int) -> None:
         found = self._local(entry.path, entry.box)
         if found is None:
             return
         source, local = found
-        target = offset + piece.offset + position - piece.origin[0]
         itemsize = entry.nbytes // math.prod(entry.shape)
         flat = _flat(source, local, entry.shape)
         self._copies[-1].append(CopyOp(entry.path, source, flat, target, entry.shape, itemsize))
@@ -245,6 +268,7 @@ class _Builder:
                 )
             if self._next:
                 self._copies.append([])
+                self._gaps.append([])
                 self._next = 0
         offset = self._next
         self._next += layout.image_bytes

@@ -251,9 +251,9 @@ class Saver:
     def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int) -> Staged:
         tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
         stream = self._side_stream.stream_for(flat)
-        if part.pack is not None and part.pack.piece == piece and slot.cleared_for is not part:
-            slot.tensor[part.pack.offset : part.pack.offset + part.pack.image_bytes].zero_()
-            slot.cleared_for = part
+        if slot.cleared_for is not part.gaps[piece]:
+            part.clear_gaps(piece, slot.region.buffer)
+            slot.cleared_for = part.gaps[piece]
         staged = stage(part.copies[piece], tensors, slot.tensor, stream)
         flag = slot.tensor[self._arena.slot_bytes - HEADER_BYTES :][:8].view(torch.int64)
         if stream is None:

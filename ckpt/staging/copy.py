@@ -188,18 +188,24 @@ def _copy_others(
             first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
             source = flat_bytes.get(op.path)
             if source is None:
-                source = flat_bytes[op.path] = tensor.reshape(-1).view(torch.uint8)
+                source = flat_bytes[op.path] = _bytes_of(tensor)
             slot[op.offset : op.offset + count].copy_(source[first : first + count], non_blocking=stream is not None)
         else:
             box = _contiguous(tensor[op.source])
             keep.append(box)
-            source = box.reshape(-1).view(torch.uint8).view(*box.shape, op.itemsize)
+            source = _bytes_of(box).view(*box.shape, op.itemsize)
             _corner(slot, op, box.shape).copy_(source, non_blocking=stream is not None)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory holds the elements one after the other."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor. One element is contiguous with any strides, but has no view with some."""
+    flat = tensor.reshape(-1)
+    return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
 def _contiguous(box: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ STATES = st.recursive(
 @given(
     state=st.dictionaries(KEYS, STATES, max_size=4),
     compression=st.sampled_from((None, "zstd")),
-    pack_below_bytes=st.sampled_from((0, 64, 16 << 10)),
+    pack_below_bytes=st.sampled_from((0, 64, 16 << 10, 1 << 40)),
     inner_bytes=st.sampled_from((64, 4 << 20)),
 )
 def test_what_is_saved_is_whole(queue: AsyncCallsQueue, state: dict[Any, Any], **options: Any) -> None:

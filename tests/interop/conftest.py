@@ -12,7 +12,7 @@ from tests.support import run_ranks
 
 @dataclass(frozen=True)
 class Saved:
-    """Published steps by name, and what is in the one named ``layouts``."""
+    """Published steps by name, and what is in those named ``layouts`` and ``layouts_packed``."""
 
     steps: dict[str, Path]
     layouts: dict[tuple[str | int, ...], tuple[str, list[int], bytes]]
@@ -25,4 +25,5 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     run_ranks(states.save_many_dtypes, 2, folder)
     results: Any = run_ranks(states.save_layouts, 4, folder)
     steps = {name: folder / name / "step_00000005" for name in ("plain", "zstd", "packed")}
-    return Saved({**steps, "layouts": folder / "layouts" / "step_00000012"}, results[0].value)
+    steps |= {name: folder / name / "step_00000012" for name in ("layouts", "layouts_packed")}
+    return Saved(steps, results[0].value)

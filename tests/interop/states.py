@@ -62,7 +62,8 @@ def save_many_dtypes(rank: int, world_size: int, folder: Path) -> None:
 
 
 def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | int, ...], tuple[str, list[int], bytes]]:
-    """``layouts``: tensors divided over ranks in every way. Returns each whole tensor: its dtype, shape and bytes.
+    """``layouts``: tensors divided over ranks in every way; ``layouts_packed``: the same, all packed. Returns each
+    whole tensor: its dtype, shape and bytes.
 
     ``values`` has what is no tensor.
     """
@@ -70,8 +71,10 @@ def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | i
     tied = layouts.full_tensor("tied", (40, 30))
     state |= {"tied": tied, "again": tied, "own": PerRank(torch.full((rank + 5, 3), float(rank)))}
     state["values"] = values()
-    with Checkpointer(folder / "layouts", inner_bytes=512, file_bytes=2048, pack_below_bytes=100) as checkpointer:
-        checkpointer.save(state, 12)
+    sizes: dict[str, dict[str, Any]] = {"layouts": {"pack_below_bytes": 100}, "layouts_packed": {"layout": "packed"}}
+    for name, options in sizes.items():
+        with Checkpointer(folder / name, inner_bytes=512, file_bytes=2048, **options) as checkpointer:
+            checkpointer.save(state, 12)
     return {path: _whole(tensor) for path, tensor in _tensors(state)}
 
 

@@ -160,7 +160,7 @@ def test_names_that_need_escapes(reader: str, found: dict[str, dict[str, Read]],
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("step", ["packed", "layouts"])
+@pytest.mark.parametrize("step", ["packed", "layouts", "layouts_packed"])
 def test_small_tensors_are_parts_of_one_array(
     reader: str, step: str, found: dict[str, dict[str, Read]], saved: Saved
 ) -> None:

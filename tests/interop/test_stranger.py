@@ -16,8 +16,9 @@ from tests.interop.conftest import Saved
 from tests.interop.stranger_reader import Step
 
 
-def test_tensors_divided_over_ranks(saved: Saved) -> None:
-    found = Step(saved.steps["layouts"]).tensors()
+@pytest.mark.parametrize("name", ["layouts", "layouts_packed"])
+def test_tensors_divided_over_ranks(saved: Saved, name: str) -> None:
+    found = Step(saved.steps[name]).tensors()
     own = {rank: torch.full((rank + 5, 3), float(rank)) for rank in range(4)}
     for rank, tensor in own.items():
         assert found.pop((("own",), rank)) == ("float32", [rank + 5, 3], states.bytes_of(tensor))

@@ -19,6 +19,7 @@ from ckpt.planning.description import StateDescription, TensorSpec, check_agreem
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 
+_ALL = 1 << 40
 _SMALL = GridOptions(pack_below_bytes=32, file_bytes=512, inner_bytes=64, smallest_split_bytes=64)
 
 
@@ -69,17 +70,20 @@ def _check_cover(plan: SavePlan, descriptions: Sequence[StateDescription]) -> No
 
 
 def _check_pack(plan: SavePlan) -> None:
-    """Small tensors do not overlap, are aligned, and none lies across two inner chunks."""
+    """Small tensors do not overlap, are aligned, none lies across two inner chunks, and little is wasted."""
     inner = plan.pack_grid and (plan.pack_grid.inner_chunk_shape or plan.pack_grid.chunk_shape)
-    for owner in plan.pack_owners:
-        end = 0
+    assert plan.pack_owners == tuple(sorted(plan.pack_owners))
+    for owner in set(plan.pack_owners):
+        end = filled = 0
         for entry in sorted((e for e in plan.packed if e.owner == owner), key=lambda e: (e.offset, e.nbytes)):
             assert entry.offset >= end
             assert entry.offset % 16 == 0
             end = entry.offset + entry.nbytes
+            filled += max(entry.nbytes, 16)
             assert inner is not None
             assert entry.nbytes == 0 or entry.offset // inner[0] == (end - 1) // inner[0]
-        assert end <= plan.pack_bytes
+        assert end <= plan.pack_owners.count(owner) * plan.pack_bytes
+        assert inner is None or end <= 1.5 * filled + inner[0]
 
 
 def _bytes_of(plan: SavePlan) -> list[int]:
@@ -118,7 +122,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObje
             own = {("own",): _spec(rank * 7, per_rank=True)} if data.draw(st.booleans()) else {}
             descriptions.append(StateDescription(tensors | own))
     check_agreement(descriptions)
-    options = replace(_SMALL, pack_below_bytes=data.draw(st.sampled_from([0, 32, 1 << 14])))
+    options = replace(_SMALL, pack_below_bytes=data.draw(st.sampled_from([0, 32, 1 << 14, _ALL])))
     plan = make_save_plan(descriptions, options)
     _check_cover(plan, descriptions)
     _check_pack(plan)
@@ -145,13 +149,28 @@ def _language_model(layers: int, width: int, vocabulary: int) -> dict[Path, Tens
 
 @pytest.mark.parametrize(("layers", "width", "vocabulary"), [(12, 768, 50257), (2, 256, 1000), (40, 2048, 32000)])
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_identical_ranks_write_equal_shares(layers: int, width: int, vocabulary: int, world_size: int) -> None:
+@pytest.mark.parametrize("options", [GridOptions(), GridOptions(_ALL)], ids=["arrays", "packed"])
+def test_identical_ranks_write_equal_shares(
+    layers: int, width: int, vocabulary: int, world_size: int, options: GridOptions
+) -> None:
     description = StateDescription(_language_model(layers, width, vocabulary))
-    plan = make_save_plan([description] * world_size, GridOptions())
+    plan = make_save_plan([description] * world_size, options)
     loads = _bytes_of(plan)
     fair = sum(math.prod(spec.shape) * 4 for spec in description.tensors.values()) / world_size
     assert max(loads) <= 1.05 * fair
     assert min(loads) >= 0.95 * fair
+
+
+def test_a_packed_checkpoint_has_few_files_of_the_size_that_was_asked_for() -> None:
+    description = StateDescription(_language_model(12, 768, 50257))
+    total = sum(math.prod(spec.shape) * 4 for spec in description.tensors.values())
+    plan = make_save_plan([description] * 2, GridOptions(_ALL, file_bytes=32 << 20))
+    assert not plan.arrays
+    assert plan.pack_bytes <= 32 << 20
+    assert len(plan.pack_owners) <= 2 * total / (32 << 20)
+    assert len(plan.pack_owners) * plan.pack_bytes <= 1.05 * total
+    _check_pack(plan)
+    _check_cover(plan, [description] * 2)
 
 
 def test_replicas_of_shards_share_the_work() -> None:

@@ -19,8 +19,8 @@ _THREADS = 8
 
 
 class RawFile:
-    """One file of `total_bytes`, in whole pages, written in two ways. Both stay between the calls, so that either can be
-    read for the first time, in one way: the second time the host of a virtual machine may have it in its memory."""
+    """One file of `total_bytes`, in whole pages, written in two ways. Both stay between the calls, and each is read in
+    one way: the second time the host of a virtual machine may have a file in its memory."""
 
     def __init__(self, path: Path, total_bytes: int) -> None:
         self.paths = {threads: path.with_name(f"{path.name}-{threads}") for threads in (1, _THREADS // 2)}

@@ -10,7 +10,7 @@ from tools.bench.systems import SYSTEMS
 
 __all__ = ["FIGURES", "Figure", "Verdict", "ratios_of", "scale_verdicts", "values_of", "verdicts"]
 
-OURS = "ckpt"
+OURS = ("ckpt", "ckpt_packed")
 _MEGABYTES = 100e6
 
 
@@ -104,30 +104,31 @@ def verdicts(measured: Measured) -> list[Verdict]:
     found = []
     for scenario in measured.scenarios:
         for figure in (figure for figure in FIGURES if figure.kind == scenario.kind):
-            values = values_of(scenario, figure, OURS)
-            if values:
-                found.append(_verdict(scenario, figure, values))
+            for system in OURS:
+                values = values_of(scenario, figure, system)
+                if values:
+                    found.append(_verdict(scenario, figure, system, values))
     return found + scale_verdicts(measured)
 
 
-def _verdict(scenario: Scenario, figure: Figure, values: list[float]) -> Verdict:
-    ratios = ratios_of(scenario, figure, OURS)
+def _verdict(scenario: Scenario, figure: Figure, system: str, values: list[float]) -> Verdict:
+    ratios = ratios_of(scenario, figure, system)
     shown = ratios or values
-    target = _target(scenario, figure)
+    target = _target(scenario, figure, system)
     met = None if target is None else median(shown) <= target
-    peers = {name: values_of(scenario, figure, name) for name in scenario.turns if name != OURS}
+    peers = {name: values_of(scenario, figure, name) for name in scenario.turns if name not in OURS}
     ahead = [SYSTEMS[name].title for name, theirs in peers.items() if theirs and median(theirs) < median(values)]
     unit = "x" if ratios else figure.unit
     spread = (min(shown), max(shown))
-    where = scenario.title
+    where = scenario.title if system == OURS[0] else f"{scenario.title}, {SYSTEMS[system].title}"
     return Verdict(where, figure.title, median(shown), spread, target, met, tuple(ahead), any(peers.values()), unit)
 
 
-def _target(scenario: Scenario, figure: Figure) -> float | None:
+def _target(scenario: Scenario, figure: Figure, system: str) -> float | None:
     """Memory may have two slots, 5 % and 100 MB for each writer; 10,000 small tensors may have 200 files."""
     if figure.key == "memory":
-        staged = median(turn["staged_bytes"] for turn in scenario.turns[OURS])
-        return 1.05 * SYSTEMS[OURS].slots + _MEGABYTES * scenario.world_size / staged
+        staged = median(turn["staged_bytes"] for turn in scenario.turns[system])
+        return 1.05 * SYSTEMS[system].slots + _MEGABYTES * scenario.world_size / staged
     return 200.0 if figure.key == "small_files" else figure.target
 
 

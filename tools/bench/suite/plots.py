@@ -62,7 +62,7 @@ def _panel(axes: Any, scenario: Scenario, figure: Figure, systems: list[str], la
             axes.text(_FLOOR * 1.1, place, "not measured", va="center", fontsize=7, color=_PEER)
             continue
         middle = median(ratios)
-        axes.barh(place, middle - _FLOOR, left=_FLOOR, color=_OURS if system == OURS else _PEER, height=0.7)
+        axes.barh(place, middle - _FLOOR, left=_FLOOR, color=_OURS if system in OURS else _PEER, height=0.7)
         axes.plot([min(ratios), max(ratios)], [place, place], color="black", linewidth=1.2)
         axes.text(max(ratios) * 1.08, place, f"{middle:.2f}", va="center", fontsize=8)
     if figure.target is not None:

@@ -1,14 +1,18 @@
-"""This package, with its defaults."""
+"""This package, with its defaults, and with few large files."""
+
+from typing import Any, ClassVar
 
 from ckpt import Checkpointer
 from tools.bench.state import State
 from tools.bench.systems.base import Place
 
-__all__ = ["Ours"]
+__all__ = ["Ours", "Packed"]
 
 
 class Ours:
     """Saves through a `Checkpointer`; a load uses another one, which knows nothing of the first one's memory."""
+
+    _options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, place: Place) -> None:
         self._folder = place.folder
@@ -17,7 +21,7 @@ class Ours:
         self.read_s = 0.0
 
     def prepare(self, state: State) -> None:
-        self._checkpointer = Checkpointer(self._folder)
+        self._checkpointer = Checkpointer(self._folder, **self._options)
         self._checkpointer.warmup(state)
 
     def save(self, state: State, step: int) -> None:
@@ -30,7 +34,7 @@ class Ours:
 
     def load(self, state: State, step: int) -> None:
         """What `restore` reads is in place after `read_s`; it then begins to make ready for the next save."""
-        self._loader = Checkpointer(self._folder)
+        self._loader = Checkpointer(self._folder, **self._options)
         assert self._loader.restore(state, step) == step
         report = self._loader.last_restore
         assert report is not None
@@ -55,3 +59,9 @@ class Ours:
         self.unload()
         if self._checkpointer is not None:
             self._checkpointer.close()
+
+
+class Packed(Ours):
+    """The same with all tensors in the pack."""
+
+    _options: ClassVar[dict[str, Any]] = {"layout": "packed"}

@@ -133,8 +133,7 @@ def _encoded(path: Path, value: Any) -> Any:
 
 def _fill(state: ForeignState, part: Part, piece: int, region: SharedMemory, progress: Callable[[int], None]) -> None:
     slot = np.frombuffer(region.buffer, np.uint8)
-    if part.pack is not None and part.pack.piece == piece:
-        slot[part.pack.offset : part.pack.offset + part.pack.image_bytes] = 0
+    part.clear_gaps(piece, region.buffer)
     for op in part.copies[piece].ops:
         box = _box(op)
         full = (*op.full_shape, op.itemsize)
