@@ -59,6 +59,17 @@ class _Packed:
     def end(self) -> int:
         return self.start + math.prod(self.stored.shape) * stored(self.dtype).itemsize
 
+    @property
+    def in_place(self) -> bool:
+        """Whether all of it is wanted, in one run of memory."""
+        return self.destination.nbytes == self.end - self.start and self.destination.flags.c_contiguous
+
+    def memory(self) -> Array:
+        """Where to read it to."""
+        return (
+            self.destination.reshape(-1).view(np.uint8) if self.in_place else np.empty(self.end - self.start, np.uint8)
+        )
+
 
 class Fetch:
     """All reads of one restore. `bytes_read` counts the bytes put into destinations."""
@@ -108,9 +119,9 @@ class Fetch:
             )
 
     def _read_packed(self, packed: list[_Packed], window: _Window) -> None:
-        """Read the pack in blocks that cover what is wanted, and take the tensors out of them.
+        """Read what is wanted of the pack, all of a few MB of it at once, so that nothing is read twice.
 
-        A block is one inner chunk, or several small ones: no tensor lies across two blocks, and none is read twice.
+        No tensor lies across two inner chunks.
         """
         packed = sorted((entry for entry in packed if entry.end > entry.start), key=lambda entry: entry.start)
         if not packed:
@@ -120,13 +131,12 @@ class Fetch:
         block_bytes = max(1, _BLOCK_BYTES // unit) * unit
         for _, group in groupby(packed, key=lambda entry: entry.start // block_bytes):
             entries = list(group)
-            start, end = entries[0].start // unit * unit, max(entry.end for entry in entries)
-            end = max(end, min(-(-end // unit) * unit, meta.shape[0]))  # whole inner chunks: these have the checksums
-            names = entries[0].name if len(entries) == 1 else f"{entries[0].name} and {len(entries) - 1} more tensors"
-            window.make_room(end - start)
-            block = np.empty(end - start, np.uint8)
-            read = self._reader.read_into(meta, PACK_DIRECTORY, names, (start,), block)
-            window.add(read, block.nbytes, functools.partial(_take_all, entries, block, start))
+            runs = [(entry.start, entry.memory()) for entry in entries]
+            name = entries[0].name if len(entries) == 1 else f"{entries[0].name} and {len(entries) - 1} more tensors"
+            nbytes = entries[-1].end - entries[0].start
+            window.make_room(nbytes)
+            read = self._reader.read_runs(meta, PACK_DIRECTORY, name, runs)
+            window.add(read, nbytes, functools.partial(_take, entries, [memory for _, memory in runs]))
 
 
 class _Window:
@@ -193,15 +203,13 @@ def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:
     yield box
 
 
-def _take_all(entries: list[_Packed], block: Array, start: int) -> None:
-    for entry in entries:
-        _take(entry, block[entry.start - start : entry.end - start])
-
-
-def _take(entry: _Packed, data: Array) -> None:
-    how = stored(entry.dtype)
-    source = data.view(how.numpy_dtype).reshape((*entry.stored.shape, *how.trailing))
-    entry.destination[...] = _part(source, entry.overlap.slices(entry.stored.box_offset))
+def _take(entries: list[_Packed], memory: list[Array]) -> None:
+    """Put what was read beside its place there."""
+    for entry, data in zip(entries, memory, strict=True):
+        if not entry.in_place:
+            how = stored(entry.dtype)
+            source = data.view(how.numpy_dtype).reshape((*entry.stored.shape, *how.trailing))
+            entry.destination[...] = _part(source, entry.overlap.slices(entry.stored.box_offset))
 
 
 def _part(array: Array, slices: tuple[slice, ...]) -> Array:

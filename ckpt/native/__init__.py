@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RUN", "choose", "copy_runs", "crc32c", "crc32c_joined", "read_piece"]
+__all__ = ["RUN", "SEGMENT", "choose", "copy_runs", "crc32c", "crc32c_joined", "read_pieces"]
 
 RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "crc32c")])
 """A copy: the addresses, and how many bytes. Their checksum goes to the address `seal_at` as well, if that is not 0
 (4 bytes, little-endian), and is in `crc32c` when it is done."""
+
+SEGMENT = np.dtype([(name, np.uint64) for name in ("at", "to", "bytes")])
+"""What to read: so many bytes, from byte `at` of what is in the pieces of a file, to an address."""
 
 
 def _load() -> ctypes.CDLL:
@@ -35,7 +38,7 @@ def _load() -> ctypes.CDLL:
         ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
         ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
         ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
-        ("ckpt_read_piece", ctypes.c_int, ctypes.c_int, size, size, pointer, size),
+        ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, size, pointer, size),
     ):
         function = getattr(library, str(name))
         function.restype, function.argtypes = result, arguments
@@ -79,13 +82,19 @@ def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
     return int(_library.ckpt_crc32c_joined(first, second, second_bytes))
 
 
-def read_piece(fd: int, offset: int, piece_bytes: int, address: int, nbytes: int) -> bool:
-    """Read so many bytes of a file, the checksum behind them, and put the first `nbytes` of them to `address`.
+def read_pieces(fd: int, piece_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    """Read `segments`, a 1-d array of SEGMENT, of a file that begins with pieces of `piece_bytes` bytes, each with its
+    checksum behind it. They are in order and do not overlap. Each piece that they touch is read once, as a whole.
 
-    Returns whether they are all there, and as the checksum says. If not, some of the memory may have been written.
+    Returns whether these are all there, and as their checksums say. If not, some of the memory may have been written.
     OSError if the file cannot be read.
     """
-    error = int(_library.ckpt_read_piece(fd, offset, piece_bytes, address, nbytes))
+    if segments.dtype != SEGMENT or segments.ndim != 1 or not segments.flags.c_contiguous or piece_bytes < 1:
+        raise ValueError("segments must be a contiguous 1-d array of SEGMENT, and pieces have bytes")
+    if len(segments) > 1 and (segments["at"][:-1] + segments["bytes"][:-1] > segments["at"][1:]).any():
+        raise ValueError("segments must be in order and not overlap")
+    address = segments.__array_interface__["data"][0]
+    error = int(_library.ckpt_read_pieces(fd, piece_bytes, address, len(segments)))
     if error > 0:
         raise OSError(error, os.strerror(error))
     return error == 0

@@ -26,26 +26,76 @@ void ckpt_copy_runs(struct run *runs, uint64_t count) {
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* Read a piece of `piece_bytes` bytes at `offset`, and the checksum (little-endian) behind it; put the first `bytes`
- * bytes to `to`. Returns 0, the number of an error, PIECE_ENDS or PIECE_DIFFERS.
+/* The same fields, in this order, as SEGMENT in __init__.py: `bytes` bytes of a file, from byte `at` of what is in its
+ * pieces, go to `to`. */
+struct segment {
+    uint64_t at, to, bytes;
+};
+
+/* Segments, the next one first, of which `done` bytes are read. */
+struct segments {
+    const struct segment *next, *end;
+    uint64_t done;
+};
+
+static void skip_empty(struct segments *left) {
+    while (left->next < left->end && !left->next->bytes) left->next++;
+}
+
+/* Take `bytes` bytes, which begin at `at` of what is in the pieces: put to their places what belongs to a segment.
+ * Returns the checksum of a stream whose checksum was `crc`, and that they continue. */
+static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, uint64_t at, uint64_t bytes) {
+    uint64_t end = at + bytes;
+    while (at < end) {
+        const struct segment *segment = left->next;
+        uint64_t start = segment < left->end ? least(segment->at + left->done, end) : end;
+        crc = ckpt_crc32c(crc, data, start - at);
+        data += start - at;
+        at = start;
+        if (at == end) break;
+        uint64_t count = least(segment->bytes - left->done, end - at);
+        crc = ckpt_crc32c_copy(crc, (uint8_t *)(uintptr_t)segment->to + left->done, data, count);
+        data += count;
+        at += count;
+        left->done += count;
+        if (left->done == segment->bytes) {
+            left->next++;
+            left->done = 0;
+            skip_empty(left);
+        }
+    }
+    return crc;
+}
+
+enum { PIECE_ENDS = -1, PIECE_DIFFERS = -2 };
+
+/* Read piece `number`, and the checksum (little-endian) behind it.
  *
  * In blocks that stay in a core's cache between the kernel's copy and ours. They are on the stack, of which a thread of
  * Python has 8 MB. */
-enum { PIECE_ENDS = -1, PIECE_DIFFERS = -2 };
-
-int ckpt_read_piece(int fd, uint64_t offset, uint64_t piece_bytes, uint8_t *to, uint64_t bytes) {
+static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segments *left) {
     _Alignas(64) uint8_t block[BLOCK_BYTES];
+    uint64_t all = piece_bytes + CHECKSUM_BYTES;
     uint32_t found = 0, expected = 0;
-    for (uint64_t at = 0; at < piece_bytes + CHECKSUM_BYTES;) {
-        ssize_t got = pread(fd, block, least(BLOCK_BYTES, piece_bytes + CHECKSUM_BYTES - at), (off_t)(offset + at));
+    for (uint64_t at = 0; at < all;) {
+        ssize_t got = pread(fd, block, least(BLOCK_BYTES, all - at), (off_t)(number * all + at));
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return got ? errno : PIECE_ENDS;
-        uint64_t end = at + (uint64_t)got, wanted = at < bytes ? least(bytes, end) - at : 0;
-        uint64_t checked = at < piece_bytes ? least(piece_bytes, end) - at : 0;
-        if (wanted) found = ckpt_crc32c_copy(found, to + at, block, wanted);
-        found = ckpt_crc32c(found, block + wanted, checked - wanted);
+        uint64_t end = at + (uint64_t)got, checked = at < piece_bytes ? least(piece_bytes, end) - at : 0;
+        found = take(left, found, block, number * piece_bytes + at, checked);
         for (uint64_t n = checked; n < (uint64_t)got; n++) expected |= (uint32_t)block[n] << (8 * (at + n - piece_bytes));
         at = end;
     }
     return found == expected ? 0 : PIECE_DIFFERS;
+}
+
+/* Read `count` segments of a file that begins with pieces of `piece_bytes` bytes, each with its checksum behind it.
+ * Segments are in order and do not overlap. Each piece that they touch is read once, as a whole. Returns 0, the number
+ * of an error, PIECE_ENDS or PIECE_DIFFERS. */
+int ckpt_read_pieces(int fd, uint64_t piece_bytes, const struct segment *segments, uint64_t count) {
+    struct segments left = {segments, segments + count, 0};
+    int error = 0;
+    for (skip_empty(&left); !error && left.next < left.end;)
+        error = read_piece(fd, (left.next->at + left.done) / piece_bytes, piece_bytes, &left);
+    return error;
 }

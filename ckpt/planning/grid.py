@@ -56,20 +56,23 @@ def _common_size(size: int, boundaries: Iterable[int]) -> int:
 
 
 def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target_bytes: int, inner_bytes: int) -> Grid:
-    """Cut the chunks of a grid into smaller ones of about `target_bytes`, and give big ones inner chunks.
+    """Cut the chunks of a grid into files of about `target_bytes`, as equal as can be, and these into inner chunks.
 
-    Only leading dimensions are cut, so that every piece is one run of memory in a C-ordered tensor.
+    Only leading dimensions are cut, so that every piece is one run of memory in a C-ordered tensor. Inner chunks have
+    about `inner_bytes`, and of tensors that are not large less (see `_INNER_CHUNKS`).
     """
     bounded = [part < size for part, size in zip(chunk, shape, strict=True)]
-    pieces = _cut(chunk, bounded, itemsize, min(target_bytes, inner_bytes))
-    if math.prod(pieces) * itemsize >= math.prod(chunk) * itemsize:
-        return Grid(chunk)
-    outer, inner = list(pieces), tuple(pieces)
-    for dim in reversed(range(len(chunk))):
-        outer[dim] = _several(pieces[dim], chunk[dim], bounded[dim], target_bytes // (math.prod(outer) * itemsize))
-        if outer[dim] < chunk[dim]:
-            break
+    outer = list(_cut(chunk, bounded, itemsize, target_bytes))
+    wanted = math.prod(shape) * itemsize // _INNER_CHUNKS
+    inner = _cut(tuple(outer), bounded, itemsize, min(target_bytes, inner_bytes, max(wanted, _LEAST_INNER_BYTES)))
+    for dim, is_bounded in enumerate(bounded):
+        if not is_bounded:
+            outer[dim] = -(-outer[dim] // inner[dim]) * inner[dim]
     return Grid(tuple(outer), inner if tuple(outer) != inner else None)
+
+
+_INNER_CHUNKS = 64  # a rank that needs a third of a tensor reads one too much at each of two ends
+_LEAST_INNER_BYTES = 128 << 10
 
 
 def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_bytes: int) -> tuple[int, ...]:
@@ -87,14 +90,6 @@ def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_
         if row <= target_bytes:
             break
     return tuple(part)
-
-
-def _several(part: int, size: int, bounded: bool, times: int) -> int:
-    """A multiple of `part`, about `times` it, that fits the grid: divides `size`, or just covers it."""
-    count = -(-size // part)
-    if not bounded:
-        return part * min(count, -(-count // -(-count // max(times, 1))))
-    return part * _divisor(count, max(times, 1))
 
 
 def _divisor(size: int, wanted: int) -> int:

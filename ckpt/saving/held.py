@@ -15,11 +15,13 @@ from __future__ import annotations
 import logging
 import struct
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt.errors import CheckpointError
@@ -30,10 +32,11 @@ from ckpt.saving.part import LocalBoxes, Part, PartPlan, copies_from
 from ckpt.saving.planner import Planned
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot
+from ckpt.staging.copies import Copies
 from ckpt.staging.copy import unstage
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.peers import exchange_slots
-from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, crc32c_of_checksums
+from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
 from ckpt.storage.commit import SaveId, read_part_of_step
 
 __all__ = ["HEADER_BYTES", "HeldMemory"]
@@ -111,7 +114,7 @@ class HeldMemory:
         boxes = {path: leaf.boxes for path, leaf in leaves.items()}
         tensors = {path: leaf.local for path, leaf in leaves.items()}
         save_name = str(summary["save"])
-        sound: list[CopyOp] = []
+        sound: list[Copies] = []
         copied: dict[int, dict[Path, int]] = {}
         for holder, region in self._holding(save_name).items():
             part = layout.part_of(holder, boxes, rank)
@@ -121,7 +124,7 @@ class HeldMemory:
             # A neighbour that the fault has not reached yet may have begun to stage over it.
             if by_path is not None and self._holds(region, save_name):
                 copied[holder] = by_path
-                sound += part.copies[0].ops
+                sound.append(part.copies[0])
         complete = _complete(sound, leaves)
         nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
         own = nbytes.pop(self._own_rank, 0)
@@ -181,57 +184,53 @@ def _verify_and_copy(
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes with a checksum of their own, and the checksum that is behind them in the slot."""
+class _Pieces:
+    """All that has a checksum of its own in the slot, in order: where it is, and the checksum that is behind it."""
 
-    start: int
-    end: int
-    crc32c: int
+    starts: list[int]
+    sizes: list[int]
+    checksums: list[int]
 
 
-def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]) -> list[_Piece] | None:
-    """The pieces in the slot, in their order; None if their checksums are not those of the files that were written."""
-    pieces: list[_Piece] = []
+def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]) -> _Pieces | None:
+    """None if the checksums are not those of the files that were written."""
+    found = _Pieces([], [], [])
     for image in plan.images:
         meta = plan.metas[image.array]
         layout = meta.layout(image.index)
-        first = len(pieces)
-        for piece in layout.pieces:
-            start = image.offset + piece.offset
-            end = start + layout.piece_bytes
-            pieces.append(_Piece(start, end, int.from_bytes(region.buffer[end : end + CHECKSUM_BYTES], "little")))
+        stride, count = layout.piece_bytes + CHECKSUM_BYTES, len(layout.pieces)
+        behind = image.offset + layout.piece_bytes
+        checksums: np.ndarray[Any, Any] = np.ndarray((count,), "<u4", region.buffer, behind, (stride,))
         file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
-        identity = layout.file_bytes, crc32c_of_checksums(piece.crc32c for piece in pieces[first:])
-        if recorded.get(file) != identity:
+        if recorded.get(file) != (layout.file_bytes, crc32c(checksums.tobytes())):
             return None
-    return pieces
+        found.starts.extend(range(image.offset, image.offset + count * stride, stride))
+        found.sizes.extend([layout.piece_bytes] * count)
+        found.checksums.extend(checksums.tolist())
+    return found
 
 
-def _are_sound(pieces: list[_Piece], ops: Iterable[CopyOp], known: Mapping[int, int], region: SharedMemory) -> bool:
+def _are_sound(pieces: _Pieces, ops: Iterable[CopyOp], known: Mapping[int, int], region: SharedMemory) -> bool:
     """Whether what the operations read is as its checksums say; `known` were made on the way, by start."""
-    starts = [piece.start for piece in pieces]
-    used = {bisect_right(starts, op.offset) - 1 for op in ops}
-
-    def is_sound(number: int) -> bool:
-        piece = pieces[number]
-        found = known.get(piece.start)
-        return piece.crc32c == (crc32c(region.buffer[piece.start : piece.end]) if found is None else found)
-
-    unknown = {number for number in used if starts[number] not in known}
-    if not all(is_sound(number) for number in used - unknown):
+    expected = dict(zip(pieces.starts, pieces.checksums, strict=True))
+    if any(expected[start] != checksum for start, checksum in known.items()):
         return False
-    with ThreadPoolExecutor(torch.get_num_threads(), "ckpt-verify") as pool:
-        return all(pool.map(is_sound, unknown))
+
+    def are_sound(numbers: list[int]) -> bool:
+        places = ((number, pieces.starts[number]) for number in numbers)
+        return all(pieces.checksums[n] == crc32c(region.buffer[at : at + pieces.sizes[n]]) for n, at in places)
+
+    unknown = list({bisect_right(pieces.starts, op.offset) - 1 for op in ops if op.offset not in known})
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, "ckpt-verify") as pool:
+        return all(pool.map(are_sound, (unknown[first::threads] for first in range(threads))))
 
 
-def _complete(ops: Iterable[CopyOp], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:
-    """The leaves of which the operations bring every element."""
-    elements: dict[Path, int] = {}
-    for op in ops:
-        count = 1
-        for part in op.source:
-            count *= part.stop - part.start
-        elements[op.path] = elements.get(op.path, 0) + count
+def _complete(parts: Iterable[Copies], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:
+    """The leaves of which these bring every element."""
+    elements: Counter[Path] = Counter()
+    for part in parts:
+        elements.update(part.elements)
     return {
         path
         for path, count in elements.items()

@@ -6,6 +6,7 @@ runs of memory, to which the addresses of the tensors are added.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,14 @@ class Copies:
     """The copies that fill a slot (or, the other way, restore from it)."""
 
     ops: tuple[CopyOp, ...]
+
+    @cached_property
+    def elements(self) -> dict[Path, int]:
+        """How many elements of each tensor they copy."""
+        elements: dict[Path, int] = {}
+        for op in self.ops:
+            elements[op.path] = elements.get(op.path, 0) + math.prod(part.stop - part.start for part in op.source)
+        return elements
 
     @cached_property
     def table(self) -> RunTable:

@@ -1,27 +1,29 @@
-"""Reads boxes of uncompressed arrays from local files: each piece in one call, to where it belongs, and then checked.
+"""Reads parts of uncompressed arrays from local files: many pieces in one call, to where they belong, and all checked.
 
-Where a box needs all of a piece, and has it in one run of memory, the bytes go from the file straight to their place.
-Otherwise the piece is read beside it and the part that is wanted is copied: there is one checksum for all of a piece.
+What is one run of bytes in the file and in memory goes straight to its place. Otherwise a piece is read beside it and
+the part that is wanted is copied: there is one checksum for all of a piece.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from itertools import product
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby, product
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
-from ckpt.native import read_piece
+from ckpt.native import SEGMENT, read_pieces
 from ckpt.storage.checksums import CHECKSUM_BYTES
 from ckpt.storage.files import under
-from ckpt.storage.metadata import INDEX_ENTRY_BYTES, ArrayMeta, FileLayout, Piece
+from ckpt.storage.metadata import ArrayMeta, FileLayout, Piece
 
-__all__ = ["read_box"]
+__all__ = ["read_box", "read_runs"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_ABSENT = 2**64 - 1  # offset and length of an inner chunk that lies outside the array
 
 
 def read_box(root: str, directory: str, meta: ArrayMeta, offset: tuple[int, ...], destination: Array) -> bool:
@@ -32,56 +34,105 @@ def read_box(root: str, directory: str, meta: ArrayMeta, offset: tuple[int, ...]
     """
     shape = destination.shape[: len(offset)]
     chunks = (range(o // c, -(-(o + n) // c)) for o, n, c in zip(offset, shape, meta.chunk_shape, strict=True))
+    folder = under(root, directory)
     try:
-        return all(_read_chunk(under(root, directory), meta, index, offset, destination) for index in product(*chunks))
+        return all(_read_chunk(folder, meta, index, offset, destination) for index in product(*chunks))
     except OSError:
         return False
+
+
+def read_runs(root: str, directory: str, meta: ArrayMeta, runs: Sequence[tuple[int, Array]]) -> bool:
+    """Fill arrays, each one run of memory, with as many bytes of a 1-d array of bytes, from these offsets on.
+
+    In order, and none across two chunks. Returns the same as `read_box`.
+    """
+    (chunk_bytes,) = meta.chunk_shape
+    folder = under(root, directory)
+    try:
+        for chunk, group in groupby(runs, key=lambda run: run[0] // chunk_bytes):
+            segments = [(offset - chunk * chunk_bytes, _address(array), array.nbytes) for offset, array in group]
+            with _opened(folder, meta, (chunk,)) as (fd, layout):
+                if fd is None or not read_pieces(fd, layout.piece_bytes, np.array(segments, SEGMENT)):
+                    return False
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(folder: str, meta: ArrayMeta, index: tuple[int, ...]) -> Iterator[tuple[int | None, FileLayout]]:
+    """A chunk's file; none unless its size and the places of its pieces are what this package makes them."""
+    layout = meta.layout(index)
+    fd = os.open(os.path.join(folder, meta.chunk_key(index)), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sound = os.fstat(fd).st_size == layout.file_bytes
+        sound = sound and os.pread(fd, len(layout.index), layout.index_offset) == layout.index
+        yield fd if sound else None, layout
+    finally:
+        os.close(fd)
 
 
 def _read_chunk(
     folder: str, meta: ArrayMeta, index: tuple[int, ...], offset: tuple[int, ...], destination: Array
 ) -> bool:
-    layout = meta.layout(index)
-    fd = os.open(os.path.join(folder, meta.chunk_key(index)), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if os.fstat(fd).st_size != layout.file_bytes or not _is_index_as_expected(fd, layout):
+    with _opened(folder, meta, index) as (fd, layout):
+        if fd is None:
             return False
+        origin = tuple(i * c for i, c in zip(index, meta.chunk_shape, strict=True))
+        overlap = _overlap(origin, meta.chunk_shape, offset, destination)
+        if overlap is None:
+            return True
+        part = _part(destination, *overlap, offset)
+        first = _first_byte(meta, layout, origin, *overlap)
+        if first is not None and part.flags.c_contiguous:
+            return _read(fd, layout, first, part)
         return all(_read_piece(fd, meta, layout, piece, offset, destination) for piece in layout.pieces)
-    finally:
-        os.close(fd)
 
 
-def _is_index_as_expected(fd: int, layout: FileLayout) -> bool:
-    """Whether the pieces of a shard are where this package puts them; true of a chunk that is no shard."""
-    if not layout.index_entries:
-        return True
-    entries = np.empty((layout.index_entries, 2), "<u8")
-    if not _read(fd, layout.index_offset, layout.index_entries * INDEX_ENTRY_BYTES, entries):
-        return False
-    expected = np.full_like(entries, _ABSENT)
-    for piece in layout.pieces:
-        expected[piece.position] = piece.offset, layout.piece_bytes + CHECKSUM_BYTES
-    return bool((entries == expected).all())
+def _first_byte(
+    meta: ArrayMeta, layout: FileLayout, origin: tuple[int, ...], first: tuple[int, ...], last: tuple[int, ...]
+) -> int | None:
+    """Where the elements from `first` to `last` begin among those of a chunk's file; None if they are not one run.
+
+    They are one if the pieces are some rows each of the chunk's first dimension that has several, with all there is
+    behind it.
+    """
+    chunk = meta.chunk_shape
+    dim = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk))
+    behind = slice(dim + 1, None)
+    whole = layout.full_shape[behind] == chunk[behind] == meta.shape[behind]
+    if not whole or any(a != 0 or b != n for a, b, n in zip(first[behind], last[behind], chunk[behind], strict=True)):
+        return None
+    row_bytes = math.prod(chunk[behind]) * meta.stored.itemsize
+    return (first[dim] - origin[dim]) * row_bytes if dim < len(chunk) else 0
 
 
 def _read_piece(
     fd: int, meta: ArrayMeta, layout: FileLayout, piece: Piece, offset: tuple[int, ...], destination: Array
 ) -> bool:
-    ends = (o + n for o, n in zip(offset, destination.shape, strict=False))
-    first = tuple(map(max, piece.origin, offset))
-    last = tuple(min(p + n, end) for p, n, end in zip(piece.origin, piece.shape, ends, strict=True))
-    if any(low >= high for low, high in zip(first, last, strict=True)):
+    overlap = _overlap(piece.origin, piece.shape, offset, destination)
+    if overlap is None:
         return True
-    part = _part(destination, first, last, offset)
-    shape = tuple(high - low for low, high in zip(first, last, strict=True))
-    if shape == piece.shape and shape[1:] == layout.full_shape[1:] and part.flags.c_contiguous:
-        return _read(fd, piece.offset, layout.piece_bytes, part)
+    part = _part(destination, *overlap, offset)
+    number = piece.offset // (layout.piece_bytes + CHECKSUM_BYTES)
+    if part.nbytes == layout.piece_bytes and part.flags.c_contiguous:
+        return _read(fd, layout, number * layout.piece_bytes, part)
     beside = np.empty(layout.piece_bytes, np.uint8)
-    if not _read(fd, piece.offset, layout.piece_bytes, beside):
+    if not _read(fd, layout, number * layout.piece_bytes, beside):
         return False
     whole = beside.view(meta.stored.numpy_dtype).reshape((*layout.full_shape, *meta.stored.trailing))
-    part[...] = _part(whole, first, last, piece.origin)
+    part[...] = _part(whole, *overlap, piece.origin)
     return True
+
+
+def _overlap(
+    origin: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...], destination: Array
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """From where to where a box of an array lies in the one at `offset` that is wanted."""
+    ends = (o + n for o, n in zip(offset, destination.shape, strict=False))
+    first = tuple(map(max, origin, offset))
+    last = tuple(min(o + n, end) for o, n, end in zip(origin, shape, ends, strict=True))
+    return None if any(low >= high for low, high in zip(first, last, strict=True)) else (first, last)
 
 
 def _part(array: Array, first: tuple[int, ...], last: tuple[int, ...], origin: tuple[int, ...]) -> Array:
@@ -93,6 +144,11 @@ def _part(array: Array, first: tuple[int, ...], last: tuple[int, ...], origin: t
     return array[key]
 
 
-def _read(fd: int, offset: int, piece_bytes: int, target: Array) -> bool:
-    """Read a piece into `target`, which may be shorter by padding."""
-    return read_piece(fd, offset, piece_bytes, target.__array_interface__["data"][0], target.nbytes)
+def _read(fd: int, layout: FileLayout, first: int, target: Array) -> bool:
+    """Fill `target` with what is in the pieces from byte `first` on."""
+    segment = np.array([(first, _address(target), target.nbytes)], SEGMENT)
+    return read_pieces(fd, layout.piece_bytes, segment)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])

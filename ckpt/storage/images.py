@@ -5,7 +5,6 @@ Staging copies the elements to `piece_array`, in the trainer; `seal` adds all th
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection
 from types import EllipsisType
 from typing import Any
@@ -16,8 +15,6 @@ from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, crc32c_of_checksums, 
 from ckpt.storage.metadata import ArrayMeta, FileLayout, Piece
 
 __all__ = ["piece_array", "seal"]
-
-_MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
 
 
 def piece_array(meta: ArrayMeta, layout: FileLayout, piece: Piece, image: memoryview) -> np.ndarray[Any, np.dtype[Any]]:
@@ -49,11 +46,7 @@ def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview, sealed: Collect
         checksums.append(crc32c(image[piece.offset : end]))
         image[end : end + CHECKSUM_BYTES] = packed(checksums[-1])
     if meta.sharded:
-        entries = [_MISSING] * layout.index_entries
-        for piece in layout.pieces:
-            entries[piece.position] = (piece.offset, layout.piece_bytes + CHECKSUM_BYTES)
-        index = b"".join(struct.pack("<QQ", *entry) for entry in entries)
-        image[layout.index_offset : layout.file_bytes] = index + packed(crc32c(index))
+        image[layout.index_offset : layout.file_bytes] = layout.index
     return crc32c_of_checksums(checksums)
 
 

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage.checksums import CHECKSUM_BYTES
+from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, packed
 from ckpt.storage.documents import canonical
 from ckpt.storage.dtypes import StoredDtype, native_name, stored
 
@@ -31,6 +33,7 @@ PAGE_BYTES = 4096
 """Chunk images in memory are aligned and padded to this: what O_DIRECT asks for, and the page size of shared memory."""
 
 INDEX_ENTRY_BYTES = 16
+_MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 _ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
@@ -67,6 +70,17 @@ class FileLayout:
     def image_bytes(self) -> int:
         """The size of the file's image in memory: whole pages."""
         return -(-self.file_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @cached_property
+    def index(self) -> bytes:
+        """What is at `index_offset`: where each inner chunk is, and a checksum; nothing where there are none."""
+        if not self.index_entries:
+            return b""
+        entries = [_MISSING] * self.index_entries
+        for piece in self.pieces:
+            entries[piece.position] = (piece.offset, self.piece_bytes + CHECKSUM_BYTES)
+        index = b"".join(struct.pack("<QQ", *entry) for entry in entries)
+        return index + packed(crc32c(index))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ through tensorstore.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -14,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointTimeoutError, StorageError
-from ckpt.storage.direct_reads import read_box
+from ckpt.storage.direct_reads import read_box, read_runs
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.tensorstores import new_context, open_array
 from ckpt.storage.verification import verify_chunk
 
 __all__ = ["ArrayRead", "ArrayReader"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ArrayReader:
@@ -39,7 +43,7 @@ class ArrayReader:
         directory: str,
         tensor: str,
         offset: tuple[int, ...],
-        destination: np.ndarray[Any, np.dtype[Any]],
+        destination: Array,
     ) -> ArrayRead:
         """Start to read the box at `offset` of the array in `directory` into `destination`, without another copy of it
         where the box is made of whole inner chunks that are runs of `destination`.
@@ -57,19 +61,57 @@ class ArrayReader:
         ):
             raise ValueError(f"{tensor}: box {offset} + {shape} is not inside {meta.shape}")
         box = _Box(self._root, directory, meta, tensor, offset, shape)
-
-        def through_tensorstore() -> Any:
-            import tensorstore as ts
-
-            store = open_array(self._root, directory, meta, self._context)
-            source = store[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-            target = ts.array(destination, context=self._context, copy=False)
-            return target.write(source.translate_to[(0,) * source.rank])
-
-        if meta.compression is not None or "://" in self._root:
+        through_tensorstore = functools.partial(self._through_tensorstore, box, destination)
+        if not self._is_direct(meta):
             return ArrayRead(box, None, through_tensorstore())
         direct = self._pool.submit(read_box, self._root, directory, meta, offset, destination)
         return ArrayRead(box, direct, through_tensorstore)
+
+    def read_runs(self, meta: ArrayMeta, directory: str, tensor: str, runs: Sequence[tuple[int, Array]]) -> ArrayRead:
+        """Start to read bytes of a 1-d array of bytes into several places: from an offset on, as many as fill an array.
+
+        In order, and none across two chunks; arrays are 1-d, of bytes, and one run of memory. The rest is as in
+        `read_into`.
+        """
+        start, end = runs[0][0], max(offset + array.nbytes for offset, array in runs)
+        box = _Box(self._root, directory, meta, tensor, (start,), (end - start,))
+        if end > meta.shape[0]:
+            raise ValueError(f"{tensor}: bytes {start} to {end} are not inside {meta.shape}")
+
+        def through_tensorstore() -> _Scattered:
+            block = np.empty(end - start, np.uint8)
+            return _Scattered(self._through_tensorstore(box, block), block, start, runs)
+
+        if not self._is_direct(meta):
+            return ArrayRead(box, None, through_tensorstore())
+        direct = self._pool.submit(read_runs, self._root, directory, meta, runs)
+        return ArrayRead(box, direct, through_tensorstore)
+
+    def _is_direct(self, meta: ArrayMeta) -> bool:
+        return meta.compression is None and "://" not in self._root
+
+    def _through_tensorstore(self, box: _Box, destination: Array) -> Any:
+        import tensorstore as ts
+
+        store = open_array(self._root, box.directory, box.meta, self._context)
+        source = store[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        target = ts.array(destination, context=self._context, copy=False)
+        return target.write(source.translate_to[(0,) * source.rank])
+
+
+@dataclass(frozen=True)
+class _Scattered:
+    """A read of a block that is on its way, and goes to several places when it is there."""
+
+    read: Any
+    block: Array
+    start: int
+    runs: Sequence[tuple[int, Array]]
+
+    def result(self, timeout: float) -> None:
+        self.read.result(timeout=timeout)
+        for offset, array in self.runs:
+            array[:] = self.block[offset - self.start :][: array.nbytes]
 
 
 class ArrayRead:

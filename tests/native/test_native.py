@@ -7,7 +7,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckpt import native
@@ -103,39 +103,79 @@ def test_joined_checksums(parts: list[int]) -> None:
     assert joined == native.crc32c(NOISE[:at].data)
 
 
+def write_pieces(path: Path, content: bytes, piece_bytes: int) -> None:
+    pieces = [content[at : at + piece_bytes] for at in range(0, len(content), piece_bytes)]
+    path.write_bytes(b"".join(piece + google_crc32c.value(piece).to_bytes(4, "little") for piece in pieces))
+
+
+def read_segments(path: Path, piece_bytes: int, segments: list[tuple[int, int, int]]) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return native.read_pieces(fd, piece_bytes, np.array(segments, native.SEGMENT))
+    finally:
+        os.close(fd)
+
+
 @pytest.mark.parametrize("piece_bytes", [1, 100, (256 << 10) - 4, (256 << 10) - 2, 256 << 10, 700_000])
 @pytest.mark.parametrize("padding", [0, 1, 99])
 def test_a_piece_is_read_and_checked(tmp_path: Path, piece_bytes: int, padding: int) -> None:
-    content = NOISE[:piece_bytes].tobytes()
+    content = NOISE[: 2 * piece_bytes].tobytes()[:-padding] if padding else NOISE[: 2 * piece_bytes].tobytes()
+    content = content.ljust(2 * piece_bytes, b"\0")
     file = tmp_path / "file"
-    file.write_bytes(b"before" + content + google_crc32c.value(content).to_bytes(4, "little") + b"behind")
-    wanted = max(0, piece_bytes - padding)
+    write_pieces(file, content, piece_bytes)
+    wanted = max(1, piece_bytes - padding)
     target = np.full(wanted + GUARD, 0xA5, np.uint8)
-
-    def read(path: Path) -> bool:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            return native.read_piece(fd, 6, piece_bytes, address(target), wanted)
-        finally:
-            os.close(fd)
-
-    assert read(file)
-    assert target.tobytes() == content[:wanted] + b"\xa5" * GUARD
-    data = bytearray(file.read_bytes())
-    for at in (6, 6 + piece_bytes - 1, 6 + piece_bytes, 6 + piece_bytes + 3):  # first and last byte, and the checksum
+    second = [(piece_bytes, address(target), wanted)]
+    assert read_segments(file, piece_bytes, second)
+    assert target.tobytes() == content[piece_bytes:][:wanted] + b"\xa5" * GUARD
+    data, start = bytearray(file.read_bytes()), piece_bytes + 4
+    for at in (start, start + piece_bytes - 1, start + piece_bytes, start + piece_bytes + 3):  # its ends, its checksum
         data[at] ^= 0x10
         file.write_bytes(data)
-        assert not read(file)
+        assert not read_segments(file, piece_bytes, second)
         data[at] ^= 0x10
-    for size in (6, 6 + piece_bytes, 6 + piece_bytes + 3):
+    data[0] ^= 0x10  # of another piece
+    file.write_bytes(data)
+    assert read_segments(file, piece_bytes, second)
+    for size in (start, start + piece_bytes, start + piece_bytes + 3):
         file.write_bytes(data[:size])
-        assert not read(file)
+        assert not read_segments(file, piece_bytes, second)
+
+
+@given(
+    piece_bytes=st.integers(1, 400) | st.just(300_000),
+    lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 700)), min_size=1, max_size=8),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_segments_go_to_their_places(tmp_path: Path, piece_bytes: int, lengths: list[tuple[int, int]]) -> None:
+    total = sum(gap + size for gap, size in lengths)
+    content = NOISE[: -(-max(total, 1) // piece_bytes) * piece_bytes].tobytes()
+    file = tmp_path / "file"
+    write_pieces(file, content, piece_bytes)
+    targets = [np.full(size + GUARD, 0xA5, np.uint8) for _, size in lengths]
+    segments, at = [], 0
+    for (gap, size), target in zip(lengths, targets, strict=True):
+        segments.append((at + gap, address(target), size))
+        at += gap + size
+    assert read_segments(file, piece_bytes, segments)
+    for (at, _, size), target in zip(segments, targets, strict=True):
+        assert target.tobytes() == content[at : at + size] + b"\xa5" * GUARD
+
+
+def test_segments_must_be_in_order() -> None:
+    target = np.zeros(16, np.uint8)
+    for segments in (
+        [(8, address(target), 8), (0, address(target), 8)],
+        [(0, address(target), 8), (7, address(target), 8)],
+    ):
+        with pytest.raises(ValueError, match="in order"):
+            native.read_pieces(-1, 64, np.array(segments, native.SEGMENT))
 
 
 def test_an_error_of_the_system_is_an_error() -> None:
     target = np.zeros(8, np.uint8)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        native.read_piece(-1, 0, 8, address(target), 8)
+        native.read_pieces(-1, 8, np.array([(0, address(target), 8)], native.SEGMENT))
 
 
 def test_runs_must_be_what_the_library_takes() -> None:
