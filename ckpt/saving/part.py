@@ -191,7 +191,7 @@ class _Builder:
             self._slot_bytes,
             len(self._copies),
         )
-        copies = tuple(Copies(tuple(ops)) for ops in self._copies)
+        copies = tuple(Copies.of(tuple(ops)) for ops in self._copies)
         return Part(part_plan, copies, tuple(map(tuple, self._gaps)))
 
     def _is_for_others(self, rank: int | None) -> bool:

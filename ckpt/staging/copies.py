@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,22 +24,20 @@ _RUN_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies that fill a slot (or, the other way, restore from it)."""
+    """The copies that fill a slot (or, the other way, restore from it). `table` has those of them that are runs of
+    memory in a contiguous tensor; `elements` is how many elements of each tensor they copy."""
 
     ops: tuple[CopyOp, ...]
+    table: RunTable
+    elements: dict[Path, int]
 
-    @cached_property
-    def elements(self) -> dict[Path, int]:
-        """How many elements of each tensor they copy."""
+    @classmethod
+    def of(cls, ops: tuple[CopyOp, ...]) -> Copies:
+        """Look at all operations, now and not while a save waits for it."""
         elements: dict[Path, int] = {}
-        for op in self.ops:
+        for op in ops:
             elements[op.path] = elements.get(op.path, 0) + math.prod(part.stop - part.start for part in op.source)
-        return elements
-
-    @cached_property
-    def table(self) -> RunTable:
-        """Those of them that are runs of memory in a contiguous tensor."""
-        return RunTable.of(self.ops)
+        return cls(ops, RunTable.of(ops), elements)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Saboteur:
 
         def patched(*args: Any, **kwargs: Any) -> Any:
             if after_some:
-                original(Copies(args[0].ops[:2]), *args[1:], **kwargs)
+                original(Copies.of(args[0].ops[:2]), *args[1:], **kwargs)
             self.at(moment)
             return original(*args, **kwargs)
 

@@ -164,7 +164,7 @@ def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
     stage = save.stage
 
     def stage_and_die(copies: Copies, *rest: Any) -> Any:
-        stage(Copies(copies.ops[:1]), *rest)
+        stage(Copies.of(copies.ops[:1]), *rest)
         os.kill(os.getpid(), signal.SIGKILL)
 
     save.stage = stage_and_die
