@@ -72,7 +72,7 @@ def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target
 
 
 _INNER_CHUNKS = 64  # a rank that needs a third of a tensor reads one too much at each of two ends
-_LEAST_INNER_BYTES = 96 << 10
+_LEAST_INNER_BYTES = 80 << 10
 
 
 def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_bytes: int) -> tuple[int, ...]:
