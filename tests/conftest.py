@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -8,6 +9,12 @@ from tests.support.template import rank_template
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # how busy the machine is decides nothing
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and processes of tests would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
