@@ -356,7 +356,7 @@ def _chunks_not_in(owners: dict[str, ChunkFile], index: CheckpointIndex) -> Iter
 def _tensor_name(index: CheckpointIndex, directory: str) -> str:
     about = index.arrays[directory].attributes["ckpt"]
     if about.get("pack"):
-        return "(small tensors)"
+        return "(packed tensors)"
     name = display(tuple(about["name"]))
     return f"{name}@rank{about['rank']}" if "rank" in about else name
 

@@ -176,11 +176,16 @@ class _Tied(nn.Module):
 
 
 @pytest.mark.parametrize("tied_then", [True, False])
-def test_tied_weights_are_stored_once(queue: AsyncCallsQueue, tmp_path: Path, tied_then: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "file"), [({"pack_below_bytes": 0}, "model/embed.weight/c.0.0"), (_PACKED, "packed/c.0")], ids=str
+)
+def test_tied_weights_are_stored_once(
+    queue: AsyncCallsQueue, tmp_path: Path, sizes: dict[str, Any], file: str, tied_then: bool
+) -> None:
     source, target = _Tied(), _Tied(tied_then)
-    with Checkpointer(tmp_path, queue=queue, pack_below_bytes=0) as checkpointer:
+    with Checkpointer(tmp_path, queue=queue, inner_bytes=1000, **sizes) as checkpointer:
         checkpointer.save({"model": source}, 1)
-        assert _files(tmp_path / "step_00000001") == ["model/embed.weight/c.0.0"]
+        assert _files(tmp_path / "step_00000001") == [file]
         checkpointer.restore({"model": target})
     assert torch.equal(target.embed.weight, source.embed.weight)
     assert torch.equal(target.head.weight, source.embed.weight)

@@ -130,13 +130,13 @@ class Fetch:
         (unit,) = meta.inner_chunk_shape or meta.chunk_shape
         block_bytes = max(1, _BLOCK_BYTES // unit) * unit
         for _, group in groupby(packed, key=lambda entry: entry.start // block_bytes):
-            entries = list(group)
-            runs = [(entry.start, entry.memory()) for entry in entries]
-            name = entries[0].name if len(entries) == 1 else f"{entries[0].name} and {len(entries) - 1} more tensors"
-            nbytes = entries[-1].end - entries[0].start
-            window.make_room(nbytes)
-            read = self._reader.read_runs(meta, PACK_DIRECTORY, name, runs)
-            window.add(read, nbytes, functools.partial(_take, entries, [memory for _, memory in runs]))
+            for entries in _apart(list(group)):
+                runs = [(entry.start, entry.memory()) for entry in entries]
+                others = f" and {len(entries) - 1} more tensors" if len(entries) > 1 else ""
+                nbytes = entries[-1].end - entries[0].start
+                window.make_room(nbytes)
+                read = self._reader.read_runs(meta, PACK_DIRECTORY, entries[0].name + others, runs)
+                window.add(read, nbytes, functools.partial(_take, entries, [memory for _, memory in runs]))
 
 
 class _Window:
@@ -201,6 +201,16 @@ def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:
                     yield from _blocks(Box(first, (*box.shape[:dim], length, *box.shape[dim + 1 :])), unit, elements)
                 return
     yield box
+
+
+def _apart(entries: list[_Packed]) -> Iterator[list[_Packed]]:
+    """Divide sorted entries such that none overlap: what is tied in the checkpoint may be wanted in two places."""
+    while entries:
+        chosen, rest = entries[:1], []
+        for entry in entries[1:]:
+            (chosen if entry.start >= chosen[-1].end else rest).append(entry)
+        yield chosen
+        entries = rest
 
 
 def _take(entries: list[_Packed], memory: list[Array]) -> None:

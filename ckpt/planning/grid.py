@@ -20,9 +20,9 @@ __all__ = ["GridOptions", "Grid", "common_grid", "refine"]
 class GridOptions:
     """Sizes that shape the files of a checkpoint, in bytes.
 
-    Tensors of at most `pack_below_bytes` share one file per rank. Files have about `file_bytes` at most, and are
-    divided into inner chunks of about `inner_bytes`, so that a restore to another sharding reads little more than it
-    needs.
+    Tensors of at most `pack_below_bytes` share files, those of each rank. Files have about `file_bytes` at most, and
+    are divided into inner chunks of about `inner_bytes` at most, so that a restore to another sharding reads little
+    more than it needs.
     """
 
     pack_below_bytes: int = 16 << 10

@@ -50,7 +50,7 @@ class PartPlan:
     """What a rank's writer does in every save of this structure.
 
     `described` are the numbers of the arrays whose metadata this rank writes; `packed` are the entries of the part
-    manifest about small tensors (or boxes of them) in the pack; `slot_bytes` is what each piece needs at most.
+    manifest about tensors (or boxes of them) in the pack; `slot_bytes` is what each piece needs at most.
     """
 
     rank: int

@@ -26,7 +26,7 @@ from ckpt.paths import Path
 __all__ = ["PACK_DIRECTORY", "directory"]
 
 PACK_DIRECTORY = "packed"
-"""The array that holds all small tensors; no key is stored under this name."""
+"""The array that tensors are packed in; no key is stored under this name."""
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
 _RESERVED = frozenset({"zarr.json", "state.json", "intent.json", "reason.json", "parts", PACK_DIRECTORY, "c"})
