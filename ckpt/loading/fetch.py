@@ -206,7 +206,7 @@ def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:
 def _apart(entries: list[_Packed]) -> Iterator[list[_Packed]]:
     """Divide sorted entries such that none overlap: what is tied in the checkpoint may be wanted in two places."""
     while entries:
-        chosen, rest = entries[:1], []
+        chosen, rest = entries[:1], entries[:0]
         for entry in entries[1:]:
             (chosen if entry.start >= chosen[-1].end else rest).append(entry)
         yield chosen

@@ -220,7 +220,8 @@ def _are_sound(pieces: _Pieces, ops: Iterable[CopyOp], known: Mapping[int, int],
         places = ((number, pieces.starts[number]) for number in numbers)
         return all(pieces.checksums[n] == crc32c(region.buffer[at : at + pieces.sizes[n]]) for n, at in places)
 
-    unknown = list({bisect_right(pieces.starts, op.offset) - 1 for op in ops if op.offset not in known})
+    used = (bisect_right(pieces.starts, offset) - 1 for op in ops for offset, _, _ in op.runs() if offset not in known)
+    unknown = list(set(used))
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "ckpt-verify") as pool:
         return all(pool.map(are_sound, (unknown[first::threads] for first in range(threads))))

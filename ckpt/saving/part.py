@@ -206,9 +206,15 @@ class _Builder:
             offset = self._place(number, index, layout, array.path)
             if self._is_for_others(array.rank):
                 continue
+            chunk = meta.box_of(index)
+            if meta.first_byte(index, *chunk) == 0:
+                shape = tuple(high - low for low, high in zip(*chunk, strict=True))
+                self._copy(array, Box(chunk[0], shape), offset, shape, layout.piece_bytes)
+                continue
             for piece in layout.pieces:
-                box = Box(tuple(o + p for o, p in zip(array.box.offset, piece.origin, strict=True)), piece.shape)
-                self._copy(array.path, array.itemsize, box, offset + piece.offset, layout.full_shape)
+                piece_bytes = layout.piece_bytes if piece.shape == layout.full_shape else None
+                box = Box(piece.origin, piece.shape)
+                self._copy(array, box, offset + piece.offset, layout.full_shape, piece_bytes)
 
     def add_pack(self, plan: SavePlan) -> None:
         """The chunks of the pack that are this rank's part of it."""
@@ -276,15 +282,17 @@ class _Builder:
         self._images.append(Image(number, index, offset, layout.image_bytes, len(self._copies) - 1))
         return offset
 
-    def _copy(self, path: Path, itemsize: int, box: Box, offset: int, full_shape: tuple[int, ...]) -> None:
-        found = self._local(path, box)
+    def _copy(
+        self, array: ArrayPlan, inside: Box, offset: int, full_shape: tuple[int, ...], piece_bytes: int | None
+    ) -> None:
+        """Copy a box of an array, which may be a box of its tensor."""
+        box = Box(tuple(a + b for a, b in zip(array.box.offset, inside.offset, strict=True)), inside.shape)
+        found = self._local(array.path, box)
         if found is None:
             return
         source, local = found
-        inside = box.shape[1:] == full_shape[1:]
-        flat = _flat(source, local, box.shape) if inside else None
-        is_piece = box.shape == full_shape
-        self._copies[-1].append(CopyOp(path, source, flat, offset, full_shape, itemsize, is_piece))
+        flat = _flat(source, local, box.shape) if box.shape[1:] == full_shape[1:] else None
+        self._copies[-1].append(CopyOp(array.path, source, flat, offset, full_shape, array.itemsize, piece_bytes))
 
     def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
         """Where `box` of the global tensor is in the local one, and the shape of the local one; None if it is not."""

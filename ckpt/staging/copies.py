@@ -6,8 +6,8 @@ runs of memory, to which the addresses of the tensors are added.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Copies:
         """Look at all operations, now and not while a save waits for it."""
         elements: dict[Path, int] = {}
         for op in ops:
-            elements[op.path] = elements.get(op.path, 0) + math.prod(part.stop - part.start for part in op.source)
+            elements[op.path] = elements.get(op.path, 0) + op.nbytes // op.itemsize
         return cls(ops, RunTable.of(ops), elements)
 
 
@@ -45,8 +45,8 @@ class RunTable:
     """Runs of memory between tensors and a slot, of some MB at most.
 
     `tensor` numbers the `paths`. `seal_at` is where in the slot the checksum of a run goes that is all of a piece; 0
-    for others. `pieces` are whole pieces: offset in the slot, number of the tensor, and the runs from first to last
-    (exclusive). `has_all` says that no operation is left out.
+    for others. `pieces` are those that are filled: offset in the slot, number of the tensor, and the runs from first to
+    last (exclusive). `has_all` says that no operation is left out.
     """
 
     paths: tuple[Path, ...]
@@ -68,16 +68,28 @@ class RunTable:
             if op.flat is None:
                 continue
             number = numbers.setdefault(op.path, len(numbers))
-            first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
-            one_run = op.is_piece and count <= _RUN_BYTES
-            if op.is_piece and count:
-                pieces.append((op.offset, number, len(rows), len(rows) + -(-count // _RUN_BYTES)))
-            for at in range(0, count, _RUN_BYTES):
-                part = min(_RUN_BYTES, count - at)
-                rows.append((number, first + at, op.offset + at, part, op.offset + count if one_run else 0))
+            start = op.flat[0] * op.itemsize
+            for offset, first, size in op.runs():
+                is_piece = size == op.piece_bytes
+                if is_piece:
+                    pieces.append((offset, number, len(rows), len(rows) + -(-size // _RUN_BYTES)))
+                for at in range(0, size, _RUN_BYTES):
+                    part = min(_RUN_BYTES, size - at)
+                    behind = offset + size if is_piece and part == size else 0
+                    rows.append((number, start + first + at, offset + at, part, behind))
         tensor, in_tensor, in_slot, nbytes, seal_at = np.array(rows, np.uint64).reshape(-1, 5).T.copy()
         has_all = all(op.flat is not None for op in ops)
         return cls(tuple(numbers), tensor.astype(np.intp), in_tensor, in_slot, nbytes, seal_at, tuple(pieces), has_all)
+
+    @cached_property
+    def long_pieces(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Those that are several runs."""
+        return tuple(piece for piece in self.pieces if piece[3] - piece[2] > 1)
+
+    @cached_property
+    def piece_offsets(self) -> frozenset[int]:
+        """Those of all pieces."""
+        return frozenset(offset for offset, _, _, _ in self.pieces)
 
     def runs(self, addresses: Array, usable: Array, slot: int, *, into_slot: bool) -> Array:
         """The runs with the addresses of the tensors and of the slot; none of tensors that are not `usable`."""

@@ -115,9 +115,14 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
     nbytes = dict(zip(table.paths, copied, strict=True))
     for op in memory.others(copies):
         box = tensors[op.path][op.source]
-        stored = _corner(slot, op, box.shape).reshape(-1).clone()  # at an address that fits the dtype
+        stored = torch.empty(op.nbytes, dtype=torch.uint8)  # at an address that fits the dtype
+        if op.piece_bytes is None:
+            stored.view(*box.shape, op.itemsize).copy_(_corner(slot, op, box.shape))
+        else:
+            for offset, first, size in op.runs():
+                stored[first : first + size] = slot[offset : offset + size]
         box.copy_(stored.view(box.dtype).view(box.shape))
-        nbytes[op.path] = nbytes.get(op.path, 0) + stored.numel()
+        nbytes[op.path] = nbytes.get(op.path, 0) + op.nbytes
     return Unstaged(nbytes, _checksums(table, runs, memory.usable))
 
 
@@ -148,10 +153,12 @@ def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> froz
     runs = table.runs(tensors.addresses, tensors.usable, slot.data_ptr(), into_slot=True)
     copy_together(runs)
     memory = slot.numpy().data
-    for offset, number, first, end in table.pieces:
-        if end - first > 1 and tensors.usable[number]:
+    for offset, number, first, end in table.long_pieces:
+        if tensors.usable[number]:
             nbytes = int(runs["bytes"][first:end].sum())
             struct.pack_into("<I", memory, offset + nbytes, _joined(runs[first:end]))
+    if tensors.usable.all():
+        return table.piece_offsets
     return frozenset(offset for offset, number, _, _ in table.pieces if tensors.usable[number])
 
 
@@ -185,16 +192,21 @@ def _copy_others(
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)  # its memory is not given to others before the copy has run
         if op.flat is not None and _is_plain(tensor):
-            first, count = op.flat[0] * op.itemsize, op.flat[1] * op.itemsize
+            start = op.flat[0] * op.itemsize
             source = flat_bytes.get(op.path)
             if source is None:
                 source = flat_bytes[op.path] = _bytes_of(tensor)
-            slot[op.offset : op.offset + count].copy_(source[first : first + count], non_blocking=stream is not None)
         else:
             box = _contiguous(tensor[op.source])
             keep.append(box)
-            source = _bytes_of(box).view(*box.shape, op.itemsize)
-            _corner(slot, op, box.shape).copy_(source, non_blocking=stream is not None)
+            start, source = 0, _bytes_of(box)
+            if op.piece_bytes is None:
+                corner = _corner(slot, op, box.shape)
+                corner.copy_(source.view(*box.shape, op.itemsize), non_blocking=stream is not None)
+                continue
+        for offset, first, size in op.runs():
+            part = source[start + first : start + first + size]
+            slot[offset : offset + size].copy_(part, non_blocking=stream is not None)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt.paths import Path
+from ckpt.storage.checksums import CHECKSUM_BYTES
 
 __all__ = ["CopyOp"]
 
@@ -14,10 +17,11 @@ class CopyOp:
     """One box of a local tensor and where its bytes go.
 
     `source` indexes the box in the local tensor. `flat` is (first element, elements) of the box when it is one run of
-    memory in a contiguous local tensor of the planned shape and the destination has no padding inside. Otherwise the
-    destination is an array of `full_shape` at `offset`, of which the box fills the first corner.
+    memory in a contiguous local tensor of the planned shape.
 
-    `is_piece` says that the box is all there is between `offset` and a checksum of it.
+    With `piece_bytes` the box fills, in C order, pieces of so many bytes from `offset` on, with room for a checksum
+    behind each. Without, it lies somewhere in a piece: as one run if it is `flat`, else in the first corner of an array
+    of `full_shape`.
     """
 
     path: Path
@@ -26,4 +30,16 @@ class CopyOp:
     offset: int
     full_shape: tuple[int, ...]
     itemsize: int
-    is_piece: bool = False
+    piece_bytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the box."""
+        elements: int = math.prod(part.stop - part.start for part in self.source)
+        return elements * self.itemsize
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Where the bytes of the box go, if not to a corner: offset, first of the bytes, and how many."""
+        size = self.piece_bytes or self.nbytes
+        for number, first in enumerate(range(0, self.nbytes, size) if size else ()):
+            yield self.offset + number * (size + CHECKSUM_BYTES), first, min(size, self.nbytes - first)

@@ -6,7 +6,6 @@ the part that is wanted is copied: there is one checksum for all of a piece.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -83,28 +82,10 @@ def _read_chunk(
         if overlap is None:
             return True
         part = _part(destination, *overlap, offset)
-        first = _first_byte(meta, layout, origin, *overlap)
+        first = meta.first_byte(index, *overlap)
         if first is not None and part.flags.c_contiguous:
             return _read(fd, layout, first, part)
         return all(_read_piece(fd, meta, layout, piece, offset, destination) for piece in layout.pieces)
-
-
-def _first_byte(
-    meta: ArrayMeta, layout: FileLayout, origin: tuple[int, ...], first: tuple[int, ...], last: tuple[int, ...]
-) -> int | None:
-    """Where the elements from `first` to `last` begin among those of a chunk's file; None if they are not one run.
-
-    They are one if the pieces are some rows each of the chunk's first dimension that has several, with all there is
-    behind it.
-    """
-    chunk = meta.chunk_shape
-    dim = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk))
-    behind = slice(dim + 1, None)
-    whole = layout.full_shape[behind] == chunk[behind] == meta.shape[behind]
-    if not whole or any(a != 0 or b != n for a, b, n in zip(first[behind], last[behind], chunk[behind], strict=True)):
-        return None
-    row_bytes = math.prod(chunk[behind]) * meta.stored.itemsize
-    return (first[dim] - origin[dim]) * row_bytes if dim < len(chunk) else 0
 
 
 def _read_piece(

@@ -141,6 +141,29 @@ class ArrayMeta:
         inner = self.inner_chunk_shape
         return _layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
 
+    def box_of(self, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return from where to where in the array a chunk's elements are, without padding."""
+        first = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
+        return first, tuple(min(o + c, n) for o, c, n in zip(first, self.chunk_shape, self.shape, strict=True))
+
+    def first_byte(self, index: tuple[int, ...], first: tuple[int, ...], last: tuple[int, ...]) -> int | None:
+        """Return where the elements from `first` to `last` of the array begin among those in the pieces of a chunk's
+        file, one piece behind the other; None if they are not one run there.
+
+        They are one if the pieces are some rows each of the chunk's first dimension that has several, with all there is
+        behind it.
+        """
+        chunk = self.chunk_shape
+        dim = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk))
+        behind = slice(dim + 1, None)
+        inner = self.inner_chunk_shape or chunk
+        if not inner[behind] == chunk[behind] == self.shape[behind]:
+            return None
+        if any(a != 0 or b != n for a, b, n in zip(first[behind], last[behind], chunk[behind], strict=True)):
+            return None
+        row_bytes = math.prod(chunk[behind]) * self.stored.itemsize
+        return (first[dim] - index[dim] * chunk[dim]) * row_bytes if dim < len(chunk) else 0
+
     def array_document(self) -> dict[str, Any]:
         """Return the array's ``zarr.json``."""
         how = self.stored

@@ -136,11 +136,17 @@ def _fill(state: ForeignState, part: Part, piece: int, region: SharedMemory, pro
     part.clear_gaps(piece, region.buffer)
     for op in part.copies[piece].ops:
         box = _box(op)
-        full = (*op.full_shape, op.itemsize)
-        count = int(np.prod(full, dtype=np.int64))
-        corner = tuple(slice(0, size) for size in box.shape)
-        target = slot[op.offset : op.offset + count].reshape(full)[corner]
-        state.tensors[op.path].read(box, target)
+        if op.piece_bytes is None:
+            full = (*op.full_shape, op.itemsize)
+            count = int(np.prod(full, dtype=np.int64))
+            corner = tuple(slice(0, size) for size in box.shape)
+            target = slot[op.offset : op.offset + count].reshape(full)[corner]
+            state.tensors[op.path].read(box, target)
+        else:
+            target = np.empty((*box.shape, op.itemsize), np.uint8)
+            state.tensors[op.path].read(box, target)
+            for offset, first, size in op.runs():
+                slot[offset : offset + size] = target.reshape(-1)[first : first + size]
         progress(target.nbytes)
 
 
