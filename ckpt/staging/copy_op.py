@@ -40,6 +40,7 @@ class CopyOp:
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Where the bytes of the box go, if not to a corner: offset, first of the bytes, and how many."""
-        size = self.piece_bytes or self.nbytes
-        for number, first in enumerate(range(0, self.nbytes, size) if size else ()):
-            yield self.offset + number * (size + CHECKSUM_BYTES), first, min(size, self.nbytes - first)
+        nbytes = self.nbytes
+        size = self.piece_bytes or nbytes
+        for number, first in enumerate(range(0, nbytes, size) if size else ()):
+            yield self.offset + number * (size + CHECKSUM_BYTES), first, min(size, nbytes - first)
