@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RUN", "SEGMENT", "choose", "copy_runs", "crc32c", "crc32c_joined", "read_pieces"]
+__all__ = ["CHECKSUM_BYTES", "RUN", "SEGMENT", "choose", "copy_runs", "crc32c", "crc32c_joined", "read_pieces"]
+
+CHECKSUM_BYTES = 4
 
 RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "crc32c")])
 """A copy: the addresses, and how many bytes. Their checksum goes to the address `seal_at` as well, if that is not 0

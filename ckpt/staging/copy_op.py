@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckpt.native import CHECKSUM_BYTES
 from ckpt.paths import Path
-from ckpt.storage.checksums import CHECKSUM_BYTES
 
 __all__ = ["CopyOp"]
 

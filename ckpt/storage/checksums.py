@@ -9,11 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-from ckpt.native import crc32c
+from ckpt.native import CHECKSUM_BYTES, crc32c
 
 __all__ = ["CHECKSUM_BYTES", "crc32c", "crc32c_of_checksums", "packed"]
-
-CHECKSUM_BYTES = 4
 
 
 def packed(checksum: int) -> bytes:
