@@ -71,8 +71,8 @@ def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target
     return Grid(tuple(outer), inner if tuple(outer) != inner else None)
 
 
-_INNER_CHUNKS = 64  # a rank that needs a third of a tensor reads one too much at each of two ends
-_LEAST_INNER_BYTES = 80 << 10
+_INNER_CHUNKS = 96  # a rank that needs a third of a tensor reads one too much at each of two ends
+_LEAST_INNER_BYTES = 96 << 10
 
 
 def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_bytes: int) -> tuple[int, ...]:

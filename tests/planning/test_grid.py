@@ -84,7 +84,7 @@ def test_files_and_inner_chunks_have_about_the_wanted_size(shape: tuple[int, ...
     grid = refine(shape, chunk, 2, 64 * _MB, 4 * _MB)
     inner = grid.inner_chunk_shape or grid.chunk_shape
     largest_box = max(box.elements for box in boxes) * 2
-    wanted_inner = min(4 * _MB, max(math.prod(shape) * 2 // 64, 80 << 10))
+    wanted_inner = min(4 * _MB, max(math.prod(shape) * 2 // 96, 96 << 10))
     for part, wanted in ((grid.chunk_shape, 64 * _MB), (inner, wanted_inner)):
         assert min(largest_box, wanted) / 10 <= math.prod(part) * 2 <= max(wanted, 1.2 * largest_box)
     if not sharded:
