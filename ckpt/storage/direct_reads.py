@@ -77,7 +77,7 @@ def _read_chunk(
     with _opened(folder, meta, index) as (fd, layout):
         if fd is None:
             return False
-        origin = tuple(i * c for i, c in zip(index, meta.chunk_shape, strict=True))
+        origin, _ = meta.box_of(index)
         overlap = _overlap(origin, meta.chunk_shape, offset, destination)
         if overlap is None:
             return True

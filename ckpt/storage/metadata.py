@@ -18,7 +18,6 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -71,7 +70,7 @@ class FileLayout:
         """The size of the file's image in memory: whole pages."""
         return -(-self.file_bytes // PAGE_BYTES) * PAGE_BYTES
 
-    @cached_property
+    @functools.cached_property
     def index(self) -> bytes:
         """What is at `index_offset`: where each inner chunk is, and a checksum; nothing where there are none."""
         if not self.index_entries:

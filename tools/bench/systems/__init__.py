@@ -34,7 +34,9 @@ _ALL = "fsync of every file and directory"
 
 SYSTEMS = {
     "ckpt": Entry("ckpt", "ours", "Ours", "torch", "nothing", reshards=True, from_memory=True, slots=2),
-    "ckpt_packed": Entry("ckpt, packed", "ours", "Packed", "torch", "nothing", False, True, True, 2),
+    "ckpt_packed": Entry(
+        "ckpt, packed", "ours", "Packed", "torch", "nothing", reshards=True, from_memory=True, slots=2
+    ),
     "torch_save": Entry("torch.save", "torch_save", "TorchSave", "torch", "fsync, rename of the directory", slots=0),
     "safetensors": Entry("safetensors", "safetensors", "Safetensors", "safetensors", "fsync, rename", slots=0),
     "dcp": Entry("DCP, sync", "dcp", "Dcp", "torch", _TORCH_DIR, reshards=True, slots=0),
