@@ -65,9 +65,13 @@ def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target
     outer = list(_cut(chunk, bounded, itemsize, target_bytes))
     wanted = math.prod(shape) * itemsize // _INNER_CHUNKS
     inner = _cut(tuple(outer), bounded, itemsize, min(target_bytes, inner_bytes, max(wanted, _LEAST_INNER_BYTES)))
+    file_bytes = math.prod(outer) * itemsize
     for dim, is_bounded in enumerate(bounded):
         if not is_bounded:
             outer[dim] = -(-outer[dim] // inner[dim]) * inner[dim]
+    too_much = math.prod(outer) * itemsize - target_bytes
+    if file_bytes <= target_bytes and too_much > 0:  # inner chunks have a row more together: one file more
+        return refine(shape, chunk, itemsize, target_bytes - too_much, inner_bytes)
     return Grid(tuple(outer), inner if tuple(outer) != inner else None)
 
 

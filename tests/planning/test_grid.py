@@ -88,7 +88,7 @@ def test_files_and_inner_chunks_have_about_the_wanted_size(shape: tuple[int, ...
     for part, wanted in ((grid.chunk_shape, 64 * _MB), (inner, wanted_inner)):
         assert min(largest_box, wanted) / 10 <= math.prod(part) * 2 <= max(wanted, 1.2 * largest_box)
     if not sharded:
-        assert math.prod(grid.chunk_shape) * 2 <= 1.001 * 64 * _MB  # inner chunks may have a row more together
+        assert math.prod(grid.chunk_shape) * 2 <= 64 * _MB
         assert math.prod(inner) * 2 <= wanted_inner
 
 
