@@ -25,7 +25,7 @@ __all__ = ["Fetch", "Wanted"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK_BYTES = 4 << 20
-_WINDOW_BYTES = 32 << 20
+_WINDOW_BLOCKS = 2  # for each thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class Fetch:
     def __init__(self, index: CheckpointIndex, *, threads: int = 4, timeout_s: float = 1800.0) -> None:
         self._index = index
         self._reader = ArrayReader(index.path, threads=threads)
+        self._window_bytes = threads * _WINDOW_BLOCKS * _BLOCK_BYTES
         self._timeout_s = timeout_s
         self.bytes_read = 0
 
@@ -84,7 +85,7 @@ class Fetch:
         """Fill every destination. Raises CheckpointCorruptError naming tensor, chunk and file; destinations are
         undefined then. Nothing writes to them any more when this returns or raises."""
         packed: list[_Packed] = []
-        window = _Window(self._timeout_s)
+        window = _Window(self._window_bytes, self._timeout_s)
         try:
             for want in wanted:
                 self._start(want, window, packed)
@@ -142,7 +143,8 @@ class Fetch:
 class _Window:
     """The reads under way, oldest first; so many bytes at most, for each takes as much memory until it is done."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, most_bytes: int, timeout_s: float) -> None:
+        self._most_bytes = most_bytes
         self._timeout_s = timeout_s
         self._reads: deque[tuple[ArrayRead, int, Callable[[], None] | None]] = deque()
         self._bytes = 0
@@ -150,7 +152,7 @@ class _Window:
 
     def make_room(self, nbytes: int) -> None:
         """Wait until `nbytes` more may be read. Raises what a read raises."""
-        while self._reads and self._bytes + nbytes > _WINDOW_BYTES:
+        while self._reads and self._bytes + nbytes > self._most_bytes:
             self._wait_for_oldest()
 
     def add(self, read: ArrayRead, nbytes: int, then: Callable[[], None] | None = None) -> None:

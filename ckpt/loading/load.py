@@ -15,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, StateMismatchError
+from ckpt.loading.arrays import as_numpy
+from ckpt.loading.by_way import Elsewhere, read_by_way
 from ckpt.loading.fetch import Fetch, Wanted
-from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
+from ckpt.loading.index import CheckpointIndex, read_index
 from ckpt.loading.match import Match, known_to_nobody, match_state
 from ckpt.loading.optimizers import fill_fresh_optimizer, keep_dtypes
 from ckpt.loading.sources import Alone, Gather, MemorySource, RestoreReport
@@ -30,14 +31,13 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.dtypes import stored
 from ckpt.storage.locks import lock_shared
 
 __all__ = ["restore"]
 
 _log = logging.getLogger("ckpt")
 _SHOWN = 20
-_DEVICE_BATCH_BYTES = 256 << 20
+_LEAST_THREADS, _MOST_THREADS = 4, 16
 
 
 def restore(
@@ -149,8 +149,9 @@ class _Attempt:
     def read(self) -> None:
         """Fill the tensors: from memory what is there, the rest from storage."""
         filled = self._from_memory()
-        fetch = Fetch(self.index)
+        fetch = Fetch(self.index, threads=min(max(_LEAST_THREADS, torch.get_num_threads()), _MOST_THREADS))
         direct: list[Wanted] = []
+        elsewhere: list[Elsewhere] = []
         for path, tensor, leaf in self._match.reads:
             if path in filled:
                 continue
@@ -158,10 +159,11 @@ class _Attempt:
             for box, at in leaf.boxes:
                 target = leaf.local[Box(at, box.shape).slices((0,) * len(at))]
                 if target.is_cpu and not target.is_conj() and not target.is_neg():
-                    direct.append(Wanted(name, tensor, box, _as_numpy(target)))
+                    direct.append(Wanted(name, tensor, box, as_numpy(target)))
                 else:
-                    _read_to_device(fetch, name, tensor, box, target)
+                    elsewhere.append(Elsewhere(name, tensor, box, target))
         fetch.read(direct)
+        read_by_way(fetch, elsewhere)
         self.report = replace(self.report, storage_bytes=fetch.bytes_read)
 
     def _from_memory(self) -> frozenset[Path]:
@@ -189,27 +191,3 @@ class _Attempt:
     def close(self) -> None:
         if self.lock is not None:
             self.lock.close()
-
-
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """The memory of a CPU tensor as an array of its stored dtype (with the trailing dimension of raw ones)."""
-    how = stored(str(tensor.dtype).removeprefix("torch."))
-    if not how.raw and how.numpy_dtype.isbuiltin == 1:
-        return tensor.numpy()
-    bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
-    if how.trailing:
-        bits = bits.unsqueeze(-1).view(torch.uint8)
-    return bits.numpy().view(how.numpy_dtype)
-
-
-def _read_to_device(fetch: Fetch, name: str, tensor: StoredTensor, box: Box, target: torch.Tensor) -> None:
-    """Read into host memory, some rows at a time, and copy them over."""
-    rows = box.shape[0] if box.shape else 1
-    per_row = max(1, box.elements // max(rows, 1)) * target.element_size()
-    step = max(1, _DEVICE_BATCH_BYTES // per_row)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        part = Box((box.offset[0] + first, *box.offset[1:]), (count, *box.shape[1:])) if box.shape else box
-        host = torch.empty(part.shape, dtype=target.dtype, pin_memory=target.is_cuda)
-        fetch.read([Wanted(name, tensor, part, _as_numpy(host))])
-        (target[first : first + count] if box.shape else target).copy_(host)

@@ -19,7 +19,7 @@ CHECKSUM_BYTES = 4
 
 RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "crc32c")])
 """A copy: the addresses, and how many bytes. Their checksum goes to the address `seal_at` as well, if that is not 0
-(4 bytes, little-endian), and is in `crc32c` when it is done."""
+(4 bytes, little-endian), and is in `crc32c` when it is done. With 0 in `to` nothing but the checksum is made."""
 
 SEGMENT = np.dtype([(name, np.uint64) for name in ("at", "to", "bytes")])
 """What to read: so many bytes, from byte `at` of what is in the pieces of a file, to an address."""

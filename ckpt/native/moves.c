@@ -14,10 +14,12 @@ struct run {
 
 enum { BLOCK_BYTES = 256 << 10, CHECKSUM_BYTES = 4 };
 
-/* Do `count` copies, one after the other. */
+/* Do `count` copies, one after the other. Where `to` is 0 only the checksum is made. */
 void ckpt_copy_runs(struct run *runs, uint64_t count) {
     for (struct run *run = runs; run < runs + count; run++) {
-        uint32_t crc = ckpt_crc32c_copy(0, (uint8_t *)(uintptr_t)run->to, (const uint8_t *)(uintptr_t)run->from, run->bytes);
+        const uint8_t *from = (const uint8_t *)(uintptr_t)run->from;
+        uint8_t *to = (uint8_t *)(uintptr_t)run->to;
+        uint32_t crc = to ? ckpt_crc32c_copy(0, to, from, run->bytes) : ckpt_crc32c(0, from, run->bytes);
         run->crc32c = crc;
         uint8_t *seal = (uint8_t *)(uintptr_t)run->seal_at;
         for (int n = 0; seal && n < CHECKSUM_BYTES; n++) seal[n] = (uint8_t)(crc >> (8 * n));

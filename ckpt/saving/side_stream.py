@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ckpt.planning.state_dict import FlatState
-from ckpt.staging.copy import Staged
+from ckpt.staging.copy import Staged, only_gpu
 
 __all__ = ["SideStream"]
 
@@ -22,10 +22,9 @@ class SideStream:
 
     def stream_for(self, flat: FlatState) -> torch.cuda.Stream | None:
         """The stream when the state is on one GPU; from several they are copied one after the other."""
-        devices = {leaf.local.device for leaf in flat.tensors.values() if leaf.local.is_cuda}
-        if len(devices) != 1:
+        device = only_gpu(leaf.local for leaf in flat.tensors.values())
+        if device is None:
             return None
-        (device,) = devices
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
         return self._stream

@@ -6,6 +6,7 @@ runs of memory, to which the addresses of the tensors are added.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from ckpt.native import RUN
 from ckpt.paths import Path
 from ckpt.staging.copy_op import CopyOp
 
-__all__ = ["Copies", "RunTable"]
+__all__ = ["Copies", "RowTable", "RunTable"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _RUN_BYTES = 4 << 20
@@ -25,10 +26,12 @@ _RUN_BYTES = 4 << 20
 @dataclass(frozen=True)
 class Copies:
     """The copies that fill a slot (or, the other way, restore from it). `table` has those of them that are runs of
-    memory in a contiguous tensor; `elements` is how many elements of each tensor they copy."""
+    memory in a contiguous tensor, and `rows` the same ones for a GPU; `elements` is how many elements of each tensor
+    they copy."""
 
     ops: tuple[CopyOp, ...]
     table: RunTable
+    rows: RowTable
     elements: dict[Path, int]
 
     @classmethod
@@ -37,7 +40,10 @@ class Copies:
         elements: dict[Path, int] = {}
         for op in ops:
             elements[op.path] = elements.get(op.path, 0) + op.nbytes // op.itemsize
-        return cls(ops, RunTable.of(ops), elements)
+        table = RunTable.of(ops)
+        numbers = {path: number for number, path in enumerate(table.paths)}
+        runs = ((numbers[op.path], op.flat[0] * op.itemsize, op) for op in ops if op.flat is not None)
+        return cls(ops, table, RowTable.of(runs), elements)
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,43 @@ class RunTable:
         """Those of all pieces."""
         return frozenset(offset for offset, _, _, _ in self.pieces)
 
-    def runs(self, addresses: Array, usable: Array, slot: int, *, into_slot: bool) -> Array:
-        """The runs with the addresses of the tensors and of the slot; none of tensors that are not `usable`."""
+    def into_slot(self, addresses: Array, usable: Array, slot: int) -> Array:
+        """The runs with the addresses of the tensors and of the slot; of no bytes from tensors not `usable`."""
         runs = np.zeros(len(self.tensor), RUN)
         used = usable[self.tensor]
-        source, target = ("from", "to") if into_slot else ("to", "from")
-        runs[source] = addresses[self.tensor] + self.in_tensor
-        runs[target] = self.in_slot + np.uint64(slot)
+        runs["from"] = addresses[self.tensor] + self.in_tensor
+        runs["to"] = self.in_slot + np.uint64(slot)
         runs["bytes"] = np.where(used, self.nbytes, 0)
-        if into_slot:
-            runs["seal_at"] = np.where(used & (self.seal_at > 0), self.seal_at + np.uint64(slot), 0)
+        runs["seal_at"] = np.where(used & (self.seal_at > 0), self.seal_at + np.uint64(slot), 0)
         return runs
+
+    def out_of_slot(self, addresses: Array, usable: Array, checked: Array, slot: int) -> Array:
+        """The other way; those of tensors that are only to be `checked` copy nothing."""
+        runs = np.zeros(len(self.tensor), RUN)
+        used = usable[self.tensor]
+        runs["from"] = self.in_slot + np.uint64(slot)
+        runs["to"] = np.where(used, addresses[self.tensor] + self.in_tensor, 0)
+        runs["bytes"] = np.where(used | checked[self.tensor], self.nbytes, 0)
+        return runs
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Rows of memory, the same distance apart, between tensors and a slot: what one call copies from or to a GPU.
+
+    `tensor` numbers the tensors. There the rows lie one behind the other; in the slot they begin `pitch` bytes apart.
+    """
+
+    tensor: Array
+    in_tensor: Array
+    in_slot: Array
+    nbytes: Array
+    rows: Array
+    pitch: Array
+
+    @classmethod
+    def of(cls, sources: Iterable[tuple[int, int, CopyOp]]) -> RowTable:
+        """Of operations with the number of a tensor and the byte of it where their boxes begin, as one run."""
+        found = [(number, start + first, *rest) for number, start, op in sources for first, *rest in op.rows()]
+        tensor, *others = np.array(found, np.uint64).reshape(-1, 6).T.copy()
+        return cls(tensor.astype(np.intp), *others)

@@ -3,8 +3,8 @@
 CPU tensors are copied by as many threads as PyTorch uses (see `runs`), and where a box is all of a piece of a file, its
 checksum is made on the way and put behind it: the writer need not read the memory again.
 
-CUDA tensors go over a side stream into pinned memory: the copies wait for the work already queued on the current
-stream, and `Staged.wait` waits for the copies.
+CUDA tensors go over a side stream into pinned memory, a chunk file in one call (see `cuda_rows`): the copies wait for
+the work already queued on the current stream, and `Staged.wait` waits for the copies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 
 from ckpt.native import crc32c_joined
 from ckpt.paths import Path
-from ckpt.staging.copies import Copies, RunTable
+from ckpt.staging.copies import Copies, RowTable, RunTable
 from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
 
 __all__ = ["Staged", "Unstaged", "stage", "unstage"]
@@ -89,14 +90,19 @@ class Unstaged:
 def stage(
     copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, stream: torch.cuda.Stream | None
 ) -> Staged:
-    """Copy every box. `slot` is uint8, 1-d. With a `stream` the copies of CUDA tensors are queued there."""
+    """Copy every box. `slot` is uint8, 1-d. With a `stream` the copies of CUDA tensors, all on its device, are queued
+    there."""
     keep: list[torch.Tensor] = []
-    memory = _Memory.of(copies.table, tensors)
+    memory = _Memory.of(copies.table, tensors, None if stream is None else stream.device)
     if stream is None:
         _copy_others(memory.others(copies), tensors, slot, keep, None)
         return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
+        for path in memory.paths_on_gpu():
+            tensors[path].record_stream(stream)  # its memory is not given to others before the copy has run
+        rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=True)
+        queue_copies(rows, stream)
         _copy_others(memory.others(copies), tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
@@ -106,60 +112,94 @@ def stage(
 def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> Unstaged:
     """Copy every box back from a slot. Done when this returns, also on CUDA.
 
-    The tensors are as the operations were made for: same shapes and dtypes.
+    The tensors are as the operations were made for: same shapes and dtypes. What goes to a GPU is checked meanwhile.
     """
-    table, memory = copies.table, _Memory.of(copies.table, tensors)
-    runs = table.runs(memory.addresses, memory.usable, slot.data_ptr(), into_slot=False)
+    gpu, table = only_gpu(tensors.values()), copies.table
+    memory = _Memory.of(table, tensors, gpu)
+    if gpu is not None:
+        with torch.cuda.device(gpu):
+            rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=False)
+            queue_copies(rows, torch.cuda.current_stream())
+    runs = table.out_of_slot(memory.addresses, memory.on_cpu, memory.on_gpu, slot.data_ptr())
     copy_together(runs)
     copied = np.bincount(table.tensor, runs["bytes"], len(table.paths)).astype(np.int64).tolist()
     nbytes = dict(zip(table.paths, copied, strict=True))
     for op in memory.others(copies):
         box = tensors[op.path][op.source]
-        stored = torch.empty(op.nbytes, dtype=torch.uint8)  # at an address that fits the dtype
-        if op.piece_bytes is None:
-            stored.view(*box.shape, op.itemsize).copy_(_corner(slot, op, box.shape))
-        else:
-            for offset, first, size in op.runs():
-                stored[first : first + size] = slot[offset : offset + size]
+        stored = _out_of_slot(op, box, slot, gpu)
         box.copy_(stored.view(box.dtype).view(box.shape))
         nbytes[op.path] = nbytes.get(op.path, 0) + op.nbytes
-    return Unstaged(nbytes, _checksums(table, runs, memory.usable))
+    if gpu is not None:
+        torch.cuda.current_stream(gpu).synchronize()
+    return Unstaged(nbytes, _checksums(table, runs, memory.on_cpu | memory.on_gpu))
+
+
+def _out_of_slot(op: CopyOp, box: torch.Tensor, slot: torch.Tensor, gpu: torch.device | None) -> torch.Tensor:
+    """The bytes of an operation in C order, where its box is; there may be copies under way to them on a GPU."""
+    if gpu is not None and box.is_cuda and can_copy_rows():
+        stored = torch.empty(op.nbytes, dtype=torch.uint8, device=gpu)
+        with torch.cuda.device(gpu):
+            _queue_boxes([(op, stored)], slot, torch.cuda.current_stream(), into_slot=False)
+        return stored
+    stored = torch.empty(op.nbytes, dtype=torch.uint8)  # at an address that fits the dtype
+    if op.piece_bytes is None:
+        stored.view(*box.shape, op.itemsize).copy_(_corner(slot, op, box.shape))
+    else:
+        for offset, first, size in op.runs():
+            stored[first : first + size] = slot[offset : offset + size]
+    return stored
+
+
+def only_gpu(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The one GPU that has tensors of these; None if there is none, or several."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return devices.pop() if len(devices) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Where the tensors of a table are, and which of them are `usable`: on the CPU, one element after the other."""
+    """Where the tensors of a table are, and which of them are one element after the other: `on_cpu`, and `on_gpu` if
+    it can copy rows."""
 
     paths: tuple[Path, ...]
     addresses: np.ndarray[Any, Any]
-    usable: np.ndarray[Any, Any]
+    on_cpu: np.ndarray[Any, Any]
+    on_gpu: np.ndarray[Any, Any]
 
     @classmethod
-    def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor]) -> _Memory:
+    def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor], gpu: torch.device | None) -> _Memory:
         own = [tensors[path] for path in table.paths]
-        usable = np.fromiter((tensor.is_cpu and _is_plain(tensor) for tensor in own), bool, len(own))
-        return cls(table.paths, np.fromiter((tensor.data_ptr() for tensor in own), np.uint64, len(own)), usable)
+        plain = np.fromiter(map(_is_plain, own), bool, len(own))
+        on_cpu = np.fromiter((tensor.is_cpu for tensor in own), bool, len(own))
+        addresses = np.fromiter((tensor.data_ptr() for tensor in own), np.uint64, len(own))
+        on_gpu = ~on_cpu if gpu is not None and can_copy_rows() else np.zeros_like(on_cpu)
+        return cls(table.paths, addresses, plain & on_cpu, plain & on_gpu)
+
+    def paths_on_gpu(self) -> list[Path]:
+        """Those of the tensors there."""
+        return [self.paths[number] for number in np.flatnonzero(self.on_gpu).tolist()]
 
     def others(self, copies: Copies) -> Iterable[CopyOp]:
-        """The operations that are not between runs of memory on the CPU."""
-        if self.usable.all() and copies.table.has_all:
+        """The operations that are not between runs of memory."""
+        usable = self.on_cpu | self.on_gpu
+        if usable.all() and copies.table.has_all:
             return ()
-        unusable = {path for path, usable in zip(self.paths, self.usable.tolist(), strict=True) if not usable}
+        unusable = {path for path, known in zip(self.paths, usable.tolist(), strict=True) if not known}
         return (op for op in copies.ops if op.flat is None or op.path in unusable)
 
 
 def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:
     """Copy what is a run of memory on the CPU; returns the offsets of the pieces that are sealed."""
-    runs = table.runs(tensors.addresses, tensors.usable, slot.data_ptr(), into_slot=True)
+    runs = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
     copy_together(runs)
     memory = slot.numpy().data
     for offset, number, first, end in table.long_pieces:
-        if tensors.usable[number]:
+        if tensors.on_cpu[number]:
             nbytes = int(runs["bytes"][first:end].sum())
             struct.pack_into("<I", memory, offset + nbytes, _joined(runs[first:end]))
-    if tensors.usable.all():
+    if tensors.on_cpu.all():
         return table.piece_offsets
-    return frozenset(offset for offset, number, _, _ in table.pieces if tensors.usable[number])
+    return frozenset(offset for offset, number, _, _ in table.pieces if tensors.on_cpu[number])
 
 
 def _checksums(table: RunTable, runs: np.ndarray[Any, np.dtype[Any]], usable: np.ndarray[Any, Any]) -> dict[int, int]:
@@ -187,6 +227,7 @@ def _copy_others(
     stream: torch.cuda.Stream | None,
 ) -> None:
     flat_bytes: dict[Path, torch.Tensor] = {}
+    on_gpu: list[tuple[CopyOp, torch.Tensor]] = []
     for op in ops:
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
@@ -199,6 +240,9 @@ def _copy_others(
         else:
             box = _contiguous(tensor[op.source])
             keep.append(box)
+            if stream is not None and box.is_cuda and can_copy_rows():
+                on_gpu.append((op, box))
+                continue
             start, source = 0, _bytes_of(box)
             if op.piece_bytes is None:
                 corner = _corner(slot, op, box.shape)
@@ -207,6 +251,18 @@ def _copy_others(
         for offset, first, size in op.runs():
             part = source[start + first : start + first + size]
             slot[offset : offset + size].copy_(part, non_blocking=stream is not None)
+    if stream is not None:
+        _queue_boxes(on_gpu, slot, stream, into_slot=True)
+
+
+def _queue_boxes(
+    boxes: list[tuple[CopyOp, torch.Tensor]], slot: torch.Tensor, stream: torch.cuda.Stream, *, into_slot: bool
+) -> None:
+    """Copy boxes of operations, contiguous on the GPU of a stream, to where these say, or back from there."""
+    table = RowTable.of((number, 0, op) for number, (op, _) in enumerate(boxes))
+    addresses = np.fromiter((box.data_ptr() for _, box in boxes), np.uint64, len(boxes))
+    usable = np.ones(len(boxes), bool)
+    queue_copies(copies_of_rows(table, addresses, usable, slot.data_ptr(), into_slot=into_slot), stream)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

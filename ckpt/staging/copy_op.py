@@ -5,11 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.paths import Path
 
-__all__ = ["CopyOp"]
+__all__ = ["CopyOp", "Rows"]
+
+_MOST_ROW_BYTES = 1 << 30  # CUDA copies no rows of 2 GiB
+
+
+class Rows(NamedTuple):
+    """Some of the bytes of a box, from `first` on, as `rows` rows of `nbytes`; in the slot the first one is at
+    `offset`, each other one `pitch` bytes behind the one before."""
+
+    first: int
+    offset: int
+    nbytes: int
+    rows: int
+    pitch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +59,35 @@ class CopyOp:
         size = self.piece_bytes or nbytes
         for number, first in enumerate(range(0, nbytes, size) if size else ()):
             yield self.offset + number * (size + CHECKSUM_BYTES), first, min(size, nbytes - first)
+
+    def rows(self) -> Iterator[Rows]:
+        """Where the bytes of the box go, with as few blocks of rows as possible."""
+        nbytes = self.nbytes
+        if self.piece_bytes is not None and self.piece_bytes <= _MOST_ROW_BYTES:
+            yield from _rows(0, self.offset, nbytes, self.piece_bytes, self.piece_bytes + CHECKSUM_BYTES)
+        elif self.piece_bytes is not None or self.flat is not None:
+            for offset, first, size in self.runs():
+                yield from _rows(first, offset, size, _MOST_ROW_BYTES, _MOST_ROW_BYTES)
+        else:
+            yield from self._rows_of_corner()
+
+    def _rows_of_corner(self) -> Iterator[Rows]:
+        """A row is what lies behind the last dimension that the box does not fill; the one before has the rows."""
+        shape = [part.stop - part.start for part in self.source]
+        cut = max((dim for dim, size in enumerate(shape) if size != self.full_shape[dim]), default=0)
+        row_bytes = math.prod(shape[cut:]) * self.itemsize
+        pitch = math.prod(self.full_shape[cut:]) * self.itemsize
+        rows = shape[cut - 1] if cut else 1
+        strides = [math.prod(self.full_shape[dim + 1 :]) * self.itemsize for dim in range(len(shape))]
+        for number, index in enumerate(product(*map(range, shape[: max(cut - 1, 0)]))):
+            at = sum(i * stride for i, stride in zip(index, strides, strict=False))
+            yield Rows(number * rows * row_bytes, self.offset + at, row_bytes, rows, pitch)
+
+
+def _rows(first: int, offset: int, nbytes: int, row_bytes: int, pitch: int) -> Iterator[Rows]:
+    """A run of bytes of a box as rows, and what is left behind the last one."""
+    whole, rest = divmod(nbytes, row_bytes)
+    if whole:
+        yield Rows(first, offset, row_bytes, whole, pitch)
+    if rest:
+        yield Rows(first + nbytes - rest, offset + whole * pitch, rest, 1, rest)

@@ -1,6 +1,6 @@
 """All systems, all figures: what a save and a load cost, next to what the machine can do at the same time.
 
-python -m tools.bench [--full] [--gb 1,2,4] [--world 1,2,4] [--systems ckpt,dcp] [--rounds N]
+python -m tools.bench [--full] [--gb 1,2,4] [--world 1,2,4] [--device cpu,cuda] [--systems ckpt,dcp] [--rounds N]
                       [--json FILE] [--plots DIR] [--table FILE] [--note TEXT]
 
 A figure that misses its target is printed as such, and never makes the command fail.
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tools.bench.report import environment
 from tools.bench.suite.figures import verdicts
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--tiny", action="store_true", help="everything once, with sizes that tell nothing: a test")
     parser.add_argument("--gb", type=_numbers(float), metavar="N,N", help="sizes of the state in 1e9 bytes")
     parser.add_argument("--world", type=_numbers(int), metavar="N,N", help="numbers of ranks")
+    parser.add_argument("--device", type=_devices, metavar="NAME", help="cpu, cuda or both, where the state is")
     parser.add_argument("--systems", type=lambda text: tuple(text.split(",")), help=f"of {','.join(SYSTEMS)}")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds that count, after one that does not")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured (default: here)")
@@ -85,6 +88,13 @@ def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
     return parse
 
 
+def _devices(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= {"cpu", "cuda"} or ("cuda" in names and not torch.cuda.is_available()):
+        raise argparse.ArgumentTypeError(f"{text}: there is cpu, and cuda on a machine that has it")
+    return names
+
+
 def _options(given: argparse.Namespace, parser: argparse.ArgumentParser) -> Options:
     """Those of the command, the others as --full, --tiny or neither has them."""
     installed = tuple(name for name in SYSTEMS if version_of(name) is not None)
@@ -100,6 +110,7 @@ def _options(given: argparse.Namespace, parser: argparse.ArgumentParser) -> Opti
     if given.only is not None and not set(given.only) <= set(KINDS):
         parser.error(f"--only: there is {', '.join(KINDS)}")
     changes = {"gigabytes": given.gb, "world_sizes": given.world, "rounds": given.rounds, "only": given.only}
+    changes["devices"] = given.device or (("cpu", "cuda") if torch.cuda.is_available() else None)
     chosen = {key: value for key, value in changes.items() if value is not None}
     return replace(base, systems=systems, folder=given.folder, **chosen)
 

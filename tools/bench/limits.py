@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CopyLimit", "DiskLimit", "torch_save"]
+__all__ = ["BusLimit", "CopyLimit", "DiskLimit", "torch_save"]
 
 _WRITE_BYTES = 8 << 20
 _DISK_THREADS = 4
@@ -44,6 +44,32 @@ class CopyLimit:
     def _move(self, share: list[tuple[int, int, int]]) -> None:
         for number, first, count in share:  # ctypes lets the other thread run meanwhile
             ctypes.memmove(self._targets[number].data_ptr() + first, self._sources[number].data_ptr() + first, count)
+
+
+class BusLimit:
+    """Copies of all tensors of a GPU, one behind the other, into pinned memory, or from there."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], to_gpu: bool) -> None:
+        on_gpu = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+        if to_gpu:
+            on_gpu = [torch.empty_like(tensor) for tensor in on_gpu]
+        sizes = [tensor.numel() for tensor in on_gpu]
+        pinned = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=True).split(sizes)
+        self._copies = list(zip(on_gpu, pinned, strict=True) if to_gpu else zip(pinned, on_gpu, strict=True))
+        self.measure()
+
+    def measure(self) -> float:
+        """Seconds until all of them are done."""
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for target, source in self._copies:
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Give the pinned memory back."""
+        self._copies.clear()
 
 
 class DiskLimit:

@@ -115,7 +115,8 @@ def environment() -> dict[str, Any]:
     packages = ("numpy", "zarr", "tensorstore")
     versions = {name: importlib.metadata.version(name) for name in packages}
     system = {"python": platform.python_version(), "linux": platform.release(), "torch": torch.__version__}
-    return {**system, **versions, "torch threads": torch.get_num_threads()}
+    gpu = {"GPU": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {**system, **versions, "torch threads": torch.get_num_threads(), **gpu}
 
 
 def as_document(results: Results) -> dict[str, Any]:

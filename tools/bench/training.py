@@ -7,14 +7,15 @@ import torch
 
 __all__ = ["StepLoop"]
 
-_SIZE = 768
+_SIZE = {"cpu": 768, "cuda": 4096}
 
 
 class StepLoop:
-    """Each step multiplies matrices with all of torch's threads, for about `step_s`."""
+    """Each step multiplies matrices with all of torch's threads, or on the GPU, for about `step_s`."""
 
-    def __init__(self, step_s: float) -> None:
-        self._weights = torch.randn(_SIZE, _SIZE)
+    def __init__(self, step_s: float, device: str = "cpu") -> None:
+        self._device = device
+        self._weights = torch.randn(_SIZE[device], _SIZE[device], device=device)
         self._product = torch.empty_like(self._weights)
         self._products = 10
         once = min(self._step() for _ in range(5)) / self._products
@@ -41,4 +42,6 @@ class StepLoop:
         begin = time.perf_counter()
         for _ in range(self._products):
             torch.matmul(self._weights, self._weights, out=self._product)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - begin

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tools.bench.limits import CopyLimit
+from tools.bench.limits import BusLimit, CopyLimit
 from tools.bench.raw import RawFile, crc_seconds
 from tools.bench.reading import drop_cache
 from tools.bench.state import State
@@ -19,13 +19,21 @@ __all__ = ["Limits", "cached_share"]
 
 
 class Limits:
-    """Memory to copy into, and one file with as many bytes as the whole state. `share` is what this rank stages."""
+    """Memory to copy into, and one file with as many bytes as the whole state. `share` is what this rank stages.
+
+    With the state on a GPU a copy goes over the bus: to pinned memory for saves, from there for loads.
+    """
 
     def __init__(self, spec: JobSpec, state: State, share: list[torch.Tensor], folder: Path) -> None:
         needed = [tensor for tensor in local_tensors(state) if tensor.numel()]
         self._needed_bytes, share_bytes = sizes_of(needed), sizes_of(share)
-        self._copy = CopyLimit(share)
-        self._copy_needed = self._copy if self._needed_bytes == share_bytes else CopyLimit(needed)
+        self._copy: CopyLimit | BusLimit
+        self._copy_needed: CopyLimit | BusLimit
+        if spec.device == "cuda":
+            self._copy, self._copy_needed = BusLimit(share, to_gpu=False), BusLimit(needed, to_gpu=True)
+        else:
+            self._copy = CopyLimit(share)
+            self._copy_needed = self._copy if self._needed_bytes == share_bytes else CopyLimit(needed)
         sizes: list[int | None] = [None] * dist.get_world_size()
         dist.all_gather_object(sizes, share_bytes)
         shares = [size or 0 for size in sizes]

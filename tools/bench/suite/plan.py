@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ KINDS = ("saving", "small", "reshard", "scale")
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `only` are some of `KINDS`; `parts`, `ranks` and `tensors` are of the simulated large job."""
+    """What to measure. `only` are some of `KINDS`; the state is on each of `devices` in turn.
+
+    `parts`, `ranks` and `tensors` are of the simulated large job.
+    """
 
     gigabytes: tuple[float, ...]
     world_sizes: tuple[int, ...]
@@ -35,6 +39,7 @@ class Options:
     parts: int
     tensors: int
     sharded_commit: bool
+    devices: tuple[str, ...] = ("cpu",)
     step_s: float = 0.05
     most_steps: int = 100
     only: tuple[str, ...] = KINDS
@@ -89,9 +94,10 @@ def _saving_jobs(options: Options, folder: Path) -> list[JobSpec]:
     jobs = []
     for gigabytes in options.gigabytes:
         for world_size in options.world_sizes:
-            for sharded in (False, True) if world_size > 1 else (False,):
-                where = folder / f"saving-{gigabytes:g}-{world_size}-{int(sharded)}"
-                jobs.append(_spec(options, "saving", world_size, where, 1e9 * gigabytes, sharded))
+            for sharded, device in product((False, True) if world_size > 1 else (False,), options.devices):
+                where = folder / f"saving-{gigabytes:g}-{world_size}-{int(sharded)}-{device}"
+                spec = _spec(options, "saving", world_size, where, 1e9 * gigabytes, sharded)
+                jobs.append(replace(spec, device=device))
     return jobs
 
 
@@ -121,7 +127,7 @@ def _run(spec: JobSpec, title: str) -> Scenario:
 
 def _title(spec: JobSpec) -> str:
     how = "1 rank" if spec.world_size == 1 else f"{spec.world_size} ranks, {'FSDP' if spec.sharded else 'DDP'}"
-    return f"{spec.total_bytes / 1e9:g} GB, {how}"
+    return f"{spec.total_bytes / 1e9:g} GB, {how}{', CUDA' if spec.device == 'cuda' else ''}"
 
 
 def _add_counts(scenario: Scenario, counted: JobResult) -> None:

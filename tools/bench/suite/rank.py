@@ -91,7 +91,7 @@ def saving(job: _Job) -> None:
     state = _state(job.spec)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     limits = Limits(job.spec, state, share_of(state, rank, world_size), Path(job.spec.folder))
-    loop = StepLoop(job.spec.step_s)
+    loop = StepLoop(job.spec.step_s, job.spec.device)
 
     def turn(name: str, folder: Path) -> Turn:
         system = SystemTurn(name, _place(job, folder), state, job.tools)
@@ -171,11 +171,18 @@ KINDS = {function.__name__: function for function in (saving, counting, small, r
 
 
 def _state(spec: JobSpec) -> dict[str, dict[str, torch.Tensor]]:
-    return sharded_state(spec.total_bytes) if spec.sharded else replicated_state(spec.total_bytes)
+    make = sharded_state if spec.sharded else replicated_state
+    return make(spec.total_bytes, spec.device)
+
+
+def _backend(spec: JobSpec) -> str:
+    """NCCL refuses several ranks on one GPU; nothing that is measured communicates on it."""
+    with_nccl = spec.device == "cuda" and spec.world_size <= torch.cuda.device_count()
+    return "cpu:gloo,cuda:nccl" if with_nccl else "gloo"
 
 
 def _place(job: _Job, folder: Path) -> Place:
-    return Place(folder, dist.get_rank(), dist.get_world_size(), _THREADS, job.spec.sharded)
+    return Place(folder, dist.get_rank(), dist.get_world_size(), _THREADS, job.spec.sharded, job.spec.device)
 
 
 def main(arguments: list[str]) -> int:
@@ -187,7 +194,9 @@ def main(arguments: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # DCP needs one for each tensor it shares
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.world_size))
     store = FileStore(str(Path(temporary) / "store"), spec.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.world_size, timeout=_TIMEOUT)
+    if spec.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(_backend(spec), store=store, rank=rank, world_size=spec.world_size, timeout=_TIMEOUT)
     job = _Job(
         spec,
         Path(temporary),

@@ -16,7 +16,7 @@ class JobSpec:
 
     `folder` is on the disk to be measured, and the job's alone; `earlier` one of another job whose checkpoints are to
     be read. A window of training has at most `most_steps`, each of about `step_s`. `count` is how many
-    small tensors there are.
+    small tensors there are. The state and the training are on `device`, "cpu" or "cuda".
     """
 
     kind: str
@@ -30,6 +30,7 @@ class JobSpec:
     most_steps: int = 100
     count: int = 10_000
     earlier: str = ""
+    device: str = "cpu"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -177,7 +177,7 @@ class SystemTurn:
 
     def _save(self) -> tuple[float, float]:
         self._step += 1
-        dist.barrier()
+        self._begin_together()
         begin = time.perf_counter()
         self._system.save(self._state, self._step)
         stall = time.perf_counter() - begin
@@ -208,10 +208,19 @@ class SystemTurn:
             unload()
 
     def _timed(self, work: Callable[[], object]) -> float:
-        dist.barrier()
+        self._begin_together()
         begin = time.perf_counter()
         work()
+        self._finish_gpu()
         return time.perf_counter() - begin
+
+    def _begin_together(self) -> None:
+        self._finish_gpu()
+        dist.barrier()
+
+    def _finish_gpu(self) -> None:
+        if self._place.device == "cuda":
+            torch.cuda.synchronize()
 
 
 def empty_folder(folder: Path) -> None:
@@ -230,7 +239,7 @@ def _meet() -> None:
 
 def _fingerprint(tensor: torch.Tensor) -> int:
     """Differs when a load brings back anything else."""
-    return crc32c(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return crc32c(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def _bytes_read() -> tuple[float, float]:

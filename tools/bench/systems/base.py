@@ -16,13 +16,15 @@ __all__ = ["Background", "Place", "System", "commit_directory", "sync_tree"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a system saves, and which rank of how many asks it to. `threads` may write at once."""
+    """Where a system saves, and which rank of how many asks it to. `threads` may write at once. The state is on
+    `device`, "cpu" or "cuda"."""
 
     folder: Path
     rank: int
     world_size: int
     threads: int
     sharded: bool
+    device: str = "cpu"
 
     def path(self, step: int) -> Path:
         """For a system whose checkpoints are named by the user."""

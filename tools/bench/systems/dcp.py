@@ -1,8 +1,8 @@
 """`torch.distributed.checkpoint`: waiting, in a thread, and in a process.
 
 Of what makes saves faster this uses all that runs without CUDA: several files at once on each rank, cached plans, and
-for the process a stager that is kept and copies into the same shared memory each time. Pinned memory and copies that do
-not block need CUDA; staging in a thread would not let the state change any earlier.
+for the process a stager that is kept and copies into the same shared memory each time. With CUDA that is pinned, and
+copies do not block each other; staging in a thread would not let the state change any earlier.
 """
 
 import warnings
@@ -68,12 +68,13 @@ class DcpThread(Dcp):
     """A thread of the trainer writes what a kept stager copied; a process group of its own, as the manual asks for."""
 
     _kind = AsyncCheckpointerType.THREAD
-    _options = StagingOptions(False, False, False, False)
+    _shared_memory = False
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self._background = Background()
-        self._stager = DefaultStager(self._options)
+        on_gpu = place.device == "cuda"
+        self._stager = DefaultStager(StagingOptions(on_gpu, self._shared_memory, False, on_gpu))
         self._group = dist.new_group(backend="gloo")
 
     def prepare(self, state: State) -> None:
@@ -106,7 +107,7 @@ class DcpProcess(DcpThread):
     """A process writes what the stager copied to shared memory."""
 
     _kind = AsyncCheckpointerType.PROCESS
-    _options = StagingOptions(False, True, False, False)
+    _shared_memory = True
 
     def prepare(self, state: State) -> None:
         """Starts the process, which nothing but a save can do: one of a single number."""

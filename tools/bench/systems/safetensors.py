@@ -38,7 +38,7 @@ class Safetensors:
         return True
 
     def load(self, state: State, step: int) -> None:
-        with safe_open(self._place.path(step) / self._name(), framework="pt") as stored:
+        with safe_open(self._place.path(step) / self._name(), framework="pt", device=self._place.device) as stored:
             for part, named in local_state(state).items():
                 for name, tensor in named.items():
                     tensor.copy_(stored.get_tensor(f"{part}/{name}"))

@@ -18,30 +18,35 @@ __all__ = ["local_state", "local_tensors", "replicated_state", "share_of", "shar
 _PRIME = 65521
 
 
-def replicated_state(total_bytes: float) -> State:
+def replicated_state(total_bytes: float, device: str = "cpu") -> State:
     """All of it on this rank, the same on every rank: what data-parallel training has."""
-    return make_state(total_bytes)
+    state = make_state(total_bytes)
+    return {part: {name: tensor.to(device) for name, tensor in named.items()} for part, named in state.items()}
 
 
-def sharded_state(total_bytes: float) -> State:
+def sharded_state(total_bytes: float, device: str = "cpu") -> State:
     """DTensors over all ranks of the default process group: `fully_shard` made the weights, the rest follows them.
 
     What is in them does not depend on the number of ranks: another number must load the same.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     with torch.device("meta"):
         model = _Model(make_shapes(total_bytes))
     for layer in model.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     weights = {name: cast(DTensor, parameter.detach()) for name, parameter in model.named_parameters()}
 
     def like(weight: DTensor, number: int, dtype: torch.dtype) -> DTensor:
-        local = weight.to_local() if dtype is torch.bfloat16 else torch.empty(weight.to_local().shape, dtype=dtype)
+        local = (
+            weight.to_local()
+            if dtype is torch.bfloat16
+            else torch.empty(weight.to_local().shape, dtype=dtype, device=device)
+        )
         _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
         first = number + offset[0] * math.prod(weight.shape[1:])
-        values = torch.arange(first, first + local.numel(), dtype=torch.float64)
+        values = torch.arange(first, first + local.numel(), dtype=torch.float64, device=device)
         local.view(-1).copy_(values.remainder_(_PRIME))
         if dtype is torch.bfloat16:
             return weight
