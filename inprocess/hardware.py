@@ -73,7 +73,8 @@ class Gpu:
 
 @contextlib.contextmanager
 def open_gpu(cuda_index: int) -> Iterator[Gpu | None]:
-    """The GPU with this index in CUDA's numbering (CUDA_VISIBLE_DEVICES is followed); None without NVML or GPU.
+    """The GPU with this index in CUDA's numbering (CUDA_VISIBLE_DEVICES is followed); None without NVML, or without so
+    many GPUs. A process that sees one GPU only has that, whatever the index: it may be the rank on the node.
 
     What NVML raises for a GPU that has fallen off the bus is raised.
     """
@@ -85,14 +86,23 @@ def open_gpu(cuda_index: int) -> Iterator[Gpu | None]:
         yield None
         return
     try:
-        yield Gpu(nvml, _handle(nvml, cuda_index))
+        handle = _handle(nvml, cuda_index)
+        if handle is None:
+            _log.debug("there is no GPU %d", cuda_index)
+        yield None if handle is None else Gpu(nvml, handle)
     finally:
         nvml.nvmlShutdown()
 
 
 def _handle(nvml: Any, cuda_index: int) -> Any:
-    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
-    entry = visible[cuda_index] if cuda_index < len(visible) else str(cuda_index)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        visible = [str(number) for number in range(nvml.nvmlDeviceGetCount())]
+    else:
+        visible = [entry.strip() for entry in named.split(",") if entry.strip()]
+    if cuda_index >= len(visible) > 1 or not visible:
+        return None
+    entry = visible[min(cuda_index, len(visible) - 1)]
     if entry.isdecimal():
         return nvml.nvmlDeviceGetHandleByIndex(int(entry))
     return nvml.nvmlDeviceGetHandleByUUID(entry)

@@ -11,10 +11,15 @@ from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
-from zarr.core.dtype import DataTypeValidationError, ZDType, data_type_registry
+import zarr.errors
+from zarr.core.dtype import ZDType, data_type_registry
 from zarr.core.dtype.common import HasItemSize
 
 __all__ = ["BFloat16", "Float8E4M3FNUZ", "Float8E5M2", "Float8E5M2FNUZ", "Float8E8M0FNU", "register"]
+
+# Moved between releases; what is raised tells zarr-python to try the next data type.
+_where: Any = zarr.errors if hasattr(zarr.errors, "DataTypeValidationError") else zarr.core.dtype
+DataTypeValidationError: type[ValueError] = _where.DataTypeValidationError
 
 _SPECIAL = ("NaN", "Infinity", "-Infinity")
 

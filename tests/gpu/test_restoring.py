@@ -1,6 +1,5 @@
 """Restores to a GPU, from staging memory and from storage. Skipped, cleanly, where there is none."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +56,22 @@ def test_views_from_staging_memory(tmp_path: Path) -> None:
     assert torch.equal(other["conjugate"], state["conjugate"])
 
 
+def checkpointer_slots() -> list[Path]:
+    """The staging memory of this process."""
+    return [
+        link for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and "ckpt-slot" in str(link.readlink())
+    ]
+
+
 @pytest.mark.parametrize("layout", ["arrays", "packed"])
 def test_damaged_staging_memory_is_not_used(tmp_path: Path, layout: str) -> None:
     state = some_state(1)
     with ckpt.Checkpointer(tmp_path, layout=layout) as checkpointer:
         checkpointer.save(state, 1)
-        for name in os.listdir("/proc/self/fd"):
-            if "memfd:ckpt-slot" in os.readlink(f"/proc/self/fd/{name}"):
-                with open(f"/proc/self/fd/{name}", "r+b", buffering=0) as slot:
-                    slot.seek(5000)
-                    slot.write(b"damage")
+        for slot in checkpointer_slots():
+            with slot.open("r+b", buffering=0) as stream:
+                stream.seek(5000)
+                stream.write(b"damage")
         other = some_state(2)
         assert checkpointer.restore(other) == 1
         report = report_of(checkpointer)
@@ -118,7 +123,9 @@ def train_two(rank: int, world_size: int, root: Path) -> None:
         assert checkpointer.restore(state) == 1
         report = report_of(checkpointer)
         assert report.storage_bytes == 0
-        assert report.neighbour_memory_bytes > 0  # of what all have, each rank has staged a part
+        assert report.own_memory_bytes + report.neighbour_memory_bytes == sum(
+            tensor.numel() * tensor.element_size() for tensor in (state["sharded"].to_local(), state["copies"])
+        )
         assert torch.equal(state["sharded"].to_local().cpu(), whole.chunk(world_size)[rank])
         assert torch.equal(state["copies"].cpu(), copies)
 

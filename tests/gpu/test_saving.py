@@ -101,6 +101,7 @@ def on_gpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return moved
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("options", [{"pack_below_bytes": 128}, {"layout": "packed"}, {"max_host_bytes": 1 << 18}])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_files_are_those_of_a_save_from_the_cpu(tmp_path: Path, options: dict[str, Any], overlap: bool) -> None:

@@ -39,7 +39,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[int], None
 
 
 class FakeNvml(types.ModuleType):
-    """One GPU. `remapped_failed`, `recovery` and `links` are what it says of itself."""
+    """`count` GPUs. `remapped_failed`, `recovery` and `links` are what it says of itself."""
 
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 
@@ -51,6 +51,7 @@ class FakeNvml(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.opened = 0
+        self.count = 3
         self.remapped_failed = 0
         self.recovery = 0
         self.links = [1, 1]
@@ -62,9 +63,14 @@ class FakeNvml(types.ModuleType):
     def nvmlShutdown(self) -> None:  # noqa: N802
         self.opened -= 1
 
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return self.count
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:  # noqa: N802
         if self.lost:
             raise self.NVMLError(15)
+        if index >= self.count:
+            raise self.NVMLError(2)
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
@@ -177,6 +183,20 @@ def test_a_gpu_that_is_well(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert ChainedGPUHealthCheck()(STATE) is STATE
     assert nvml.opened == 0
+
+
+def test_more_ranks_than_gpus(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.remapped_failed = 1
+    assert ChainedGPUHealthCheck(3)(STATE) is STATE
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert ChainedGPUHealthCheck(0)(STATE) is STATE
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-ab")
+    assert ChainedGPUHealthCheck(2)(STATE) is STATE
+    with pytest.raises(HealthCheckError, match="memory row"):
+        ChainedGPUHealthCheck(1)(STATE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")  # as launchers do it that give each rank its own
+    with pytest.raises(HealthCheckError, match="memory row"):
+        ChainedGPUHealthCheck(7)(STATE)
 
 
 @pytest.mark.parametrize(

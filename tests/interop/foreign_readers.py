@@ -71,7 +71,12 @@ def _register_bits() -> None:
 
     zarrs itself knows these data types by name, and refuses only the numpy arrays of them.
     """
-    from zarr.core.dtype import DataTypeValidationError, ZDType, data_type_registry
+    from zarr.core.dtype import ZDType, data_type_registry
+
+    try:
+        from zarr.errors import DataTypeValidationError
+    except ImportError:  # up to 3.1
+        from zarr.core.dtype import DataTypeValidationError
     from zarr.core.dtype.common import HasEndianness, HasItemSize
 
     @dataclass(frozen=True, kw_only=True, slots=True)
