@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LauncherOptio
     args = parser.parse_args(argv)
     try:
         options = _options(args)
-        _complete(args)
+        _complete(args, parser.get_default("master_port"))
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(str(error))
     return args, options
@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.prog = "ft_launcher"
     parser.description = _DESCRIPTION
     group = parser.add_argument_group("stopping workers")
-    _add_seconds(group, "--workers-stop-timeout", None, "from SIGTERM to SIGKILL, when workers are stopped (15)")
+    text = "from SIGTERM to SIGKILL, when workers are stopped (15)"
+    _add_seconds(group, "--workers-stop-timeout", None, text)
+    if "--shutdown-timeout" not in parser._option_string_actions:  # torchrun's name for it, since 2.13
+        _add_seconds(group, "--shutdown-timeout", None, "the same")
     _add_seconds(
         group, "--term-timeout", 1800.0, "for workers to end by themselves after a SIGTERM to the launcher (1800)"
     )
@@ -117,10 +120,11 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
     )
 
 
-def _complete(args: argparse.Namespace) -> None:
-    """What torchrun's own entry point does between parsing and launching."""
+def _complete(args: argparse.Namespace, default_port: Any) -> None:
+    """What torchrun's own entry point does between parsing and launching. Older ones have a port by default, and two
+    jobs on a node would both take it."""
     fewest, most = torchrun.parse_min_max_nnodes(args.nnodes)
-    says_nothing = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    says_nothing = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port == default_port
     if args.standalone or (says_nothing and most == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if args.master_port is None:
