@@ -34,7 +34,6 @@ from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot
 from ckpt.staging.copies import Copies
 from ckpt.staging.copy import unstage
-from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.peers import exchange_slots
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
 from ckpt.storage.commit import SaveId, read_part_of_step
@@ -171,7 +170,7 @@ def _verify_and_copy(
     unstaged = None
     if pieces is not None:
         unstaged = unstage(part.copies[0], tensors, torch.frombuffer(region.buffer, dtype=torch.uint8))
-        if not _are_sound(pieces, part.copies[0].ops, unstaged.checksums, region):
+        if not _are_sound(pieces, part.copies[0], unstaged.checksums, region):
             unstaged = None
     if unstaged is None:
         _log.warning(
@@ -210,8 +209,8 @@ def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[i
     return found
 
 
-def _are_sound(pieces: _Pieces, ops: Iterable[CopyOp], known: Mapping[int, int], region: SharedMemory) -> bool:
-    """Whether what the operations read is as its checksums say; `known` were made on the way, by start."""
+def _are_sound(pieces: _Pieces, copies: Copies, known: Mapping[int, int], region: SharedMemory) -> bool:
+    """Whether what the copies read is as its checksums say; `known` were made on the way, by start."""
     expected = dict(zip(pieces.starts, pieces.checksums, strict=True))
     if any(expected[start] != checksum for start, checksum in known.items()):
         return False
@@ -220,8 +219,8 @@ def _are_sound(pieces: _Pieces, ops: Iterable[CopyOp], known: Mapping[int, int],
         places = ((number, pieces.starts[number]) for number in numbers)
         return all(pieces.checksums[n] == crc32c(region.buffer[at : at + pieces.sizes[n]]) for n, at in places)
 
-    used = (bisect_right(pieces.starts, offset) - 1 for op in ops for offset, _, _ in op.runs() if offset not in known)
-    unknown = list(set(used))
+    offsets = copies.offsets | (copies.table.piece_offsets - known.keys())
+    unknown = list({bisect_right(pieces.starts, offset) - 1 for offset in offsets})
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "ckpt-verify") as pool:
         return all(pool.map(are_sound, (unknown[first::threads] for first in range(threads))))

@@ -27,12 +27,13 @@ _RUN_BYTES = 4 << 20
 class Copies:
     """The copies that fill a slot (or, the other way, restore from it). `table` has those of them that are runs of
     memory in a contiguous tensor, and `rows` the same ones for a GPU; `elements` is how many elements of each tensor
-    they copy."""
+    they copy, and `offsets` where in the slot runs begin that are not all of a piece."""
 
     ops: tuple[CopyOp, ...]
     table: RunTable
     rows: RowTable
     elements: dict[Path, int]
+    offsets: frozenset[int]
 
     @classmethod
     def of(cls, ops: tuple[CopyOp, ...]) -> Copies:
@@ -43,7 +44,9 @@ class Copies:
         table = RunTable.of(ops)
         numbers = {path: number for number, path in enumerate(table.paths)}
         runs = ((numbers[op.path], op.flat[0] * op.itemsize, op) for op in ops if op.flat is not None)
-        return cls(ops, table, RowTable.of(runs), elements)
+        partial = (op for op in ops if op.piece_bytes is None or op.flat is None or op.nbytes % op.piece_bytes)
+        offsets = frozenset(offset for op in partial for offset, _, _ in op.runs()) - table.piece_offsets
+        return cls(ops, table, RowTable.of(runs), elements, offsets)
 
 
 @dataclass(frozen=True)
