@@ -73,7 +73,7 @@ class _Job:
         except Exception as error:  # of a peer that cannot do this here: the others go on
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if "BENCH_TRACEBACKS" in os.environ:
-                traceback.print_exc()
+                traceback.print_exc(file=self.progress)
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
         if any(problems):

@@ -116,7 +116,11 @@ class DcpProcess(DcpThread):
             warnings.simplefilter("ignore")
             path = self._place.folder / "first"
             answer = async_save(
-                {"step": 0}, checkpoint_id=path, process_group=self._group, async_checkpointer_type=self._kind
+                {"step": 0},
+                checkpoint_id=path,
+                process_group=self._group,
+                async_checkpointer_type=self._kind,
+                async_stager=self._stager,
             )
             assert isinstance(answer, Future)
             answer.result()
