@@ -17,12 +17,17 @@ __all__ = ["CHECKSUM_BYTES", "RUN", "SEGMENT", "choose", "copy_runs", "crc32c", 
 
 CHECKSUM_BYTES = 4
 
-RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "crc32c")])
+RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "continues", "crc32c")])
 """A copy: the addresses, and how many bytes. Their checksum goes to the address `seal_at` as well, if that is not 0
-(4 bytes, little-endian), and is in `crc32c` when it is done. With 0 in `to` nothing but the checksum is made."""
+(4 bytes, little-endian), and is in `crc32c` when it is done. A run that
+`continues` has the checksum of the run before and its own bytes together. With 0 in `to` nothing but the checksum is
+made; with 0 in `from`, too, it is that of so many zeros."""
 
 SEGMENT = np.dtype([(name, np.uint64) for name in ("at", "to", "bytes")])
 """What to read: so many bytes, from byte `at` of what is in the pieces of a file, to an address."""
+
+
+_OLD = "was compiled from another version of its source; install the package again (`pip install .`)"
 
 
 def _load() -> ctypes.CDLL:
@@ -41,9 +46,14 @@ def _load() -> ctypes.CDLL:
         ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
         ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
         ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, size, pointer, size),
+        ("ckpt_record_bytes", size),
     ):
-        function = getattr(library, str(name))
+        function = getattr(library, str(name), None)
+        if function is None:
+            raise ImportError(f"{path} {_OLD}")
         function.restype, function.argtypes = result, arguments
+    if library.ckpt_record_bytes() != RUN.itemsize << 8 | SEGMENT.itemsize:
+        raise ImportError(f"{path} {_OLD}")
     return library
 
 
@@ -67,6 +77,8 @@ def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
     """
     if runs.dtype != RUN or runs.ndim != 1 or not runs.flags.c_contiguous:
         raise ValueError("runs must be a contiguous 1-d array of RUN")
+    if len(runs) and runs["continues"][0]:
+        raise ValueError("the first run must not continue another")
     _library.ckpt_copy_runs(runs.__array_interface__["data"][0], len(runs))
 
 

@@ -8,18 +8,27 @@
 /* The same fields, in this order, as RUN in __init__.py. Addresses are numbers there. */
 struct run {
     uint64_t to, from, bytes;
-    uint64_t seal_at; /* where the checksum of the bytes goes as well (little-endian), or 0 */
-    uint64_t crc32c;  /* out: of the bytes */
+    uint64_t seal_at;   /* where the checksum of the bytes goes as well (little-endian), or 0 */
+    uint64_t continues; /* not 0: the bytes have one checksum with those of the run before */
+    uint64_t crc32c;    /* out: of the bytes */
 };
 
 enum { BLOCK_BYTES = 256 << 10, CHECKSUM_BYTES = 4 };
 
-/* Do `count` copies, one after the other. Where `to` is 0 only the checksum is made. */
+/* The checksum of a stream whose checksum was `crc`, followed by zeros: the complement is a product (see crc32c.c). */
+static uint32_t followed_by_zeros(uint32_t crc, uint64_t bytes) { return ~ckpt_crc32c_joined(~crc, 0, bytes); }
+
+/* Do `count` copies, one after the other. Where `to` is 0 only the checksum is made, without `from` that of zeros. The
+ * first one does not continue another. */
 void ckpt_copy_runs(struct run *runs, uint64_t count) {
     for (struct run *run = runs; run < runs + count; run++) {
+        uint32_t crc = run->continues ? (uint32_t)run[-1].crc32c : 0;
         const uint8_t *from = (const uint8_t *)(uintptr_t)run->from;
         uint8_t *to = (uint8_t *)(uintptr_t)run->to;
-        uint32_t crc = to ? ckpt_crc32c_copy(0, to, from, run->bytes) : ckpt_crc32c(0, from, run->bytes);
+        if (!from)
+            crc = followed_by_zeros(crc, run->bytes);
+        else
+            crc = to ? ckpt_crc32c_copy(crc, to, from, run->bytes) : ckpt_crc32c(crc, from, run->bytes);
         run->crc32c = crc;
         uint8_t *seal = (uint8_t *)(uintptr_t)run->seal_at;
         for (int n = 0; seal && n < CHECKSUM_BYTES; n++) seal[n] = (uint8_t)(crc >> (8 * n));
@@ -101,3 +110,6 @@ int ckpt_read_pieces(int fd, uint64_t piece_bytes, const struct segment *segment
         error = read_piece(fd, (left.next->at + left.done) / piece_bytes, piece_bytes, &left);
     return error;
 }
+
+/* The sizes of the records that Python hands over: whether both are of the same version. */
+uint64_t ckpt_record_bytes(void) { return sizeof(struct run) << 8 | sizeof(struct segment); }

@@ -19,7 +19,7 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, position_of
 from ckpt.planning.packing import PackedTensor
 from ckpt.planning.save_plan import ArrayPlan, SavePlan
-from ckpt.staging.copies import Copies
+from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.documents import EncodedList
 from ckpt.storage.metadata import ArrayMeta, FileLayout
@@ -173,6 +173,7 @@ class _Builder:
         self._described: list[int] = []
         self._images: list[Image] = []
         self._copies: list[list[CopyOp]] = [[]]
+        self._shared: list[list[Shared]] = [[]]
         self._gaps: list[list[tuple[int, int]]] = [[]]
         self._next = 0
         self._slot_bytes = 0
@@ -191,7 +192,7 @@ class _Builder:
             self._slot_bytes,
             len(self._copies),
         )
-        copies = tuple(Copies.of(tuple(ops)) for ops in self._copies)
+        copies = tuple(Copies.of(tuple(ops), shared) for ops, shared in zip(self._copies, self._shared, strict=True))
         return Part(part_plan, copies, tuple(map(tuple, self._gaps)))
 
     def _is_for_others(self, rank: int | None) -> bool:
@@ -235,14 +236,18 @@ class _Builder:
     def _fill(self, entries: deque[PackedTensor], offset: int, start: int, end: int) -> None:
         """Take those entries that are between `start` and `end` of this rank's part; that is at `offset` in the
         slot."""
-        filled = start
+        filled, copies, count = start, self._copies[-1], 0
+        first = len(copies)
         while entries and entries[0].offset < end:
             entry = entries.popleft()
             self._add_gap(offset + filled - start, offset + entry.offset - start)
             if not self._is_for_others(entry.rank):
                 self._copy_packed(entry, offset + entry.offset - start)
             filled = entry.offset + entry.nbytes
+            count += 1
         self._add_gap(offset + filled - start, offset + end - start)
+        if len(copies) == first + count > first:  # none is missing
+            self._shared[-1].append(Shared(offset, end - start, first, len(copies)))
 
     def _add_gap(self, first: int, end: int) -> None:
         if first < end:
@@ -274,6 +279,7 @@ class _Builder:
                 )
             if self._next:
                 self._copies.append([])
+                self._shared.append([])
                 self._gaps.append([])
                 self._next = 0
         offset = self._next

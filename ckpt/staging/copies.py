@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,17 +17,27 @@ from ckpt.native import RUN
 from ckpt.paths import Path
 from ckpt.staging.copy_op import CopyOp
 
-__all__ = ["Copies", "RowTable", "RunTable"]
+__all__ = ["Copies", "RowTable", "RunTable", "Shared"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _RUN_BYTES = 4 << 20
+
+
+class Shared(NamedTuple):
+    """A piece of a file that operations fill together, from number `first` to `end` (exclusive), which are in order.
+    What they leave of its `nbytes` is zero."""
+
+    offset: int
+    nbytes: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True)
 class Copies:
     """The copies that fill a slot (or, the other way, restore from it). `table` has those of them that are runs of
     memory in a contiguous tensor, and `rows` the same ones for a GPU; `elements` is how many elements of each tensor
-    they copy, and `offsets` where in the slot runs begin that are not all of a piece."""
+    they copy, and `offsets` where in the slot runs begin that are not all of a piece, nor share one."""
 
     ops: tuple[CopyOp, ...]
     table: RunTable
@@ -36,15 +46,18 @@ class Copies:
     offsets: frozenset[int]
 
     @classmethod
-    def of(cls, ops: tuple[CopyOp, ...]) -> Copies:
+    def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared] = ()) -> Copies:
         """Look at all operations, now and not while a save waits for it."""
         elements: dict[Path, int] = {}
         for op in ops:
             elements[op.path] = elements.get(op.path, 0) + op.nbytes // op.itemsize
-        table = RunTable.of(ops)
+        sound = tuple(piece for piece in shared if all(op.flat is not None for op in ops[piece.first : piece.end]))
+        table = RunTable.of(ops, sound)
         numbers = {path: number for number, path in enumerate(table.paths)}
         runs = ((numbers[op.path], op.flat[0] * op.itemsize, op) for op in ops if op.flat is not None)
-        partial = (op for op in ops if op.piece_bytes is None or op.flat is None or op.nbytes % op.piece_bytes)
+        sharing = {number for piece in sound for number in range(piece.first, piece.end)}
+        alone = (op for number, op in enumerate(ops) if number not in sharing)
+        partial = (op for op in alone if op.piece_bytes is None or op.flat is None or op.nbytes % op.piece_bytes)
         offsets = frozenset(offset for op in partial for offset, _, _ in op.runs()) - table.piece_offsets
         return cls(ops, table, RowTable.of(runs), elements, offsets)
 
@@ -53,9 +66,10 @@ class Copies:
 class RunTable:
     """Runs of memory between tensors and a slot, of some MB at most.
 
-    `tensor` numbers the `paths`. `seal_at` is where in the slot the checksum of a run goes that is all of a piece; 0
-    for others. `pieces` are those that are filled: offset in the slot, number of the tensor, and the runs from first to
-    last (exclusive). `has_all` says that no operation is left out.
+    `tensor` numbers the `paths`; -1 is none, for bytes that are zero. A run that `continues` has one checksum with the
+    run before. `seal_at` is where in the slot a checksum goes that is of all of a piece; 0 for others. The pieces that
+    are filled have an offset in the slot, and the runs from first to last (exclusive). `has_all` says that no operation
+    is left out.
     """
 
     paths: tuple[Path, ...]
@@ -64,60 +78,123 @@ class RunTable:
     in_slot: Array
     nbytes: Array
     seal_at: Array
-    pieces: tuple[tuple[int, int, int, int], ...]
+    continues: Array
+    piece_offset: Array
+    piece_first: Array
+    piece_end: Array
     has_all: bool
 
     @classmethod
-    def of(cls, ops: tuple[CopyOp, ...]) -> RunTable:
+    def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared]) -> RunTable:
         """The table of those that are one run in a contiguous tensor."""
-        numbers: dict[Path, int] = {}
-        rows: list[tuple[int, int, int, int, int]] = []
-        pieces = []
-        for op in ops:
-            if op.flat is None:
+        rows = _Rows()
+        begins = {piece.first: piece for piece in shared if piece.first < piece.end}
+        number = 0
+        while number < len(ops):
+            piece = begins.get(number)
+            if piece is not None:
+                rows.add_shared(piece, ops[piece.first : piece.end])
+                number = piece.end
                 continue
-            number = numbers.setdefault(op.path, len(numbers))
-            start = op.flat[0] * op.itemsize
-            for offset, first, size in op.runs():
-                is_piece = size == op.piece_bytes
-                if is_piece:
-                    pieces.append((offset, number, len(rows), len(rows) + -(-size // _RUN_BYTES)))
-                for at in range(0, size, _RUN_BYTES):
-                    part = min(_RUN_BYTES, size - at)
-                    behind = offset + size if is_piece and part == size else 0
-                    rows.append((number, start + first + at, offset + at, part, behind))
-        tensor, in_tensor, in_slot, nbytes, seal_at = np.array(rows, np.uint64).reshape(-1, 5).T.copy()
-        has_all = all(op.flat is not None for op in ops)
-        return cls(tuple(numbers), tensor.astype(np.intp), in_tensor, in_slot, nbytes, seal_at, tuple(pieces), has_all)
+            if ops[number].flat is not None:
+                rows.add(ops[number])
+            number += 1
+        tensor, in_tensor, in_slot, nbytes, seal_at, continues = np.array(rows.runs, np.int64).reshape(-1, 6).T.copy()
+        offsets, firsts, ends = np.array(rows.pieces, np.int64).reshape(-1, 3).T.copy()
+        return cls(
+            tuple(rows.numbers),
+            tensor,
+            in_tensor.view(np.uint64),
+            in_slot.view(np.uint64),
+            nbytes.view(np.uint64),
+            seal_at.view(np.uint64),
+            continues.view(np.uint64),
+            offsets,
+            firsts,
+            ends,
+            has_all=all(op.flat is not None for op in ops),
+        )
 
     @cached_property
-    def long_pieces(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Those that are several runs."""
-        return tuple(piece for piece in self.pieces if piece[3] - piece[2] > 1)
+    def long_pieces(self) -> Array:
+        """The numbers of those whose checksum is joined from those of several runs."""
+        return np.flatnonzero(self.seal_at[self.piece_end - 1] == 0) if len(self.piece_end) else self.piece_end
 
     @cached_property
     def piece_offsets(self) -> frozenset[int]:
         """Those of all pieces."""
-        return frozenset(offset for offset, _, _, _ in self.pieces)
+        return frozenset(self.piece_offset.tolist())
 
-    def into_slot(self, addresses: Array, usable: Array, slot: int) -> Array:
-        """The runs with the addresses of the tensors and of the slot; of no bytes from tensors not `usable`."""
-        runs = np.zeros(len(self.tensor), RUN)
-        used = usable[self.tensor]
-        runs["from"] = addresses[self.tensor] + self.in_tensor
-        runs["to"] = self.in_slot + np.uint64(slot)
+    def into_slot(self, addresses: Array, usable: Array, slot: int) -> tuple[Array, Array]:
+        """The runs with the addresses of the tensors and of the slot, of no bytes from tensors not `usable`; and which
+        of the pieces they fill."""
+        runs, used, whole = self._begin(usable)
+        runs["from"] = np.where(self.tensor < 0, 0, np.append(addresses, np.uint64(0))[self.tensor] + self.in_tensor)
+        runs["to"] = np.where(self.tensor < 0, 0, self.in_slot + np.uint64(slot))
         runs["bytes"] = np.where(used, self.nbytes, 0)
-        runs["seal_at"] = np.where(used & (self.seal_at > 0), self.seal_at + np.uint64(slot), 0)
-        return runs
+        last = self.piece_end[whole] - 1
+        runs["seal_at"][last] = np.where(self.seal_at[last] > 0, self.seal_at[last] + np.uint64(slot), 0)
+        return runs, whole
 
-    def out_of_slot(self, addresses: Array, usable: Array, checked: Array, slot: int) -> Array:
-        """The other way; those of tensors that are only to be `checked` copy nothing."""
-        runs = np.zeros(len(self.tensor), RUN)
-        used = usable[self.tensor]
+    def out_of_slot(self, addresses: Array, usable: Array, checked: Array, slot: int) -> tuple[Array, Array]:
+        """The other way; those of tensors that are only to be `checked` copy nothing, nor do bytes that are zero."""
+        runs, used, whole = self._begin(usable | checked)
         runs["from"] = self.in_slot + np.uint64(slot)
-        runs["to"] = np.where(used, addresses[self.tensor] + self.in_tensor, 0)
-        runs["bytes"] = np.where(used | checked[self.tensor], self.nbytes, 0)
-        return runs
+        copied = np.append(usable, False)[self.tensor]
+        runs["to"] = np.where(copied, np.append(addresses, np.uint64(0))[self.tensor] + self.in_tensor, 0)
+        runs["bytes"] = np.where(used, self.nbytes, 0)
+        return runs, whole
+
+    def _begin(self, usable: Array) -> tuple[Array, Array, Array]:
+        """Empty runs, which of them are used, and which pieces have all of theirs."""
+        runs = np.zeros(len(self.tensor), RUN)
+        runs["continues"] = self.continues
+        used = np.append(usable, True)[self.tensor]
+        missing = np.concatenate(([0], np.cumsum(~used)))
+        return runs, used, missing[self.piece_end] == missing[self.piece_first]
+
+
+class _Rows:
+    """The columns of a `RunTable`, row by row."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Path, int] = {}
+        self.runs: list[tuple[int, int, int, int, int, bool]] = []
+        self.pieces: list[tuple[int, int, int]] = []
+
+    def add(self, op: CopyOp) -> None:
+        """A box in pieces of its own, or in a part of one."""
+        assert op.flat is not None
+        number, start = self._number(op), op.flat[0] * op.itemsize
+        for offset, first, size in op.runs():
+            is_piece = size == op.piece_bytes
+            if is_piece:
+                self.pieces.append((offset, len(self.runs), len(self.runs) + -(-size // _RUN_BYTES)))
+            for at in range(0, size, _RUN_BYTES):
+                part = min(_RUN_BYTES, size - at)
+                behind = offset + size if is_piece and part == size else 0
+                self.runs.append((number, start + first + at, offset + at, part, behind, False))
+
+    def add_shared(self, piece: Shared, ops: Iterable[CopyOp]) -> None:
+        """Boxes in one piece, and zeros before, between and behind them."""
+        at, first = piece.offset, len(self.runs)
+        for op in ops:
+            assert op.flat is not None
+            if op.offset > at:
+                self._continue(first, -1, 0, at, op.offset - at)
+            self._continue(first, self._number(op), op.flat[0] * op.itemsize, op.offset, op.nbytes)
+            at = op.offset + op.nbytes
+        end = piece.offset + piece.nbytes
+        if end > at:
+            self._continue(first, -1, 0, at, end - at)
+        self.runs[-1] = (*self.runs[-1][:4], end, self.runs[-1][5])
+        self.pieces.append((piece.offset, first, len(self.runs)))
+
+    def _continue(self, first: int, number: int, in_tensor: int, in_slot: int, nbytes: int) -> None:
+        self.runs.append((number, in_tensor, in_slot, nbytes, 0, len(self.runs) > first))
+
+    def _number(self, op: CopyOp) -> int:
+        return self.numbers.setdefault(op.path, len(self.numbers))
 
 
 @dataclass(frozen=True)

@@ -120,9 +120,12 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
         with torch.cuda.device(gpu):
             rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=False)
             queue_copies(rows, torch.cuda.current_stream())
-    runs = table.out_of_slot(memory.addresses, memory.on_cpu, memory.on_gpu, slot.data_ptr())
+    runs, whole = table.out_of_slot(memory.addresses, memory.on_cpu, memory.on_gpu, slot.data_ptr())
     copy_together(runs)
-    copied = np.bincount(table.tensor, runs["bytes"], len(table.paths)).astype(np.int64).tolist()
+    of_tensors = table.tensor >= 0
+    copied = (
+        np.bincount(table.tensor[of_tensors], runs["bytes"][of_tensors], len(table.paths)).astype(np.int64).tolist()
+    )
     nbytes = dict(zip(table.paths, copied, strict=True))
     for op in memory.others(copies):
         box = tensors[op.path][op.source]
@@ -131,7 +134,7 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
         nbytes[op.path] = nbytes.get(op.path, 0) + op.nbytes
     if gpu is not None:
         torch.cuda.current_stream(gpu).synchronize()
-    return Unstaged(nbytes, _checksums(table, runs, memory.on_cpu | memory.on_gpu))
+    return Unstaged(nbytes, _checksums(table, runs, whole))
 
 
 def _out_of_slot(op: CopyOp, box: torch.Tensor, slot: torch.Tensor, gpu: torch.device | None) -> torch.Tensor:
@@ -190,25 +193,22 @@ class _Memory:
 
 def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:
     """Copy what is a run of memory on the CPU; returns the offsets of the pieces that are sealed."""
-    runs = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
+    runs, whole = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
     copy_together(runs)
     memory = slot.numpy().data
-    for offset, number, first, end in table.long_pieces:
-        if tensors.on_cpu[number]:
-            nbytes = int(runs["bytes"][first:end].sum())
-            struct.pack_into("<I", memory, offset + nbytes, _joined(runs[first:end]))
-    if tensors.on_cpu.all():
-        return table.piece_offsets
-    return frozenset(offset for offset, number, _, _ in table.pieces if tensors.on_cpu[number])
+    for number in table.long_pieces[whole[table.long_pieces]].tolist():
+        part = runs[table.piece_first[number] : table.piece_end[number]]
+        struct.pack_into("<I", memory, int(table.piece_offset[number] + part["bytes"].sum()), _joined(part))
+    return table.piece_offsets if whole.all() else frozenset(table.piece_offset[whole].tolist())
 
 
-def _checksums(table: RunTable, runs: np.ndarray[Any, np.dtype[Any]], usable: np.ndarray[Any, Any]) -> dict[int, int]:
-    crcs = runs["crc32c"].tolist()
-    return {
-        offset: crcs[first] if end - first == 1 else _joined(runs[first:end])
-        for offset, number, first, end in table.pieces
-        if usable[number]
-    }
+def _checksums(table: RunTable, runs: np.ndarray[Any, np.dtype[Any]], whole: np.ndarray[Any, Any]) -> dict[int, int]:
+    """Those of the pieces that are whole, by offset."""
+    last = table.piece_end[whole] - 1
+    found = dict(zip(table.piece_offset[whole].tolist(), runs["crc32c"][last].tolist(), strict=True))
+    for number in table.long_pieces[whole[table.long_pieces]].tolist():
+        found[int(table.piece_offset[number])] = _joined(runs[table.piece_first[number] : table.piece_end[number]])
+    return found
 
 
 def _joined(runs: np.ndarray[Any, np.dtype[Any]]) -> int:

@@ -28,8 +28,9 @@ def copy_together(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
     """
     if not runs["bytes"].any():
         return
-    ends = np.cumsum(runs["bytes"])
-    firsts = np.flatnonzero(np.diff((ends - runs["bytes"]) // _BATCH_BYTES, prepend=np.uint64(2**63))).tolist()
+    begins = np.flatnonzero(runs["continues"] == 0)  # the others need what the run before them leaves
+    before = np.cumsum(runs["bytes"])[begins] - runs["bytes"][begins]
+    firsts = begins[np.flatnonzero(np.diff(before // _BATCH_BYTES, prepend=np.uint64(2**63)))].tolist()
     batches = deque(zip(firsts, [*firsts[1:], len(runs)], strict=True))
 
     def work() -> None:

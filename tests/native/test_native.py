@@ -33,7 +33,8 @@ def address(array: np.ndarray) -> int:
 
 def copy(source: np.ndarray, target: np.ndarray, seal: np.ndarray | None = None) -> int:
     runs = np.zeros(1, native.RUN)
-    runs[0] = address(target), address(source), source.nbytes, 0 if seal is None else address(seal), 0
+    runs["to"], runs["from"], runs["bytes"] = address(target), address(source), source.nbytes
+    runs["seal_at"] = 0 if seal is None else address(seal)
     native.copy_runs(runs)
     return int(runs["crc32c"][0])
 
@@ -92,6 +93,44 @@ def test_many_runs_in_one_call() -> None:
     assert all(np.array_equal(target, NOISE[: len(target)]) for target in targets[:-1])
     assert not targets[-1].any()
     assert runs["crc32c"].tolist()[:-1] == [google_crc32c.value(NOISE[:size].tobytes()) for size in sizes[:-1]]
+
+
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(["copied", "checked", "zeros"]), st.integers(0, 5_000)), min_size=1),
+    alone=st.integers(0, 3),
+)
+@example(parts=[("zeros", 3 << 20), ("copied", 1), ("zeros", 1 << 40)], alone=0)
+def test_runs_that_continue_have_one_checksum(parts: list[tuple[str, int]], alone: int) -> None:
+    """With others in front that stand alone."""
+    whole, target, seal = b"", np.zeros(sum(size for kind, size in parts if kind == "copied"), np.uint8), bytearray(4)
+    runs = np.zeros(alone + len(parts), native.RUN)
+    runs["from"], runs["bytes"] = address(NOISE), 100
+    expected, at = 0, 0
+    for number, (kind, size) in enumerate(parts):
+        source = 0 if kind == "zeros" else address(NOISE) + number
+        copied = address(target) + at if kind == "copied" else 0
+        runs[alone + number] = copied, source, size, 0, number > 0, 0
+        if kind == "zeros":
+            expected = native.crc32c_joined(expected, zeros_checksum(size), size)
+        else:
+            expected = google_crc32c.extend(expected, NOISE[number : number + size].tobytes())
+        if kind == "copied":
+            whole += NOISE[number : number + size].tobytes()
+            at += size
+    runs["seal_at"][-1] = address(np.frombuffer(seal, np.uint8))
+    native.copy_runs(runs)
+    assert int(runs["crc32c"][-1]) == expected == int.from_bytes(seal, "little")
+    assert target.tobytes() == whole
+    assert set(runs["crc32c"][:alone].tolist()) <= {google_crc32c.value(NOISE[:100].tobytes())}
+
+
+def zeros_checksum(size: int) -> int:
+    """That of so many zeros, from the halves: no memory for a terabyte."""
+    if size <= 1 << 16:
+        return int(google_crc32c.value(bytes(size)))
+    half = zeros_checksum(size // 2)
+    both = native.crc32c_joined(half, half, size // 2)
+    return both if size % 2 == 0 else native.crc32c_joined(both, zeros_checksum(1), 1)
 
 
 @given(parts=st.lists(st.integers(0, 5_000), max_size=6))
@@ -183,3 +222,7 @@ def test_runs_must_be_what_the_library_takes() -> None:
         native.copy_runs(np.zeros((2, 5), np.uint64))
     with pytest.raises(ValueError, match="contiguous"):
         native.copy_runs(np.zeros(4, native.RUN)[::2])
+    runs = np.zeros(1, native.RUN)
+    runs["continues"] = 1
+    with pytest.raises(ValueError, match="first run"):
+        native.copy_runs(runs)

@@ -1,0 +1,87 @@
+"""Pieces that several tensors share are sealed while they are copied, and checked while they are copied back."""
+
+from __future__ import annotations
+
+import google_crc32c
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.staging.copies import Copies, Shared
+from ckpt.staging.copy import stage, unstage
+from ckpt.staging.copy_op import CopyOp
+
+_START = 16
+
+Laid = tuple[tuple[CopyOp, ...], tuple[Shared, ...], dict[tuple[str, ...], torch.Tensor], int]
+
+
+def laid_out(pieces: list[list[tuple[int, int]]]) -> Laid:
+    """Pieces of float32 tensors, each some bytes behind the one before, and as many zeros behind the last."""
+    ops: list[CopyOp] = []
+    shared, tensors = [], {}
+    at = _START
+    for entries in pieces:
+        first, start = len(ops), at
+        for gap, elements in entries:
+            at += gap
+            path = (f"t{len(tensors)}",)
+            tensors[path] = torch.randn(elements)
+            ops.append(CopyOp(path, (slice(0, elements),), (0, elements), at, (elements,), 4))
+            at += 4 * elements
+        at += entries[-1][0]
+        shared.append(Shared(start, at - start, first, len(ops)))
+        at += 4
+    return tuple(ops), tuple(shared), tensors, at
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 400)), min_size=1, max_size=5), max_size=4))
+def test_every_piece_is_sealed_and_known(pieces: list[list[tuple[int, int]]]) -> None:
+    ops, shared, tensors, size = laid_out(pieces)
+    copies = Copies.of(ops, shared)
+    slot = torch.zeros(size, dtype=torch.uint8)
+    staged = stage(copies, tensors, slot, None)
+    assert staged.sealed == {piece.offset for piece in shared}
+    checksums = {}
+    for piece in shared:
+        end = piece.offset + piece.nbytes
+        checksums[piece.offset] = google_crc32c.value(bytes(slot[piece.offset : end].numpy()))
+        assert int.from_bytes(bytes(slot[end : end + 4].numpy()), "little") == checksums[piece.offset]
+    assert not copies.offsets
+
+    restored = {path: torch.zeros_like(tensor) for path, tensor in tensors.items()}
+    unstaged = unstage(copies, restored, slot)
+    assert unstaged.checksums == checksums
+    assert all(torch.equal(restored[path], tensor) for path, tensor in tensors.items())
+    assert unstaged.nbytes == {path: 4 * tensor.numel() for path, tensor in tensors.items()}
+
+
+def test_damage_anywhere_in_a_piece_shows_also_between_the_tensors() -> None:
+    ops, shared, tensors, size = laid_out([[(8, 10), (8, 10)]])
+    copies = Copies.of(ops, shared)
+    for at in range(_START, size - 4):
+        slot = torch.zeros(size, dtype=torch.uint8)
+        stage(copies, tensors, slot, None)
+        sealed = int.from_bytes(bytes(slot[-4:].numpy()), "little")
+        slot[at] += 1
+        assert unstage(copies, tensors, slot).checksums[_START] != sealed
+        tensors = {path: torch.randn(10) for path in tensors}
+
+
+def test_a_piece_is_left_to_the_writer_when_a_tensor_is_no_run_of_memory() -> None:
+    ops, shared, tensors, size = laid_out([[(0, 10), (4, 12)], [(0, 30)]])
+    strided = {**tensors, ("t1",): torch.randn(12, 2)[:, 0]}
+    copies = Copies.of(ops, shared)
+    slot = torch.full((size,), 7, dtype=torch.uint8)
+    assert stage(copies, strided, slot, None).sealed == {shared[1].offset}
+    assert bytes(slot[shared[0].offset + shared[0].nbytes :][:4].numpy()) == b"\x07" * 4
+    restored = {path: torch.zeros(30, 2)[: len(tensor), 0] for path, tensor in tensors.items()}
+    assert not unstage(copies, restored, slot).checksums
+    assert all(torch.equal(restored[path], tensor) for path, tensor in strided.items())
+
+    of_columns = (CopyOp(("t0",), ops[0].source, None, ops[0].offset, (10,), 4), *ops[1:])
+    copies = Copies.of(of_columns, shared)
+    assert stage(copies, tensors, slot, None).sealed == {shared[1].offset}
+    assert np.array_equal(slot[_START : _START + 40].numpy(), tensors[("t0",)].numpy().view(np.uint8))
+    assert copies.offsets == {op.offset for op in ops[:2]}
