@@ -28,7 +28,8 @@ from ckpt.errors import CheckpointError
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
-from ckpt.saving.part import LocalBoxes, Part, PartPlan, copies_from
+from ckpt.saving.layout import copies_from
+from ckpt.saving.part import LocalBoxes, Part, PartPlan
 from ckpt.saving.planner import Planned
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot

@@ -23,7 +23,8 @@ from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
-from ckpt.saving.part import LocalBoxes, Part, make_part
+from ckpt.saving.layout import make_part
+from ckpt.saving.part import LocalBoxes, Part
 from ckpt.storage.commit import SaveId
 from ckpt.storage.documents import encode_value
 

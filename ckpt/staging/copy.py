@@ -1,7 +1,7 @@
 """Copy the boxes this rank owns from its tensors into a slot.
 
-CPU tensors are copied by as many threads as PyTorch uses (see `runs`), and where a box is all of a piece of a file, its
-checksum is made on the way and put behind it: the writer need not read the memory again.
+CPU tensors are copied by as many threads as PyTorch uses (see `runs`), and where one box or several are all of a piece
+of a file, its checksum is made on the way and put behind it: the writer need not read the memory again.
 
 CUDA tensors go over a side stream into pinned memory, a chunk file in one call (see `cuda_rows`): the copies wait for
 the work already queued on the current stream, and `Staged.wait` waits for the copies.
@@ -9,11 +9,9 @@ the work already queued on the current stream, and `Staged.wait` waits for the c
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,15 +19,13 @@ import torch
 
 from ckpt.native import crc32c_joined
 from ckpt.paths import Path
-from ckpt.staging.copies import Copies, RowTable, RunTable
+from ckpt.staging.copies import Copies, RunTable
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
+from ckpt.staging.strided import copy_boxes, is_plain, take_box
 
-__all__ = ["Staged", "Unstaged", "stage", "unstage"]
-
-
-_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+__all__ = ["Staged", "Unstaged", "only_gpu", "stage", "unstage"]
 
 
 class Staged:
@@ -95,7 +91,7 @@ def stage(
     keep: list[torch.Tensor] = []
     memory = _Memory.of(copies.table, tensors, None if stream is None else stream.device)
     if stream is None:
-        _copy_others(memory.others(copies), tensors, slot, keep, None)
+        copy_boxes(memory.others(copies), tensors, slot, keep, None)
         return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
@@ -103,7 +99,7 @@ def stage(
             tensors[path].record_stream(stream)  # its memory is not given to others before the copy has run
         rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=True)
         queue_copies(rows, stream)
-        _copy_others(memory.others(copies), tensors, slot, keep, stream)
+        copy_boxes(memory.others(copies), tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
     return Staged(stream, event, keep, _copy_runs_in(copies.table, memory, slot))
@@ -129,28 +125,12 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
     nbytes = dict(zip(table.paths, copied, strict=True))
     for op in memory.others(copies):
         box = tensors[op.path][op.source]
-        stored = _out_of_slot(op, box, slot, gpu)
+        stored = take_box(op, box, slot, gpu)
         box.copy_(stored.view(box.dtype).view(box.shape))
         nbytes[op.path] = nbytes.get(op.path, 0) + op.nbytes
     if gpu is not None:
         torch.cuda.current_stream(gpu).synchronize()
     return Unstaged(nbytes, _checksums(table, runs, whole))
-
-
-def _out_of_slot(op: CopyOp, box: torch.Tensor, slot: torch.Tensor, gpu: torch.device | None) -> torch.Tensor:
-    """The bytes of an operation in C order, where its box is; there may be copies under way to them on a GPU."""
-    if gpu is not None and box.is_cuda and can_copy_rows():
-        stored = torch.empty(op.nbytes, dtype=torch.uint8, device=gpu)
-        with torch.cuda.device(gpu):
-            _queue_boxes([(op, stored)], slot, torch.cuda.current_stream(), into_slot=False)
-        return stored
-    stored = torch.empty(op.nbytes, dtype=torch.uint8)  # at an address that fits the dtype
-    if op.piece_bytes is None:
-        stored.view(*box.shape, op.itemsize).copy_(_corner(slot, op, box.shape))
-    else:
-        for offset, first, size in op.runs():
-            stored[first : first + size] = slot[offset : offset + size]
-    return stored
 
 
 def only_gpu(tensors: Iterable[torch.Tensor]) -> torch.device | None:
@@ -172,7 +152,7 @@ class _Memory:
     @classmethod
     def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor], gpu: torch.device | None) -> _Memory:
         own = [tensors[path] for path in table.paths]
-        plain = np.fromiter(map(_is_plain, own), bool, len(own))
+        plain = np.fromiter(map(is_plain, own), bool, len(own))
         on_cpu = np.fromiter((tensor.is_cpu for tensor in own), bool, len(own))
         addresses = np.fromiter((tensor.data_ptr() for tensor in own), np.uint64, len(own))
         on_gpu = ~on_cpu if gpu is not None and can_copy_rows() else np.zeros_like(on_cpu)
@@ -217,73 +197,3 @@ def _joined(runs: np.ndarray[Any, np.dtype[Any]]) -> int:
     for run in runs:
         joined = crc32c_joined(joined, int(run["crc32c"]), int(run["bytes"]))
     return joined
-
-
-def _copy_others(
-    ops: Iterable[CopyOp],
-    tensors: Mapping[Path, torch.Tensor],
-    slot: torch.Tensor,
-    keep: list[torch.Tensor],
-    stream: torch.cuda.Stream | None,
-) -> None:
-    flat_bytes: dict[Path, torch.Tensor] = {}
-    on_gpu: list[tuple[CopyOp, torch.Tensor]] = []
-    for op in ops:
-        tensor = tensors[op.path]
-        if stream is not None and tensor.is_cuda:
-            tensor.record_stream(stream)  # its memory is not given to others before the copy has run
-        if op.flat is not None and _is_plain(tensor):
-            start = op.flat[0] * op.itemsize
-            source = flat_bytes.get(op.path)
-            if source is None:
-                source = flat_bytes[op.path] = _bytes_of(tensor)
-        else:
-            box = _contiguous(tensor[op.source])
-            keep.append(box)
-            if stream is not None and box.is_cuda and can_copy_rows():
-                on_gpu.append((op, box))
-                continue
-            start, source = 0, _bytes_of(box)
-            if op.piece_bytes is None:
-                corner = _corner(slot, op, box.shape)
-                corner.copy_(source.view(*box.shape, op.itemsize), non_blocking=stream is not None)
-                continue
-        for offset, first, size in op.runs():
-            part = source[start + first : start + first + size]
-            slot[offset : offset + size].copy_(part, non_blocking=stream is not None)
-    if stream is not None:
-        _queue_boxes(on_gpu, slot, stream, into_slot=True)
-
-
-def _queue_boxes(
-    boxes: list[tuple[CopyOp, torch.Tensor]], slot: torch.Tensor, stream: torch.cuda.Stream, *, into_slot: bool
-) -> None:
-    """Copy boxes of operations, contiguous on the GPU of a stream, to where these say, or back from there."""
-    table = RowTable.of((number, 0, op) for number, (op, _) in enumerate(boxes))
-    addresses = np.fromiter((box.data_ptr() for _, box in boxes), np.uint64, len(boxes))
-    usable = np.ones(len(boxes), bool)
-    queue_copies(copies_of_rows(table, addresses, usable, slot.data_ptr(), into_slot=into_slot), stream)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory holds the elements one after the other."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor. One element is contiguous with any strides, but has no view with some."""
-    flat = tensor.reshape(-1)
-    return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
-
-
-def _contiguous(box: torch.Tensor) -> torch.Tensor:
-    """The same bits in C order. As integers where possible, for there are dtypes that torch has no copy kernel for."""
-    as_integer = _INTEGERS.get(box.element_size())
-    if box.is_conj() or box.is_neg() or as_integer is None:
-        return box.resolve_conj().resolve_neg().contiguous()
-    return box.view(as_integer).contiguous()
-
-
-def _corner(slot: torch.Tensor, op: CopyOp, shape: torch.Size) -> torch.Tensor:
-    strides = [math.prod(op.full_shape[dim + 1 :]) * op.itemsize for dim in range(len(shape))]
-    return slot.as_strided((*shape, op.itemsize), (*strides, 1), op.offset)

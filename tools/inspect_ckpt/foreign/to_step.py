@@ -21,7 +21,8 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import make_save_plan
-from ckpt.saving.part import Part, make_part
+from ckpt.saving.layout import make_part
+from ckpt.saving.part import Part
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.copy_op import CopyOp

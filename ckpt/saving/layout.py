@@ -1,0 +1,270 @@
+"""Lays out a rank's files in slots: one image after the other, and what is copied into each.
+
+Made once from the plan. Another rank's layout is made in the same way, to restore from its slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from ckpt.errors import StateError
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box, position_of
+from ckpt.planning.packing import PackedTensor
+from ckpt.planning.save_plan import ArrayPlan, SavePlan
+from ckpt.saving.part import Image, LocalBoxes, Part, PartPlan
+from ckpt.staging.copies import Copies, Shared
+from ckpt.staging.copy_op import CopyOp
+from ckpt.storage.documents import EncodedList
+from ckpt.storage.metadata import ArrayMeta, FileLayout
+from ckpt.storage.names import PACK_DIRECTORY, directory
+
+__all__ = ["copies_from", "make_part"]
+
+
+def make_part(
+    plan: SavePlan, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, compression: str | None
+) -> Part:
+    """Lay out this rank's files in slots of at most `max_slot_bytes`.
+
+    Raises StateError when a single file does not fit a slot.
+    """
+    packed = EncodedList.of([_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank])
+    return _lay_out(_Builder(rank, local_boxes, max_slot_bytes, compression), plan, rank, packed)
+
+
+def _lay_out(builder: _Builder, plan: SavePlan, rank: int, packed: EncodedList) -> Part:
+    for array, chunks in itertools.groupby(plan.chunks_of(rank), key=lambda chunk: chunk[:2]):
+        builder.add_array(array[1], [number for _, _, number in chunks])
+    if plan.pack_grid is not None and rank in plan.pack_owners:
+        builder.add_pack(plan)
+    aliases = tuple(plan.aliases.items()) if rank == 0 else ()
+    return builder.build(plan, packed, aliases)
+
+
+def copies_from(
+    plan: SavePlan,
+    rank: int,
+    local_boxes: LocalBoxes,
+    own_rank: int,
+    max_slot_bytes: int | None,
+    compression: str | None,
+) -> Part:
+    """Lay out the files of `rank` as it does itself, with the copies of those boxes only that `local_boxes` hold.
+
+    Copied back, they bring what the slot of `rank` holds into the tensors of whoever has these boxes. What belongs to
+    one rank alone is for `own_rank` only.
+    """
+    builder = _Builder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
+    return _lay_out(builder, plan, rank, EncodedList.of(()))  # nobody writes this part
+
+
+def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
+    """As it is in the part manifest; the offset is in bytes from the start of the pack."""
+    start = plan.pack_owners.index(entry.owner) * plan.pack_bytes if plan.pack_bytes else 0
+    document = {"path": entry.path, "dtype": entry.dtype, "shape": entry.shape, "offset": start + entry.offset}
+    if entry.shape != entry.tensor_shape:
+        document |= {"tensor_shape": entry.tensor_shape, "box_offset": entry.box.offset}
+    return document if entry.rank is None else {**document, "rank": entry.rank}
+
+
+class _Builder:
+    """Places one image after the other; begins a new piece when a slot is full."""
+
+    def __init__(
+        self,
+        rank: int,
+        local_boxes: LocalBoxes,
+        max_slot_bytes: int | None,
+        compression: str | None,
+        *,
+        only_for: int | None = None,
+    ) -> None:
+        self._only_for = only_for
+        self._rank = rank
+        self._local_boxes = local_boxes
+        self._limit = max_slot_bytes
+        self._compression = compression
+        self._directories: list[str] = []
+        self._metas: list[ArrayMeta] = []
+        self._described: list[int] = []
+        self._images: list[Image] = []
+        self._copies: list[list[CopyOp]] = [[]]
+        self._shared: list[list[Shared]] = [[]]
+        self._gaps: list[list[tuple[int, int]]] = [[]]
+        self._next = 0
+        self._slot_bytes = 0
+
+    def build(self, plan: SavePlan, packed: EncodedList, aliases: tuple[tuple[Path, Path], ...]) -> Part:
+        part_plan = PartPlan(
+            self._rank,
+            plan.world_size,
+            plan.digest,
+            tuple(self._directories),
+            tuple(self._metas),
+            tuple(self._described),
+            tuple(self._images),
+            packed,
+            aliases,
+            self._slot_bytes,
+            len(self._copies),
+        )
+        copies = tuple(Copies.of(tuple(ops), shared) for ops, shared in zip(self._copies, self._shared, strict=True))
+        return Part(part_plan, copies, tuple(map(tuple, self._gaps)))
+
+    def _is_for_others(self, rank: int | None) -> bool:
+        return self._only_for is not None and rank is not None and rank != self._only_for
+
+    def add_array(self, array: ArrayPlan, chunks: Iterable[int]) -> None:
+        """`chunks` are the numbers of those that the rank writes, in C order."""
+        meta = _array_meta(array, self._compression)
+        number = self._add_meta(_array_directory(array), meta, described=array.owners[0] == self._rank)
+        for index in (position_of(chunk, meta.grid_shape) for chunk in chunks):
+            layout = meta.layout(index)
+            offset = self._place(number, index, layout, array.path)
+            if self._is_for_others(array.rank):
+                continue
+            chunk = meta.box_of(index)
+            if meta.first_byte(index, *chunk) == 0:
+                shape = tuple(high - low for low, high in zip(*chunk, strict=True))
+                self._copy(array, Box(chunk[0], shape), offset, shape, layout.piece_bytes)
+                continue
+            for piece in layout.pieces:
+                piece_bytes = layout.piece_bytes if piece.shape == layout.full_shape else None
+                box = Box(piece.origin, piece.shape)
+                self._copy(array, box, offset + piece.offset, layout.full_shape, piece_bytes)
+
+    def add_pack(self, plan: SavePlan) -> None:
+        """The chunks of the pack that are this rank's part of it."""
+        assert plan.pack_grid is not None
+        chunk_bytes, first = plan.pack_bytes, plan.pack_owners.index(self._rank)
+        shape = (chunk_bytes * len(plan.pack_owners),)
+        inner = plan.pack_grid.inner_chunk_shape
+        meta = ArrayMeta(shape, "uint8", (chunk_bytes,), inner, self._compression, {"ckpt": {"pack": True}})
+        number = self._add_meta(PACK_DIRECTORY, meta, described=first == 0)
+        entries = deque(entry for entry in plan.packed if entry.owner == self._rank and entry.nbytes)
+        for position in range(first, first + plan.pack_owners.count(self._rank)):
+            layout = meta.layout((position,))
+            offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
+            for piece in layout.pieces:
+                start = piece.origin[0] - first * chunk_bytes
+                self._fill(entries, offset + piece.offset, start, start + layout.piece_bytes)
+
+    def _fill(self, entries: deque[PackedTensor], offset: int, start: int, end: int) -> None:
+        """Take those entries that are between `start` and `end` of this rank's part; that is at `offset` in the
+        slot."""
+        filled, copies, count = start, self._copies[-1], 0
+        first = len(copies)
+        while entries and entries[0].offset < end:
+            entry = entries.popleft()
+            self._add_gap(offset + filled - start, offset + entry.offset - start)
+            if not self._is_for_others(entry.rank):
+                self._copy_packed(entry, offset + entry.offset - start)
+            filled = entry.offset + entry.nbytes
+            count += 1
+        self._add_gap(offset + filled - start, offset + end - start)
+        if len(copies) == first + count > first:  # none is missing
+            self._shared[-1].append(Shared(offset, end - start, first, len(copies)))
+
+    def _add_gap(self, first: int, end: int) -> None:
+        if first < end:
+            self._gaps[-1].append((first, end - first))
+
+    def _copy_packed(self, entry: PackedTensor, target: int) -> None:
+        found = self._local(entry.path, entry.box)
+        if found is None:
+            return
+        source, local = found
+        itemsize = entry.nbytes // math.prod(entry.shape)
+        flat = _flat(source, local, entry.shape)
+        self._copies[-1].append(CopyOp(entry.path, source, flat, target, entry.shape, itemsize))
+
+    def _add_meta(self, where: str, meta: ArrayMeta, described: bool) -> int:
+        self._directories.append(where)
+        self._metas.append(meta)
+        if described:
+            self._described.append(len(self._metas) - 1)
+        return len(self._metas) - 1
+
+    def _place(self, number: int, index: tuple[int, ...], layout: FileLayout, path: Path) -> int:
+        if self._limit is not None and self._next + layout.image_bytes > self._limit:
+            if layout.image_bytes > self._limit:
+                raise StateError(
+                    f"{display(path)}: a file of {layout.image_bytes} bytes does not fit a staging slot of "
+                    f"{self._limit} "
+                    f"bytes; raise max_host_bytes to at least {2 * layout.image_bytes}, or lower file_bytes"
+                )
+            if self._next:
+                self._copies.append([])
+                self._shared.append([])
+                self._gaps.append([])
+                self._next = 0
+        offset = self._next
+        self._next += layout.image_bytes
+        self._slot_bytes = max(self._slot_bytes, self._next)
+        self._images.append(Image(number, index, offset, layout.image_bytes, len(self._copies) - 1))
+        return offset
+
+    def _copy(
+        self, array: ArrayPlan, inside: Box, offset: int, full_shape: tuple[int, ...], piece_bytes: int | None
+    ) -> None:
+        """Copy a box of an array, which may be a box of its tensor."""
+        box = Box(tuple(a + b for a, b in zip(array.box.offset, inside.offset, strict=True)), inside.shape)
+        found = self._local(array.path, box)
+        if found is None:
+            return
+        source, local = found
+        flat = _flat(source, local, box.shape) if box.shape[1:] == full_shape[1:] else None
+        self._copies[-1].append(CopyOp(array.path, source, flat, offset, full_shape, array.itemsize, piece_bytes))
+
+    def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
+        """Where `box` of the global tensor is in the local one, and the shape of the local one; None if it is not."""
+        boxes = self._local_boxes.get(path, [])
+        if not boxes and self._only_for is not None:
+            return None
+        ends = zip(*((tuple(o + n for o, n in zip(at, own.shape, strict=True))) for own, at in boxes), strict=True)
+        shape = tuple(max(dim) for dim in ends)
+        for own, at in boxes:
+            if own.intersection(box) == box:
+                low = tuple(a + o - b for a, o, b in zip(at, box.offset, own.offset, strict=True))
+                return tuple(slice(a, a + n) for a, n in zip(low, box.shape, strict=True)), shape
+        if self._only_for is not None:
+            return None
+        raise AssertionError(f"{display(path)}: the plan gives this rank {box}, which it does not hold")
+
+
+def _flat(source: tuple[slice, ...], local: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The box as one run of elements of a contiguous local tensor; None if it is not one.
+
+    It is one if, behind the first dimension in which it has several indices, it has all there are.
+    """
+    several = [dim for dim, size in enumerate(shape) if size > 1]
+    if several and shape[several[0] + 1 :] != local[several[0] + 1 :]:
+        return None
+    strides = [math.prod(local[dim + 1 :]) for dim in range(len(local))]
+    return sum(s.start * stride for s, stride in zip(source, strides, strict=True)), math.prod(shape)
+
+
+def _array_directory(array: ArrayPlan) -> str:
+    """Where the array is in the step. Names that begin with two underscores never come out of a key."""
+    base = directory(array.path)
+    if array.rank is not None:
+        return f"{base}/__rank_{array.rank:05d}"
+    return base if array.box_number is None else f"{base}/__box_{array.box_number:05d}"
+
+
+def _array_meta(array: ArrayPlan, compression: str | None) -> ArrayMeta:
+    """The array as Zarr sees it. The attribute ``ckpt`` has the exact name, and what the array is when it is not a
+    whole tensor."""
+    about: dict[str, object] = {"name": list(array.path)}
+    if array.rank is not None:
+        about["rank"] = array.rank
+    if array.box_number is not None:
+        about["box_offset"] = list(array.box.offset)
+        about["tensor_shape"] = list(array.tensor_shape)
+    grid = array.grid
+    return ArrayMeta(array.shape, array.dtype, grid.chunk_shape, grid.inner_chunk_shape, compression, {"ckpt": about})

@@ -1,0 +1,110 @@
+"""Copies boxes that are no run of memory: views with strides, columns of a matrix, conjugated tensors.
+
+On the CPU one by one by PyTorch. On a GPU they are made contiguous there, and then copied as rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from ckpt.paths import Path
+from ckpt.staging.copies import RowTable
+from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
+
+__all__ = ["copy_boxes", "is_plain", "take_box"]
+
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+
+
+def copy_boxes(
+    ops: Iterable[CopyOp],
+    tensors: Mapping[Path, torch.Tensor],
+    slot: torch.Tensor,
+    keep: list[torch.Tensor],
+    stream: torch.cuda.Stream | None,
+) -> None:
+    """Copy the boxes of `ops` into the slot; those of CUDA tensors are queued on the `stream`, if there is one. What
+    must live until they are copied goes to `keep`."""
+    flat_bytes: dict[Path, torch.Tensor] = {}
+    on_gpu: list[tuple[CopyOp, torch.Tensor]] = []
+    for op in ops:
+        tensor = tensors[op.path]
+        if stream is not None and tensor.is_cuda:
+            tensor.record_stream(stream)  # its memory is not given to others before the copy has run
+        if op.flat is not None and is_plain(tensor):
+            start = op.flat[0] * op.itemsize
+            source = flat_bytes.get(op.path)
+            if source is None:
+                source = flat_bytes[op.path] = _bytes_of(tensor)
+        else:
+            box = _contiguous(tensor[op.source])
+            keep.append(box)
+            if stream is not None and box.is_cuda and can_copy_rows():
+                on_gpu.append((op, box))
+                continue
+            start, source = 0, _bytes_of(box)
+            if op.piece_bytes is None:
+                corner = _corner(slot, op, box.shape)
+                corner.copy_(source.view(*box.shape, op.itemsize), non_blocking=stream is not None)
+                continue
+        for offset, first, size in op.runs():
+            part = source[start + first : start + first + size]
+            slot[offset : offset + size].copy_(part, non_blocking=stream is not None)
+    if stream is not None:
+        _queue_boxes(on_gpu, slot, stream, into_slot=True)
+
+
+def take_box(op: CopyOp, box: torch.Tensor, slot: torch.Tensor, gpu: torch.device | None) -> torch.Tensor:
+    """The bytes of an operation in C order, where its box is; there may be copies under way to them on a GPU."""
+    if gpu is not None and box.is_cuda and can_copy_rows():
+        stored = torch.empty(op.nbytes, dtype=torch.uint8, device=gpu)
+        with torch.cuda.device(gpu):
+            _queue_boxes([(op, stored)], slot, torch.cuda.current_stream(), into_slot=False)
+        return stored
+    stored = torch.empty(op.nbytes, dtype=torch.uint8)  # at an address that fits the dtype
+    if op.piece_bytes is None:
+        stored.view(*box.shape, op.itemsize).copy_(_corner(slot, op, box.shape))
+    else:
+        for offset, first, size in op.runs():
+            stored[first : first + size] = slot[offset : offset + size]
+    return stored
+
+
+def _queue_boxes(
+    boxes: list[tuple[CopyOp, torch.Tensor]], slot: torch.Tensor, stream: torch.cuda.Stream, *, into_slot: bool
+) -> None:
+    """Copy boxes of operations, contiguous on the GPU of a stream, to where these say, or back from there."""
+    table = RowTable.of((number, 0, op) for number, (op, _) in enumerate(boxes))
+    addresses = np.fromiter((box.data_ptr() for _, box in boxes), np.uint64, len(boxes))
+    usable = np.ones(len(boxes), bool)
+    queue_copies(copies_of_rows(table, addresses, usable, slot.data_ptr(), into_slot=into_slot), stream)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds the elements one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor. One element is contiguous with any strides, but has no view with some."""
+    flat = tensor.reshape(-1)
+    return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
+
+
+def _contiguous(box: torch.Tensor) -> torch.Tensor:
+    """The same bits in C order. As integers where possible, for there are dtypes that torch has no copy kernel for."""
+    as_integer = _INTEGERS.get(box.element_size())
+    if box.is_conj() or box.is_neg() or as_integer is None:
+        return box.resolve_conj().resolve_neg().contiguous()
+    return box.view(as_integer).contiguous()
+
+
+def _corner(slot: torch.Tensor, op: CopyOp, shape: torch.Size) -> torch.Tensor:
+    strides = [math.prod(op.full_shape[dim + 1 :]) * op.itemsize for dim in range(len(shape))]
+    return slot.as_strided((*shape, op.itemsize), (*strides, 1), op.offset)
