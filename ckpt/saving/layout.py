@@ -132,6 +132,9 @@ class _Builder:
             if meta.first_byte(index, *chunk) == 0:
                 shape = tuple(high - low for low, high in zip(*chunk, strict=True))
                 self._copy(array, Box(chunk[0], shape), offset, shape, layout.piece_bytes)
+                padding = -math.prod(shape) * array.itemsize % layout.piece_bytes
+                end = offset + layout.pieces[-1].offset + layout.piece_bytes
+                self._add_gap(end - padding, end)
                 continue
             for piece in layout.pieces:
                 piece_bytes = layout.piece_bytes if piece.shape == layout.full_shape else None

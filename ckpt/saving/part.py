@@ -61,8 +61,8 @@ class PartPlan:
 class Part:
     """A rank's part: the writer's half, and for each piece the copies that fill it.
 
-    They fill every byte that is written but those in the `gaps` of the pack, offset and number of bytes, which must be
-    zero.
+    Bytes that must be zero, in the pack and behind the last elements of an array, are `gaps`: offset and number of
+    bytes.
     """
 
     plan: PartPlan

@@ -13,6 +13,7 @@ step:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pickle
 import time
@@ -100,7 +101,7 @@ class PartWriter:
 
     def __call__(self) -> None:
         """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end."""
-        plan: PartPlan = pickle.loads(self.plan)  # our own bytes, made by the trainer of this writer
+        plan = _plan(self.plan)
         pending = self._pending()
         lock: DirectoryLock | None = None
         work: ByteLock | None = None
@@ -311,6 +312,13 @@ class PartWriter:
         text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
         text = clip(text or "".join(traceback.format_exception(error)), _TRACEBACK_BYTES)
         return Reason(self.rank, type(error).__name__, clip(str(error), _TRACEBACK_BYTES), text)
+
+
+@functools.lru_cache(maxsize=2)
+def _plan(data: bytes) -> PartPlan:
+    """Our own bytes, made by the trainer of this writer. Kept from one save to the next, with all that it has made."""
+    plan: PartPlan = pickle.loads(data)
+    return plan
 
 
 def _report_or(here: Callable[[dict[str, Any]], None], event: dict[str, Any]) -> None:

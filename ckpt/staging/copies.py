@@ -168,6 +168,10 @@ class _Rows:
         number, start = self._number(op), op.flat[0] * op.itemsize
         for offset, first, size in op.runs():
             is_piece = size == op.piece_bytes
+            if op.piece_bytes is not None and size < op.piece_bytes <= _RUN_BYTES:
+                self._continue(len(self.runs), number, start + first, offset, size)
+                self._end_piece(offset, len(self.runs) - 1, offset + size, offset + op.piece_bytes)
+                continue
             if is_piece:
                 self.pieces.append((offset, len(self.runs), len(self.runs) + -(-size // _RUN_BYTES)))
             for at in range(0, size, _RUN_BYTES):
@@ -184,11 +188,14 @@ class _Rows:
                 self._continue(first, -1, 0, at, op.offset - at)
             self._continue(first, self._number(op), op.flat[0] * op.itemsize, op.offset, op.nbytes)
             at = op.offset + op.nbytes
-        end = piece.offset + piece.nbytes
+        self._end_piece(piece.offset, first, at, piece.offset + piece.nbytes)
+
+    def _end_piece(self, offset: int, first: int, at: int, end: int) -> None:
+        """Zeros from `at` to the `end` of a piece, and its checksum behind that."""
         if end > at:
             self._continue(first, -1, 0, at, end - at)
         self.runs[-1] = (*self.runs[-1][:4], end, self.runs[-1][5])
-        self.pieces.append((piece.offset, first, len(self.runs)))
+        self.pieces.append((offset, first, len(self.runs)))
 
     def _continue(self, first: int, number: int, in_tensor: int, in_slot: int, nbytes: int) -> None:
         self.runs.append((number, in_tensor, in_slot, nbytes, 0, len(self.runs) > first))

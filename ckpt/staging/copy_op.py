@@ -35,8 +35,8 @@ class CopyOp:
     memory in a contiguous local tensor of the planned shape.
 
     With `piece_bytes` the box fills, in C order, pieces of so many bytes from `offset` on, with room for a checksum
-    behind each. Without, it lies somewhere in a piece: as one run if it is `flat`, else in the first corner of an array
-    of `full_shape`.
+    behind each; behind the box there are zeros in the last one. Without, it lies somewhere in a piece: as one run if it
+    is `flat`, else in the first corner of an array of `full_shape`.
     """
 
     path: Path

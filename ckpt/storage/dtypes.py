@@ -8,6 +8,7 @@ torch, except `torch_dtype` when it is called.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,7 @@ def names() -> tuple[str, ...]:
     return (*_NATIVE, *_RAW)
 
 
+@functools.cache
 def stored(dtype_name: str) -> StoredDtype:
     """Return how `dtype_name` is stored; `StateError` if it is not a known dtype."""
     if dtype_name in _NATIVE:

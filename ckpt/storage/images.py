@@ -32,10 +32,16 @@ def piece_array(meta: ArrayMeta, layout: FileLayout, piece: Piece, image: memory
 def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview, sealed: Collection[int] = ()) -> int:
     """Fill in padding, checksums and index, so that `image` begins with the chunk's file.
 
-    Pieces whose offsets are in `sealed` have no padding, and their checksum is behind them already; they are not read.
-    Every other byte is read once. Returns the checksum of the pieces' checksums, which identifies the content. `image`
-    is writable and has at least ``layout.file_bytes`` bytes.
+    Pieces whose offsets are in `sealed` have zeros in their padding and their checksum behind them already; they are
+    not read. Every other byte is read once. Returns the checksum of the pieces' checksums, which identifies the
+    content. `image` is writable and has at least ``layout.file_bytes`` bytes.
     """
+    if meta.sharded:
+        image[layout.index_offset : layout.file_bytes] = layout.index
+    if len(sealed) == len(layout.pieces):
+        pitch = layout.piece_bytes + CHECKSUM_BYTES
+        behind = np.ndarray((len(sealed),), "<u4", image, layout.piece_bytes, (pitch,))
+        return crc32c(behind.tobytes())
     checksums: list[int] = []
     for piece in layout.pieces:
         end = piece.offset + layout.piece_bytes
@@ -45,8 +51,6 @@ def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview, sealed: Collect
         _clear_padding(meta, layout, piece, image)
         checksums.append(crc32c(image[piece.offset : end]))
         image[end : end + CHECKSUM_BYTES] = packed(checksums[-1])
-    if meta.sharded:
-        image[layout.index_offset : layout.file_bytes] = layout.index
     return crc32c_of_checksums(checksums)
 
 

@@ -188,8 +188,9 @@ class ArrayMeta:
             "attributes": {**self.attributes, **({_DTYPE_ATTRIBUTE: self.dtype} if how.raw else {})},
         }
 
+    @functools.cached_property
     def document_bytes(self) -> bytes:
-        """Return the content of the array's ``zarr.json``: the same bytes for equal arrays."""
+        """The content of the array's ``zarr.json``: the same bytes for equal arrays."""
         return canonical(self.array_document())
 
     @classmethod

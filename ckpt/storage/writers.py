@@ -95,7 +95,7 @@ class DirectChunkWriter:
 
     def describe(self, directory: str, meta: ArrayMeta) -> None:
         """Write the metadata of the array in `directory`. `StorageError` if it is there already."""
-        self._tree.write_new(directory, "zarr.json", meta.document_bytes())
+        self._tree.write_new(directory, "zarr.json", meta.document_bytes)
 
     def finish(self) -> None:
         """Make all that was written durable, with the directories it is in."""
@@ -134,11 +134,11 @@ class TensorStoreChunkWriter:
     def describe(self, directory: str, meta: ArrayMeta) -> None:
         """Write the metadata of the array in `directory`. `StorageError` if the store refuses."""
         if self._tree is not None:
-            self._tree.write_new(directory, "zarr.json", meta.document_bytes())
+            self._tree.write_new(directory, "zarr.json", meta.document_bytes)
             return
         try:
             open_array(self._root, directory, meta, self._context).kvstore.write(
-                "zarr.json", meta.document_bytes()
+                "zarr.json", meta.document_bytes
             ).result()
         except (ValueError, RuntimeError, OSError) as error:
             raise StorageError(f"cannot write {self._root}/{directory}/zarr.json: {error} (check the store)") from error

@@ -57,6 +57,26 @@ def test_every_piece_is_sealed_and_known(pieces: list[list[tuple[int, int]]]) ->
     assert unstaged.nbytes == {path: 4 * tensor.numel() for path, tensor in tensors.items()}
 
 
+@given(elements=st.integers(1, 3000), piece=st.integers(1, 700))
+def test_zeros_behind_the_last_element_belong_to_its_piece(elements: int, piece: int) -> None:
+    tensor = torch.randn(elements)
+    op = CopyOp(("t",), (slice(0, elements),), (0, elements), _START, (elements,), 4, 4 * piece)
+    copies = Copies.of((op,))
+    count = -(-elements // piece)
+    slot = torch.zeros(_START + count * (4 * piece + 4), dtype=torch.uint8)
+    staged = stage(copies, {("t",): tensor}, slot, None)
+    assert staged.sealed == {_START + number * (4 * piece + 4) for number in range(count)}
+    assert not copies.offsets
+    content = b"".join(bytes(slot[at : at + 4 * piece].numpy()) for at in sorted(staged.sealed))
+    assert content == tensor.numpy().tobytes().ljust(4 * piece * count, b"\0")
+    for at in staged.sealed:
+        image = bytes(slot[at : at + 4 * piece + 4].numpy())
+        assert google_crc32c.value(image[:-4]) == int.from_bytes(image[-4:], "little")
+    restored = torch.zeros_like(tensor)
+    assert unstage(copies, {("t",): restored}, slot).checksums.keys() == staged.sealed
+    assert torch.equal(restored, tensor)
+
+
 def test_damage_anywhere_in_a_piece_shows_also_between_the_tensors() -> None:
     ops, shared, tensors, size = laid_out([[(8, 10), (8, 10)]])
     copies = Copies.of(ops, shared)

@@ -36,7 +36,7 @@ def test_document_round_trip(case: Case, compression: str | None) -> None:
     meta = ArrayMeta(
         case.meta.shape, case.meta.dtype, case.meta.chunk_shape, case.meta.inner_chunk_shape, compression, {"note": [1]}
     )
-    assert ArrayMeta.from_document(json.loads(meta.document_bytes()), "x") == meta
+    assert ArrayMeta.from_document(json.loads(meta.document_bytes), "x") == meta
 
 
 def test_a_changed_document_is_found() -> None:

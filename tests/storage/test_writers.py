@@ -119,7 +119,7 @@ def write_step(root: Path, arrays: dict[str, tuple[ArrayMeta, Any]]) -> None:
     metas = {directory: meta for directory, (meta, _) in arrays.items()}
     for directory, (meta, array) in arrays.items():
         (root / directory).mkdir(parents=True)
-        (root / directory / "zarr.json").write_bytes(meta.document_bytes())
+        (root / directory / "zarr.json").write_bytes(meta.document_bytes)
         write_array(DirectChunkWriter(str(root)), meta, directory, array)
     for group in groups(metas):
         (root / group / "zarr.json").write_bytes(canonical(group_document()))
