@@ -18,8 +18,8 @@ enum { BLOCK_BYTES = 256 << 10, CHECKSUM_BYTES = 4 };
 /* The checksum of a stream whose checksum was `crc`, followed by zeros: the complement is a product (see crc32c.c). */
 static uint32_t followed_by_zeros(uint32_t crc, uint64_t bytes) { return ~ckpt_crc32c_joined(~crc, 0, bytes); }
 
-/* Do `count` copies, one after the other. Where `to` is 0 only the checksum is made, without `from` that of zeros. The
- * first one does not continue another. */
+/* Do `count` copies, one after the other. Where `to` is 0 only the checksum is made, where `from` is 0 that of zeros
+ * only. The first one does not continue another. */
 void ckpt_copy_runs(struct run *runs, uint64_t count) {
     for (struct run *run = runs; run < runs + count; run++) {
         uint32_t crc = run->continues ? (uint32_t)run[-1].crc32c : 0;

@@ -128,30 +128,32 @@ class RunTable:
     def into_slot(self, addresses: Array, usable: Array, slot: int) -> tuple[Array, Array]:
         """The runs with the addresses of the tensors and of the slot, of no bytes from tensors not `usable`; and which
         of the pieces they fill."""
-        runs, used, whole = self._begin(usable)
-        runs["from"] = np.where(self.tensor < 0, 0, np.append(addresses, np.uint64(0))[self.tensor] + self.in_tensor)
-        runs["to"] = np.where(self.tensor < 0, 0, self.in_slot + np.uint64(slot))
-        runs["bytes"] = np.where(used, self.nbytes, 0)
+        runs, whole = self._begin(usable)
+        runs["from"] = self._in_memory(addresses)
+        runs["to"] = self.in_slot + np.uint64(slot)
         last = self.piece_end[whole] - 1
         runs["seal_at"][last] = np.where(self.seal_at[last] > 0, self.seal_at[last] + np.uint64(slot), 0)
         return runs, whole
 
     def out_of_slot(self, addresses: Array, usable: Array, checked: Array, slot: int) -> tuple[Array, Array]:
         """The other way; those of tensors that are only to be `checked` copy nothing, nor do bytes that are zero."""
-        runs, used, whole = self._begin(usable | checked)
+        runs, whole = self._begin(usable | checked)
         runs["from"] = self.in_slot + np.uint64(slot)
-        copied = np.append(usable, False)[self.tensor]
-        runs["to"] = np.where(copied, np.append(addresses, np.uint64(0))[self.tensor] + self.in_tensor, 0)
-        runs["bytes"] = np.where(used, self.nbytes, 0)
+        runs["to"] = np.where(np.append(usable, False)[self.tensor], self._in_memory(addresses), 0)
         return runs, whole
 
-    def _begin(self, usable: Array) -> tuple[Array, Array, Array]:
-        """Empty runs, which of them are used, and which pieces have all of theirs."""
+    def _begin(self, usable: Array) -> tuple[Array, Array]:
+        """Runs without addresses, and which of the pieces have all of theirs."""
         runs = np.zeros(len(self.tensor), RUN)
-        runs["continues"] = self.continues
         used = np.append(usable, True)[self.tensor]
+        runs["bytes"] = np.where(used, self.nbytes, 0)
+        runs["continues"] = self.continues
         missing = np.concatenate(([0], np.cumsum(~used)))
-        return runs, used, missing[self.piece_end] == missing[self.piece_first]
+        return runs, missing[self.piece_end] == missing[self.piece_first]
+
+    def _in_memory(self, addresses: Array) -> Array:
+        """Where the runs begin in the tensors; 0 for zeros."""
+        return np.append(addresses, np.uint64(0))[self.tensor] + self.in_tensor
 
 
 class _Rows:

@@ -118,11 +118,9 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
             queue_copies(rows, torch.cuda.current_stream())
     runs, whole = table.out_of_slot(memory.addresses, memory.on_cpu, memory.on_gpu, slot.data_ptr())
     copy_together(runs)
-    of_tensors = table.tensor >= 0
-    copied = (
-        np.bincount(table.tensor[of_tensors], runs["bytes"][of_tensors], len(table.paths)).astype(np.int64).tolist()
-    )
-    nbytes = dict(zip(table.paths, copied, strict=True))
+    own = table.tensor >= 0
+    copied = np.bincount(table.tensor[own], runs["bytes"][own], len(table.paths))
+    nbytes = dict(zip(table.paths, copied.astype(np.int64).tolist(), strict=True))
     for op in memory.others(copies):
         box = tensors[op.path][op.source]
         stored = take_box(op, box, slot, gpu)
