@@ -129,5 +129,5 @@ def test_quick_validation_opens_no_chunk(step: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise AssertionError("a chunk was read")
 
-    monkeypatch.setattr("ckpt.validation.verify_chunk", refuse)
+    monkeypatch.setattr("ckpt.validation.checks.verify_chunk", refuse)
     assert validate(str(step), quick=True).whole
