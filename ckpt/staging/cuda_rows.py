@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ckpt.staging.copies import RowTable
 
 __all__ = ["can_copy_rows", "copies_of_rows", "queue_copies"]
 
+_log = logging.getLogger("ckpt")
 Array = np.ndarray[Any, np.dtype[Any]]
 _HOST, _DEVICE = 1, 2
 _END = ("x", "y", "kind", "host", "device", "array", "pitch")
@@ -32,10 +34,14 @@ _COPY = np.dtype(
 
 @functools.cache
 def _driver() -> Any:
-    """CUDA's driver, which everything that uses CUDA has loaded; None with another maker's GPU."""
+    """CUDA's driver, which everything that uses CUDA has loaded; None if it is not found, or another maker's."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return None
-    library = ctypes.CDLL("libcuda.so.1")
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        _log.warning("copies from and to GPUs are slow, for CUDA's driver is not found by its name: %s", error)
+        return None
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return library
