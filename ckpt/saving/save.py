@@ -252,7 +252,8 @@ class Saver:
         tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
         stream = self._side_stream.stream_for(flat)
         if slot.cleared_for is not part.gaps[piece]:
-            part.clear_gaps(piece, slot.region.buffer)
+            if slot.cleared_for is not None:  # new memory is zero
+                part.clear_gaps(piece, slot.region.buffer)
             slot.cleared_for = part.gaps[piece]
         staged = stage(part.copies[piece], tensors, slot.tensor, stream)
         flag = slot.tensor[self._arena.slot_bytes - HEADER_BYTES :][:8].view(torch.int64)

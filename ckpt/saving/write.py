@@ -18,6 +18,7 @@ import logging
 import pickle
 import time
 import traceback
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -97,7 +98,11 @@ class PartWriter:
     reported: Reason | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_slot_free": None, "on_written": None, "on_decided": None, "on_begun": None}
+        callbacks = {"on_slot_free": None, "on_written": None, "on_decided": None, "on_begun": None}
+        return {**self.__dict__, **callbacks, "sealed": _offsets_as_bytes(self.sealed)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, sealed=_offsets_of_bytes(state["sealed"]))
 
     def __call__(self) -> None:
         """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end."""
@@ -312,6 +317,17 @@ class PartWriter:
         text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
         text = clip(text or "".join(traceback.format_exception(error)), _TRACEBACK_BYTES)
         return Reason(self.rank, type(error).__name__, clip(str(error), _TRACEBACK_BYTES), text)
+
+
+# Thousands of numbers, the same for each save: one by one they would take longer than a hundred tensors.
+@functools.lru_cache(maxsize=2)
+def _offsets_as_bytes(offsets: frozenset[int]) -> bytes:
+    return array("Q", offsets).tobytes()
+
+
+@functools.lru_cache(maxsize=2)
+def _offsets_of_bytes(data: bytes) -> frozenset[int]:
+    return frozenset(array("Q", data))
 
 
 @functools.lru_cache(maxsize=2)

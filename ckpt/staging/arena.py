@@ -33,7 +33,8 @@ class SlotState(Enum):
 
 class Slot:
     """One region of shared memory. `tensor` is all of it as a 1-d uint8 tensor; `step` is the save that is or was in
-    it, `cleared_for` whatever its gaps were last cleared for, `used` when it was acquired last, as a count."""
+    it, `cleared_for` whatever its gaps were last cleared for (None while it is new), `used` when it was acquired last,
+    as a count."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number

@@ -26,7 +26,7 @@ __all__ = ["SystemTurn", "Tools", "empty_folder"]
 _POLL_S = 0.001
 _FEWEST_STEPS = 6
 _SETTLE_S = 1.0  # what was removed is discarded on the device after the call that removes it
-_WARM_S_PER_GB = 6.0  # training would go on meanwhile; fresh memory comes at 0.5 GB/s in a virtual machine
+_WARM_S_PER_GB = 10.0  # training would go on meanwhile; fresh memory comes at 0.3 to 0.5 GB/s in a virtual machine
 _WINDOW = 1.25  # times what the last save took
 
 
