@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy import stage, unstage
 from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.runs import copy_together
 
 _START = 16
 
@@ -75,6 +76,29 @@ def test_zeros_behind_the_last_element_belong_to_its_piece(elements: int, piece:
     restored = torch.zeros_like(tensor)
     assert unstage(copies, {("t",): restored}, slot).checksums.keys() == staged.sealed
     assert torch.equal(restored, tensor)
+
+
+def test_what_goes_to_a_gpu_is_only_checked() -> None:
+    ops, shared, tensors, size = laid_out([[(8, 10), (0, 20)], [(4, 30)]])
+    padded = CopyOp(("t0",), ops[0].source, ops[0].flat, size, (10,), 4, 16)
+    copies = Copies.of((*ops, padded), shared)
+    slot = torch.zeros(size + 3 * 20, dtype=torch.uint8)
+    staged = stage(copies, tensors, slot, None)
+    table = copies.table
+    nowhere = np.zeros(len(table.paths), np.uint64)
+    on_gpu = np.ones(len(table.paths), bool)
+    runs, whole = table.out_of_slot(nowhere, ~on_gpu, on_gpu, slot.data_ptr())
+    copy_together(runs)
+    assert whole.all()
+    found = dict(zip(table.piece_offset.tolist(), runs["crc32c"][table.piece_end - 1].tolist(), strict=True))
+    assert found == unstage(copies, tensors, slot).checksums
+    assert found.keys() == staged.sealed
+
+    runs, whole = table.into_slot(nowhere, ~on_gpu, slot.data_ptr())
+    before = bytes(slot.numpy())
+    copy_together(runs)
+    assert not whole.any()
+    assert bytes(slot.numpy()) == before
 
 
 def test_damage_anywhere_in_a_piece_shows_also_between_the_tensors() -> None:
