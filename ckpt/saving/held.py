@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckpt.errors import CheckpointError
@@ -38,6 +37,7 @@ from ckpt.staging.copy import unstage
 from ckpt.staging.peers import exchange_slots
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
 from ckpt.storage.commit import SaveId, read_part_of_step
+from ckpt.storage.images import checksums_behind
 
 __all__ = ["HEADER_BYTES", "HeldMemory"]
 
@@ -199,8 +199,7 @@ def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[i
         meta = plan.metas[image.array]
         layout = meta.layout(image.index)
         stride, count = layout.piece_bytes + CHECKSUM_BYTES, len(layout.pieces)
-        behind = image.offset + layout.piece_bytes
-        checksums: np.ndarray[Any, Any] = np.ndarray((count,), "<u4", region.buffer, behind, (stride,))
+        checksums = checksums_behind(layout, region.buffer[image.offset :])
         file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
         if recorded.get(file) != (layout.file_bytes, crc32c(checksums.tobytes())):
             return None

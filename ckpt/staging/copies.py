@@ -169,17 +169,14 @@ class _Rows:
         assert op.flat is not None
         number, start = self._number(op), op.flat[0] * op.itemsize
         for offset, first, size in op.runs():
-            is_piece = size == op.piece_bytes
-            if op.piece_bytes is not None and size < op.piece_bytes <= _RUN_BYTES:
+            if op.piece_bytes is not None and op.piece_bytes <= _RUN_BYTES:
                 self._continue(len(self.runs), number, start + first, offset, size)
                 self._end_piece(offset, len(self.runs) - 1, offset + size, offset + op.piece_bytes)
                 continue
-            if is_piece:
+            if size == op.piece_bytes:
                 self.pieces.append((offset, len(self.runs), len(self.runs) + -(-size // _RUN_BYTES)))
             for at in range(0, size, _RUN_BYTES):
-                part = min(_RUN_BYTES, size - at)
-                behind = offset + size if is_piece and part == size else 0
-                self.runs.append((number, start + first + at, offset + at, part, behind, False))
+                self.runs.append((number, start + first + at, offset + at, min(_RUN_BYTES, size - at), 0, False))
 
     def add_shared(self, piece: Shared, ops: Iterable[CopyOp]) -> None:
         """Boxes in one piece, and zeros before, between and behind them."""

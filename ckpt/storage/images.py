@@ -14,7 +14,7 @@ import numpy as np
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, crc32c_of_checksums, packed
 from ckpt.storage.metadata import ArrayMeta, FileLayout, Piece
 
-__all__ = ["piece_array", "seal"]
+__all__ = ["checksums_behind", "piece_array", "seal"]
 
 
 def piece_array(meta: ArrayMeta, layout: FileLayout, piece: Piece, image: memoryview) -> np.ndarray[Any, np.dtype[Any]]:
@@ -39,9 +39,7 @@ def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview, sealed: Collect
     if meta.sharded:
         image[layout.index_offset : layout.file_bytes] = layout.index
     if len(sealed) == len(layout.pieces):
-        pitch = layout.piece_bytes + CHECKSUM_BYTES
-        behind = np.ndarray((len(sealed),), "<u4", image, layout.piece_bytes, (pitch,))
-        return crc32c(behind.tobytes())
+        return crc32c(checksums_behind(layout, image).tobytes())
     checksums: list[int] = []
     for piece in layout.pieces:
         end = piece.offset + layout.piece_bytes
@@ -52,6 +50,12 @@ def seal(meta: ArrayMeta, layout: FileLayout, image: memoryview, sealed: Collect
         checksums.append(crc32c(image[piece.offset : end]))
         image[end : end + CHECKSUM_BYTES] = packed(checksums[-1])
     return crc32c_of_checksums(checksums)
+
+
+def checksums_behind(layout: FileLayout, image: memoryview) -> np.ndarray[Any, np.dtype[Any]]:
+    """The checksum behind each piece, in their order: a view of `image`."""
+    pitch = layout.piece_bytes + CHECKSUM_BYTES
+    return np.ndarray((len(layout.pieces),), "<u4", image, layout.piece_bytes, (pitch,))
 
 
 def _clear_padding(meta: ArrayMeta, layout: FileLayout, piece: Piece, image: memoryview) -> None:
