@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import logging
 import struct
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt.errors import CheckpointError
@@ -33,8 +32,9 @@ from ckpt.saving.planner import Planned
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot
 from ckpt.staging.copies import Copies
-from ckpt.staging.copy import unstage
+from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.peers import exchange_slots
+from ckpt.staging.runs import checksums_of
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
 from ckpt.storage.commit import SaveId, read_part_of_step
 from ckpt.storage.images import checksums_behind
@@ -42,6 +42,7 @@ from ckpt.storage.images import checksums_behind
 __all__ = ["HEADER_BYTES", "HeldMemory"]
 
 _log = logging.getLogger("ckpt")
+Array = np.ndarray[Any, np.dtype[Any]]
 HEADER_BYTES = 4096  # a page behind the images
 _NAME_OFFSET = 64
 _NAME_BYTES = 256
@@ -162,23 +163,19 @@ def _verify_and_copy(
 
     Then the tensors hold anything. Returns how many bytes of each were copied.
     """
-    try:
-        recorded = _recorded(step_path, part.plan.rank)
+    rank = part.plan.rank
+    slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
+    unstaged = unstage(part.copies[0], tensors, slot)
+    try:  # while bytes are on their way to a GPU
+        pieces = _pieces(part.plan, region, _recorded(step_path, rank))
+        sound = pieces is not None and _are_sound(pieces, unstaged, slot)
     except CheckpointError as error:
-        _log.warning("the staging memory of rank %d is not used: %s", part.plan.rank, error)
+        _log.warning("the staging memory of rank %d is not used: %s", rank, error)
         return None
-    pieces = _pieces(part.plan, region, recorded)
-    unstaged = None
-    if pieces is not None:
-        unstaged = unstage(part.copies[0], tensors, torch.frombuffer(region.buffer, dtype=torch.uint8))
-        if not _are_sound(pieces, part.copies[0], unstaged.checksums, region):
-            unstaged = None
-    if unstaged is None:
-        _log.warning(
-            "%s: the staging memory of rank %d is not what was written; reading from storage",
-            step_path,
-            part.plan.rank,
-        )
+    finally:
+        unstaged.wait()
+    if not sound:
+        _log.warning("%s: the staging memory of rank %d is not what was written; reading from storage", step_path, rank)
         return None
     return unstaged.nbytes
 
@@ -187,43 +184,43 @@ def _verify_and_copy(
 class _Pieces:
     """All that has a checksum of its own in the slot, in order: where it is, and the checksum that is behind it."""
 
-    starts: list[int]
-    sizes: list[int]
-    checksums: list[int]
+    starts: Array
+    sizes: Array
+    checksums: Array
+
+    def numbers(self, offsets: Array) -> Array:
+        """Which of them are at these offsets of the slot."""
+        return np.searchsorted(self.starts, offsets, "right") - 1
 
 
 def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]) -> _Pieces | None:
     """None if the checksums are not those of the files that were written."""
-    found = _Pieces([], [], [])
+    first, strides, counts, checksums = [], [], [], []
+    slot = region.buffer
     for image in plan.images:
         meta = plan.metas[image.array]
         layout = meta.layout(image.index)
-        stride, count = layout.piece_bytes + CHECKSUM_BYTES, len(layout.pieces)
-        checksums = checksums_behind(layout, region.buffer[image.offset :])
+        behind = checksums_behind(layout, slot[image.offset :]).copy()
         file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
-        if recorded.get(file) != (layout.file_bytes, crc32c(checksums.tobytes())):
+        if recorded.get(file) != (layout.file_bytes, crc32c(behind.tobytes())):
             return None
-        found.starts.extend(range(image.offset, image.offset + count * stride, stride))
-        found.sizes.extend([layout.piece_bytes] * count)
-        found.checksums.extend(checksums.tolist())
-    return found
+        first.append(image.offset)
+        strides.append(layout.piece_bytes + CHECKSUM_BYTES)
+        counts.append(len(behind))
+        checksums.append(behind)
+    stride = np.repeat(strides, counts)
+    within = np.arange(len(stride)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(first, counts) + within * stride
+    return _Pieces(starts, stride - CHECKSUM_BYTES, np.concatenate(checksums))
 
 
-def _are_sound(pieces: _Pieces, copies: Copies, known: Mapping[int, int], region: SharedMemory) -> bool:
-    """Whether what the copies read is as its checksums say; `known` were made on the way, by start."""
-    expected = dict(zip(pieces.starts, pieces.checksums, strict=True))
-    if any(expected[start] != checksum for start, checksum in known.items()):
+def _are_sound(pieces: _Pieces, unstaged: Unstaged, slot: torch.Tensor) -> bool:
+    """Whether what was copied is as its checksums say."""
+    if not np.array_equal(pieces.checksums[pieces.numbers(unstaged.offsets)], unstaged.checksums):
         return False
-
-    def are_sound(numbers: list[int]) -> bool:
-        places = ((number, pieces.starts[number]) for number in numbers)
-        return all(pieces.checksums[n] == crc32c(region.buffer[at : at + pieces.sizes[n]]) for n, at in places)
-
-    offsets = copies.offsets | (copies.table.piece_offsets - known.keys())
-    unknown = list({bisect_right(pieces.starts, offset) - 1 for offset in offsets})
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, "ckpt-verify") as pool:
-        return all(pool.map(are_sound, (unknown[first::threads] for first in range(threads))))
+    unknown = np.unique(pieces.numbers(unstaged.unchecked))
+    found = checksums_of(pieces.starts[unknown] + slot.data_ptr(), pieces.sizes[unknown])
+    return np.array_equal(pieces.checksums[unknown], found)
 
 
 def _complete(parts: Iterable[Copies], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:

@@ -23,9 +23,11 @@ from ckpt.staging.copies import Copies, RunTable
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
-from ckpt.staging.strided import copy_boxes, is_plain, take_box
+from ckpt.staging.strided import are_plain, copy_boxes, take_box
 
 __all__ = ["Staged", "Unstaged", "only_gpu", "stage", "unstage"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Staged:
@@ -76,11 +78,22 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Unstaged:
-    """What was copied back: how many bytes of each tensor, and the checksums, by offset, of the pieces whose bytes all
-    went through the copy. Of the others there are none."""
+    """What is copied back: how many bytes of each tensor. On the CPU they have arrived; on a GPU when `wait` returns.
+
+    `checksums` are those of the pieces at `offsets`, whose bytes all went through the copy, or were read beside it.
+    `unchecked` are the offsets of what else there is: each is in a piece of which there is no checksum.
+    """
 
     nbytes: dict[Path, int]
-    checksums: dict[int, int]
+    offsets: Array
+    checksums: Array
+    unchecked: Array
+    stream: torch.cuda.Stream | None
+
+    def wait(self) -> None:
+        """Block this thread until every byte has arrived."""
+        if self.stream is not None:
+            self.stream.synchronize()
 
 
 def stage(
@@ -95,10 +108,10 @@ def stage(
         return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        for path in memory.paths_on_gpu():
-            tensors[path].record_stream(stream)  # its memory is not given to others before the copy has run
         rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=True)
         queue_copies(rows, stream)
+        for path in memory.paths_on_gpu():  # while the first ones are copied: the caller has them all, still
+            tensors[path].record_stream(stream)  # its memory is not given to others before the copy has run
         copy_boxes(memory.others(copies), tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
@@ -106,16 +119,18 @@ def stage(
 
 
 def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> Unstaged:
-    """Copy every box back from a slot. Done when this returns, also on CUDA.
+    """Copy every box back from a slot. To a GPU the copies are queued on its current stream, and what is copied is
+    checked meanwhile.
 
-    The tensors are as the operations were made for: same shapes and dtypes. What goes to a GPU is checked meanwhile.
+    The tensors are as the operations were made for: same shapes and dtypes.
     """
     gpu, table = only_gpu(tensors.values()), copies.table
+    stream = None if gpu is None else torch.cuda.current_stream(gpu)
     memory = _Memory.of(table, tensors, gpu)
-    if gpu is not None:
+    if stream is not None:
         with torch.cuda.device(gpu):
             rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=False)
-            queue_copies(rows, torch.cuda.current_stream())
+            queue_copies(rows, stream)
     runs, whole = table.out_of_slot(memory.addresses, memory.on_cpu, memory.on_gpu, slot.data_ptr())
     copy_together(runs)
     own = table.tensor >= 0
@@ -126,9 +141,9 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
         stored = take_box(op, box, slot, gpu)
         box.copy_(stored.view(box.dtype).view(box.shape))
         nbytes[op.path] = nbytes.get(op.path, 0) + op.nbytes
-    if gpu is not None:
-        torch.cuda.current_stream(gpu).synchronize()
-    return Unstaged(nbytes, _checksums(table, runs, whole))
+    unchecked = np.fromiter(copies.offsets, np.int64, len(copies.offsets))
+    unchecked = np.concatenate((unchecked, table.piece_offset[~whole]))
+    return Unstaged(nbytes, table.piece_offset[whole], _checksums(table, runs)[whole], unchecked, stream)
 
 
 def only_gpu(tensors: Iterable[torch.Tensor]) -> torch.device | None:
@@ -143,16 +158,16 @@ class _Memory:
     it can copy rows."""
 
     paths: tuple[Path, ...]
-    addresses: np.ndarray[Any, Any]
-    on_cpu: np.ndarray[Any, Any]
-    on_gpu: np.ndarray[Any, Any]
+    addresses: Array
+    on_cpu: Array
+    on_gpu: Array
 
     @classmethod
     def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor], gpu: torch.device | None) -> _Memory:
         own = [tensors[path] for path in table.paths]
-        plain = np.fromiter(map(is_plain, own), bool, len(own))
-        on_cpu = np.fromiter((tensor.is_cpu for tensor in own), bool, len(own))
-        addresses = np.fromiter((tensor.data_ptr() for tensor in own), np.uint64, len(own))
+        plain = np.array(are_plain(own), bool)
+        on_cpu = np.array([tensor.is_cpu for tensor in own], bool)
+        addresses = np.array([tensor.data_ptr() for tensor in own], np.uint64)
         on_gpu = ~on_cpu if gpu is not None and can_copy_rows() else np.zeros_like(on_cpu)
         return cls(table.paths, addresses, plain & on_cpu, plain & on_gpu)
 
@@ -180,16 +195,15 @@ def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> froz
     return table.piece_offsets if whole.all() else frozenset(table.piece_offset[whole].tolist())
 
 
-def _checksums(table: RunTable, runs: np.ndarray[Any, np.dtype[Any]], whole: np.ndarray[Any, Any]) -> dict[int, int]:
-    """Those of the pieces that are whole, by offset."""
-    last = table.piece_end[whole] - 1
-    found = dict(zip(table.piece_offset[whole].tolist(), runs["crc32c"][last].tolist(), strict=True))
-    for number in table.long_pieces[whole[table.long_pieces]].tolist():
-        found[int(table.piece_offset[number])] = _joined(runs[table.piece_first[number] : table.piece_end[number]])
+def _checksums(table: RunTable, runs: Array) -> Array:
+    """Those of all pieces, right if all their runs are done."""
+    found: Array = runs["crc32c"][table.piece_end - 1]
+    for number in table.long_pieces.tolist():
+        found[number] = _joined(runs[table.piece_first[number] : table.piece_end[number]])
     return found
 
 
-def _joined(runs: np.ndarray[Any, np.dtype[Any]]) -> int:
+def _joined(runs: Array) -> int:
     """The checksum of runs that lie one behind the other."""
     joined = 0
     for run in runs:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.staging.copies import Copies, Shared
-from ckpt.staging.copy import stage, unstage
+from ckpt.staging.copy import Unstaged, stage, unstage
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.runs import copy_together
 
@@ -37,6 +37,11 @@ def laid_out(pieces: list[list[tuple[int, int]]]) -> Laid:
     return tuple(ops), tuple(shared), tensors, at
 
 
+def found_by(unstaged: Unstaged) -> dict[int, int]:
+    """The checksums of pieces, by offset."""
+    return dict(zip(unstaged.offsets.tolist(), unstaged.checksums.tolist(), strict=True))
+
+
 @given(st.lists(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 400)), min_size=1, max_size=5), max_size=4))
 def test_every_piece_is_sealed_and_known(pieces: list[list[tuple[int, int]]]) -> None:
     ops, shared, tensors, size = laid_out(pieces)
@@ -53,7 +58,8 @@ def test_every_piece_is_sealed_and_known(pieces: list[list[tuple[int, int]]]) ->
 
     restored = {path: torch.zeros_like(tensor) for path, tensor in tensors.items()}
     unstaged = unstage(copies, restored, slot)
-    assert unstaged.checksums == checksums
+    assert found_by(unstaged) == checksums
+    assert not len(unstaged.unchecked)
     assert all(torch.equal(restored[path], tensor) for path, tensor in tensors.items())
     assert unstaged.nbytes == {path: 4 * tensor.numel() for path, tensor in tensors.items()}
 
@@ -74,7 +80,7 @@ def test_zeros_behind_the_last_element_belong_to_its_piece(elements: int, piece:
         image = bytes(slot[at : at + 4 * piece + 4].numpy())
         assert google_crc32c.value(image[:-4]) == int.from_bytes(image[-4:], "little")
     restored = torch.zeros_like(tensor)
-    assert unstage(copies, {("t",): restored}, slot).checksums.keys() == staged.sealed
+    assert found_by(unstage(copies, {("t",): restored}, slot)).keys() == staged.sealed
     assert torch.equal(restored, tensor)
 
 
@@ -91,7 +97,7 @@ def test_what_goes_to_a_gpu_is_only_checked() -> None:
     copy_together(runs)
     assert whole.all()
     found = dict(zip(table.piece_offset.tolist(), runs["crc32c"][table.piece_end - 1].tolist(), strict=True))
-    assert found == unstage(copies, tensors, slot).checksums
+    assert found == found_by(unstage(copies, tensors, slot))
     assert found.keys() == staged.sealed
 
     runs, whole = table.into_slot(nowhere, ~on_gpu, slot.data_ptr())
@@ -109,7 +115,7 @@ def test_damage_anywhere_in_a_piece_shows_also_between_the_tensors() -> None:
         stage(copies, tensors, slot, None)
         sealed = int.from_bytes(bytes(slot[-4:].numpy()), "little")
         slot[at] += 1
-        assert unstage(copies, tensors, slot).checksums[_START] != sealed
+        assert found_by(unstage(copies, tensors, slot))[_START] != sealed
         tensors = {path: torch.randn(10) for path in tensors}
 
 
@@ -121,7 +127,9 @@ def test_a_piece_is_left_to_the_writer_when_a_tensor_is_no_run_of_memory() -> No
     assert stage(copies, strided, slot, None).sealed == {shared[1].offset}
     assert bytes(slot[shared[0].offset + shared[0].nbytes :][:4].numpy()) == b"\x07" * 4
     restored = {path: torch.zeros(30, 2)[: len(tensor), 0] for path, tensor in tensors.items()}
-    assert not unstage(copies, restored, slot).checksums
+    unstaged = unstage(copies, restored, slot)
+    assert not len(unstaged.checksums)
+    assert set(unstaged.unchecked.tolist()) == {piece.offset for piece in shared}
     assert all(torch.equal(restored[path], tensor) for path, tensor in strided.items())
 
     of_columns = (CopyOp(("t0",), ops[0].source, None, ops[0].offset, (10,), 4), *ops[1:])
