@@ -23,7 +23,7 @@ from ckpt.staging.copies import Copies, RunTable
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
-from ckpt.staging.strided import are_plain, copy_boxes, take_box
+from ckpt.staging.strided import copy_boxes, is_plain, take_box
 
 __all__ = ["Staged", "Unstaged", "only_gpu", "stage", "unstage"]
 
@@ -108,10 +108,10 @@ def stage(
         return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
+        for path in memory.paths_on_gpu():
+            tensors[path].record_stream(stream)  # its memory is not given to others before the copy has run
         rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=True)
         queue_copies(rows, stream)
-        for path in memory.paths_on_gpu():  # while the first ones are copied: the caller has them all, still
-            tensors[path].record_stream(stream)  # its memory is not given to others before the copy has run
         copy_boxes(memory.others(copies), tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
@@ -165,9 +165,9 @@ class _Memory:
     @classmethod
     def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor], gpu: torch.device | None) -> _Memory:
         own = [tensors[path] for path in table.paths]
-        plain = np.array(are_plain(own), bool)
-        on_cpu = np.array([tensor.is_cpu for tensor in own], bool)
-        addresses = np.array([tensor.data_ptr() for tensor in own], np.uint64)
+        plain = np.fromiter(map(is_plain, own), bool, len(own))
+        on_cpu = np.fromiter((tensor.is_cpu for tensor in own), bool, len(own))
+        addresses = np.fromiter((tensor.data_ptr() for tensor in own), np.uint64, len(own))
         on_gpu = ~on_cpu if gpu is not None and can_copy_rows() else np.zeros_like(on_cpu)
         return cls(table.paths, addresses, plain & on_cpu, plain & on_gpu)
 

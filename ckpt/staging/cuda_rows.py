@@ -69,7 +69,7 @@ def copies_of_rows(table: RowTable, addresses: Array, usable: Array, slot: int, 
 def queue_copies(copies: Array, stream: torch.cuda.Stream) -> None:
     """Queue all of them on a stream, of the current device of this thread. Raises RuntimeError with CUDA's reason."""
     driver, handle = _driver(), stream.cuda_stream
-    first = copies.ctypes.data
+    first = copies.__array_interface__["data"][0]
     for address in range(first, first + copies.nbytes, _COPY.itemsize):
         error = driver.cuMemcpy2DAsync_v2(address, handle)
         if error:

@@ -17,7 +17,7 @@ from ckpt.staging.copies import RowTable
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
 
-__all__ = ["are_plain", "copy_boxes", "take_box"]
+__all__ = ["copy_boxes", "is_plain", "take_box"]
 
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
@@ -37,7 +37,7 @@ def copy_boxes(
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)  # its memory is not given to others before the copy has run
-        if op.flat is not None and all(are_plain([tensor])):
+        if op.flat is not None and is_plain(tensor):
             start = op.flat[0] * op.itemsize
             source = flat_bytes.get(op.path)
             if source is None:
@@ -86,10 +86,9 @@ def _queue_boxes(
     queue_copies(copies_of_rows(table, addresses, usable, slot.data_ptr(), into_slot=into_slot), stream)
 
 
-def are_plain(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """Of each, whether its memory holds the elements one after the other. All in one call, for no byte of a save is on
-    its way before."""
-    return [tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors]
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds the elements one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
