@@ -25,6 +25,7 @@ from ckpt.saving.publish import Retention, recover
 from ckpt.saving.save import Saver, StagingOptions
 from ckpt.saving.write import SaveOptions
 from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.retired import discard_retired
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,6 +68,7 @@ class Checkpointer:
         inner_bytes: int = _GRID.inner_bytes,
         pack_below_bytes: int = _GRID.pack_below_bytes,
         layout: Literal["arrays", "packed"] = "arrays",
+        reuse_files: bool = False,
     ) -> None:
         """Nothing is started or written yet.
 
@@ -79,6 +81,11 @@ class Checkpointer:
         those of files, of their inner chunks, and of tensors that are packed together. With `layout` "packed" all are:
         each rank writes a few large files, at less cost, but a foreign reader needs an index to find a tensor (see
         docs/format.md); "arrays" makes a Zarr array of every larger tensor. Steps of both are restored alike.
+
+        `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
+        instead of making new ones; until then, or `close`, they stay on the disk. `restore` and inspect_ckpt keep a
+        step they read from being removed; another program that copies or maps the files of a step while it is removed
+        can see bytes of a later one, unless it holds a shared flock on its directory. Not with `compression`.
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
@@ -86,6 +93,11 @@ class Checkpointer:
             raise ValueError(f"keep_every must be at least 1, not {keep_every}")
         if compression not in (None, "zstd"):
             raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
+        if reuse_files and (keep_last is None or compression is not None):
+            raise ValueError(
+                "reuse_files writes over the files of steps that are removed: it needs keep_last, and no compression "
+                f"(these are keep_last={keep_last}, compression={compression!r})"
+            )
         if layout not in ("arrays", "packed"):
             raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
         self._root = CheckpointRoot(_local_path(root))
@@ -93,7 +105,7 @@ class Checkpointer:
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
-        options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every), recover=True)
+        options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files), recover=True)
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
@@ -275,6 +287,8 @@ class Checkpointer:
                 self._drain()
         finally:
             self._saver.close()
+        if self._saver.last_rank == 0:
+            discard_retired(self._root)
 
     def _drain(self) -> None:
         """Finalize all calls of a queue that stays open."""

@@ -20,6 +20,7 @@ from ckpt.storage.commit import FORMAT_VERSION, Abandoned, CheckpointRoot, Outco
 from ckpt.storage.documents import EncodedList, canonical, seal, seal_root, unseal_root
 from ckpt.storage.locks import try_lock_exclusive
 from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
+from ckpt.storage.retired import retire_step
 
 __all__ = ["PartFile", "Retention", "is_published", "publish", "recover", "retain"]
 
@@ -29,10 +30,12 @@ _BEGIN_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which published steps stay: the newest `keep_last`, and every multiple of `keep_every`. None keeps all."""
+    """Which published steps stay: the newest `keep_last`, and every multiple of `keep_every`. None keeps all. With
+    `reuse_files` the next save writes over the files of one that does not."""
 
     keep_last: int | None = None
     keep_every: int | None = None
+    reuse_files: bool = False
 
     def superfluous(self, steps: list[int]) -> list[int]:
         """The steps to remove, oldest first; never the newest."""
@@ -155,11 +158,14 @@ def is_published(outcome: Outcome) -> bool:
     return isinstance(outcome, Published) or (isinstance(outcome, Abandoned) and outcome.reason.kind == "SameContent")
 
 
-def retain(root: CheckpointRoot, retention: Retention, newest: int) -> None:
+def retain(root: CheckpointRoot, retention: Retention, newest: int, plan: str) -> None:
     """Remove superfluous steps and what abandoned saves left. Never a step being read, nor anything newer than
-    `newest`."""
+    `newest`. `plan` is the digest of the plan that the next save is likely to have."""
     for step in retention.superfluous([step for step in root.steps() if step <= newest]):
-        root.remove_step(step)
+        if retention.reuse_files:
+            retire_step(root, step, plan)
+        else:
+            root.remove_step(step)
     root.clean()
 
 

@@ -39,6 +39,7 @@ from ckpt.saving.publish import PartFile, Retention, is_published, publish, reco
 from ckpt.shared_memory import SharedMemory
 from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Reason, SaveId
 from ckpt.storage.locks import ByteLock, DirectoryLock
+from ckpt.storage.retired import discard_retired, take_retired
 from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
 
 __all__ = ["PartWriter", "SaveOptions"]
@@ -139,7 +140,7 @@ class PartWriter:
                 pending.root.clean()
             raise _error_for(self.save, outcome.reason)
         if self.rank == _COORDINATOR:
-            retain(pending.root, self.options.retention, self.save.step)
+            retain(pending.root, self.options.retention, self.save.step, plan.plan_digest)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Trainer: the writer said what it has written, that nothing reads the slot any more, or why it gave up."""
@@ -199,6 +200,10 @@ class PartWriter:
         if self.rank == _COORDINATOR and self.piece == 0:
             if self.options.recover:
                 recover(pending.root, self.options.commit_timeout_s, lambda message: None)
+            if self.options.retention.reuse_files:
+                take_retired(pending, plan.plan_digest)
+            else:
+                discard_retired(pending.root)
             lock = pending.begin(plan.world_size, plan.plan_digest)  # before the clean-up: the others wait for it
             with contextlib.suppress(CheckpointError):
                 pending.root.clean()
@@ -218,7 +223,8 @@ class PartWriter:
         if compressed:
             writer = TensorStoreChunkWriter(pending.path, threads=self.options.threads)
         else:
-            writer = DirectChunkWriter(pending.path, threads=self.options.threads)
+            reuse = self.options.retention.reuse_files
+            writer = DirectChunkWriter(pending.path, threads=self.options.threads, reuse=reuse)
         images = [image for image in plan.images if image.piece == self.piece]
         images.sort(key=lambda image: image.image_bytes)  # the disk has work before the first large checksum is made
         described = plan.described if self.piece == 0 else ()

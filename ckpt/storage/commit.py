@@ -46,6 +46,7 @@ __all__ = [
     "Reason",
     "SaveId",
     "parse_save_name",
+    "plan_of_step",
     "read_part_of_step",
 ]
 
@@ -176,6 +177,14 @@ class CheckpointRoot:
 
     def remove_step(self, step: int) -> bool:
         """Remove a published step; False if it is being read. A crash leaves it whole, or gone."""
+        target = os.path.join(self.abandoned_path, f"{step_name(step)}-removed-{os.getpid()}")
+        if not self.rename_step(step, target):
+            return False
+        files.remove_tree(target)
+        return True
+
+    def rename_step(self, step: int, target: str) -> bool:
+        """Take a published step, if it is there, from all who read; False if somebody is reading it."""
         path = self.step_path(step)
         try:
             lock = try_lock_exclusive(path)
@@ -186,9 +195,7 @@ class CheckpointRoot:
         if lock is None:
             return False
         with lock:
-            target = os.path.join(self.abandoned_path, f"{step_name(step)}-removed-{os.getpid()}")
             files.rename_directory(path, target)
-        files.remove_tree(target)
         return True
 
     def clean(self) -> None:
@@ -385,6 +392,15 @@ def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
     if document is None:
         raise CheckpointCorruptError(f"{path}/{part_name(rank)} is missing")
     return document
+
+
+def plan_of_step(path: str) -> str | None:
+    """The digest of the plan of the published step in directory `path`; None if nothing tells."""
+    try:
+        intent = _read_sealed(os.path.join(path, _INTENT))
+    except CheckpointCorruptError:
+        return None
+    return None if intent is None else intent.get("plan")
 
 
 def part_name(rank: int) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "check_writable",
     "create_exclusive",
     "fsync_directory",
+    "holds",
     "make_directories",
     "remove",
     "remove_tree",
@@ -42,6 +43,7 @@ __all__ = [
 _ALIGNMENT = 4096
 _REMOVE_ATTEMPTS = 5
 _MAX_WRITE_BYTES = 1 << 30  # Linux takes a little less than 2 GiB at once
+_WRITE, _NEW, _OVER = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, os.O_CREAT | os.O_EXCL, 0
 
 _HINTS = {
     errno.ENOSPC: "the file system is full: free space, or keep fewer steps",
@@ -114,12 +116,22 @@ def write_new(path: str, data: bytes, *, replace: bool = False) -> None:
     """Write a new file. It is durable after `sync_files` only. `StorageError` if it exists, unless it may be
     replaced."""
     with storage_errors("write", path):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replace else os.O_EXCL)
-        _write(os.open(path, flags, 0o666), data)
+        _write(os.open(path, _WRITE | (os.O_CREAT | os.O_TRUNC if replace else _NEW), 0o666), data)
 
 
-def write_image(path: str, image: memoryview, size: int, *, direct: bool = True) -> bool:
-    """Write the first `size` bytes of `image` as a new file. It is durable after `sync_files` only.
+def holds(path: str, data: bytes) -> bool:
+    """Whether `path` is a file with exactly this content."""
+    with storage_errors("read", path):
+        try:
+            with open(path, "rb") as stream:
+                return stream.read(len(data) + 1) == data
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def write_image(path: str, image: memoryview, size: int, *, direct: bool = True, over: bool = False) -> bool:
+    """Write the first `size` bytes of `image` as a new file, or `over` one that is there. It is durable after
+    `sync_files` only.
 
     With `direct` the pages go to the device straight from memory (O_DIRECT): `image` must be whole pages at a page
     boundary, and is written in full; what is after `size` is cut off. Returns whether this was possible: some file
@@ -127,10 +139,10 @@ def write_image(path: str, image: memoryview, size: int, *, direct: bool = True)
     forgotten with the page cache.
     """
     with storage_errors("write", path):
-        if direct and _write_direct(path, image, size):
+        if direct and _write_direct(path, image, size, _OVER if over else _NEW):
             return True
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if direct else os.O_EXCL)
-        _write(os.open(path, flags, 0o666), image[:size], sync=True)
+        flags = os.O_CREAT | os.O_TRUNC if direct or over else _NEW
+        _write(os.open(path, _WRITE | flags, 0o666), image[:size], sync=True)
         return False
 
 
@@ -151,7 +163,7 @@ def check_writable(path: str) -> None:
     """Raise StorageError if no name can be made in directory `path`."""
     probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
     with storage_errors("write", path):
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        os.close(os.open(probe, _WRITE | _NEW, 0o666))
         os.unlink(probe)
 
 
@@ -225,7 +237,7 @@ def _write_sibling(path: str, data: bytes) -> str:
     """Write `data`, synced, to a new hidden file beside `path`, and return its path."""
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(temporary, _WRITE | _NEW, 0o666)
     try:
         _write(fd, data, sync=True)
     except BaseException:
@@ -246,12 +258,12 @@ def _write(fd: int, data: bytes | memoryview, *, sync: bool = False) -> None:
         os.close(fd)
 
 
-def _write_direct(path: str, image: memoryview, size: int) -> bool:
-    """Write a new file with O_DIRECT; False if the file system refuses, then there may be an empty file."""
+def _write_direct(path: str, image: memoryview, size: int, flags: int) -> bool:
+    """Write a file with O_DIRECT; False if the file system refuses, then there may be a file with anything in it."""
     if len(image) % _ALIGNMENT or not 0 <= size <= len(image):
         raise ValueError(f"an image of {len(image)} bytes for a file of {size} is not whole pages")
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o666)
+        fd = os.open(path, _WRITE | flags | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP):
             return False

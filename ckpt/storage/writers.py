@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt.errors import StorageError
 from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
-from ckpt.storage.files import make_directories, sync_files, write_image, write_new
+from ckpt.storage.files import holds, make_directories, sync_files, write_image, write_new
 from ckpt.storage.images import piece_array, seal
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.tensorstores import new_context, open_array
@@ -74,28 +74,32 @@ class ChunkWriter(Protocol):
 class DirectChunkWriter:
     """Writes uncompressed chunks below `root`, an existing local directory, straight from their images.
 
-    Falls back to buffered writes on a file system without O_DIRECT. `threads` is the number of parallel syncs.
+    Falls back to buffered writes on a file system without O_DIRECT. `threads` is the number of parallel syncs. With
+    `reuse` files that are there are written over; those of metadata only if they differ.
     """
 
-    def __init__(self, root: str, *, threads: int = 8) -> None:
-        self._tree = _Tree(root, threads)
+    def __init__(self, root: str, *, threads: int = 8, reuse: bool = False) -> None:
+        self._tree = _Tree(root, threads, reuse)
         self._direct = True
 
     def write(self, job: ChunkJob) -> WrittenChunk:
-        """Write one chunk. `StorageError` if the file system refuses, or if the chunk is there already."""
+        """Write one chunk. `StorageError` if the file system refuses, or if the chunk is there already and files are
+        not reused."""
         if job.meta.compression is not None:
             raise ValueError(f"{job.directory}: compressed chunks are written through tensorstore")
         layout = job.meta.layout(job.index)
         checksum = seal(job.meta, layout, job.image, job.sealed)
         key = job.meta.chunk_key(job.index)
-        path = self._tree.file(job.directory, key)
-        self._direct = write_image(path, job.image[: layout.image_bytes], layout.file_bytes, direct=self._direct)
+        path, over = self._tree.place(job.directory, key)
+        image = job.image[: layout.image_bytes]
+        self._direct = write_image(path, image, layout.file_bytes, direct=self._direct, over=over)
         self._tree.written(path)
         return WrittenChunk(f"{job.directory}/{key}", layout.file_bytes, checksum)
 
     def describe(self, directory: str, meta: ArrayMeta) -> None:
-        """Write the metadata of the array in `directory`. `StorageError` if it is there already."""
-        self._tree.write_new(directory, "zarr.json", meta.document_bytes)
+        """Write the metadata of the array in `directory`. `StorageError` if it is there already and files are not
+        reused."""
+        self._tree.write(directory, "zarr.json", meta.document_bytes)
 
     def finish(self) -> None:
         """Make all that was written durable, with the directories it is in."""
@@ -116,7 +120,7 @@ class TensorStoreChunkWriter:
     def write(self, job: ChunkJob) -> WrittenChunk:
         """Write one chunk. `StorageError` if the store refuses."""
         key = job.meta.chunk_key(job.index)
-        path = None if self._tree is None else self._tree.file(job.directory, key)
+        path = None if self._tree is None else self._tree.place(job.directory, key)[0]
         layout = job.meta.layout(job.index)
         checksum, file_bytes = seal(job.meta, layout, job.image, job.sealed), layout.file_bytes
         try:
@@ -134,7 +138,7 @@ class TensorStoreChunkWriter:
     def describe(self, directory: str, meta: ArrayMeta) -> None:
         """Write the metadata of the array in `directory`. `StorageError` if the store refuses."""
         if self._tree is not None:
-            self._tree.write_new(directory, "zarr.json", meta.document_bytes)
+            self._tree.write(directory, "zarr.json", meta.document_bytes)
             return
         try:
             open_array(self._root, directory, meta, self._context).kvstore.write(
@@ -162,28 +166,34 @@ class TensorStoreChunkWriter:
 
 
 class _Tree:
-    """The files and directories a writer has made below its root."""
+    """The files a writer has written below its root, and the directories that it may have added a name to."""
 
-    def __init__(self, root: str, threads: int) -> None:
+    def __init__(self, root: str, threads: int, reuse: bool = False) -> None:
         self._root = root
         self._lock = Lock()
         self._made: set[str] = set()
         self._files: list[str] = []
         self._threads = threads
+        self._reuse = reuse
 
-    def file(self, directory: str, name: str) -> str:
-        """Return the path of a file to be written, in a directory that exists."""
+    def place(self, directory: str, name: str) -> tuple[str, bool]:
+        """Return the path of a file to be written, and whether it is there, to be written over. If not, its directory
+        is."""
         parent = os.path.join(self._root, directory)
+        path = os.path.join(parent, name)
+        if self._reuse and os.path.lexists(path):
+            return path, True
         if parent not in self._made:
             with self._lock:
                 self._made.update(make_directories(self._root, directory, self._made))
-        return os.path.join(parent, name)
+        return path, False
 
-    def write_new(self, directory: str, name: str, data: bytes) -> None:
-        """Write a file."""
-        path = self.file(directory, name)
-        write_new(path, data)
-        self.written(path)
+    def write(self, directory: str, name: str, data: bytes) -> None:
+        """Write a file, unless it is reused and holds that already."""
+        path, over = self.place(directory, name)
+        if not (over and holds(path, data)):
+            write_new(path, data, replace=over)
+            self.written(path)
 
     def written(self, path: str) -> None:
         """The file is complete."""

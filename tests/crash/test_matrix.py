@@ -1,4 +1,5 @@
-"""What a SIGKILL leaves: every process x every point of a save x every position of the rank.
+"""What a SIGKILL leaves: every process x every point of a save x every position of the rank, in new files and in those
+of a step that was removed.
 
     step 1 is published -> step 2 is saved, and somebody dies at the point -> what is on disk, what do the others
     say -> the next save (if all trainers live) -> a new start restores the right step
@@ -18,7 +19,8 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
-from ckpt.storage.commit import CheckpointRoot, PendingSave
+from ckpt.storage.commit import CheckpointRoot, PendingSave, plan_of_step
+from ckpt.storage.retired import retire_step, retired_path
 from tests.crash.killers import KillingWriter, wait_until
 from tests.support import RankGroup, launch_ranks
 
@@ -52,6 +54,12 @@ LEAVES = {
 EXCEPTIONS = {
     ("both", "before publish", 1, 2): PUBLISHED,  # its part is there, and the coordinator lives
 }
+REPRESENTATIVE_OF_REUSE = {
+    ("writer", "during write", 0, 1),
+    ("trainer", "during write", 1, 2),
+    ("both", "during write", 0, 2),
+    ("both", "before publish", 0, 1),
+}
 REPRESENTATIVE = {
     ("writer", "before staging", 0, 1),
     ("writer", "after staging", 0, 2),
@@ -71,6 +79,7 @@ class Cell:
     point: str
     rank: int
     world_size: int
+    reuse: bool = False
 
     @property
     def key(self) -> tuple[str, str, int, int]:
@@ -85,15 +94,20 @@ class Cell:
         return ("trainer", "writer") if self.who == "both" else (self.who,)
 
     def __str__(self) -> str:
-        return f"{self.who} {self.point}, rank {self.rank} of {self.world_size}".replace(" ", "_")
+        where = " over files" if self.reuse else ""
+        return f"{self.who} {self.point}{where}, rank {self.rank} of {self.world_size}".replace(" ", "_")
 
 
-CELLS = [Cell(who, point, *position) for who, point in LEAVES for position in POSITIONS]
+CELLS = [
+    Cell(who, point, *position, reuse) for who, point in LEAVES for position in POSITIONS for reuse in (False, True)
+]
 
 
 def _selected() -> list[Cell]:
     everything = os.environ.get("CKPT_CRASH_MATRIX") == "full"
-    return [cell for cell in CELLS if everything or cell.key in REPRESENTATIVE]
+    return [
+        cell for cell in CELLS if everything or cell.key in (REPRESENTATIVE_OF_REUSE if cell.reuse else REPRESENTATIVE)
+    ]
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -120,9 +134,13 @@ def _kill_the_idle_writer(queue: ckpt.AsyncCallsQueue) -> None:
 
 
 def _train(rank: int, world_size: int, cell: Cell, folder: Path) -> dict[str, Any]:
-    checkpointer = ckpt.Checkpointer(folder / "root", **_OPTIONS)  # type: ignore[arg-type]
+    checkpointer = ckpt.Checkpointer(folder / "root", **_OPTIONS, keep_last=9, reuse_files=cell.reuse)  # type: ignore[arg-type]
     checkpointer.restore(_state(0))
+    if cell.reuse:
+        checkpointer.save(_state(0), 0)
     checkpointer.save(_state(1), 1)
+    if cell.reuse and rank == 0:
+        _retire(CheckpointRoot(str(folder / "root")), 0)
     is_victim = rank == cell.rank
     if is_victim and cell.point == "before staging":
         _strike_before_staging(cell, checkpointer)
@@ -150,6 +168,19 @@ def _train(rank: int, world_size: int, cell: Cell, folder: Path) -> dict[str, An
     checkpointer.save(_state(3), 3)
     checkpointer.close()
     return answer
+
+
+def _retire(root: CheckpointRoot, step: int) -> None:
+    """As the last save would have, if it kept one step only."""
+    plan = plan_of_step(root.step_path(step))
+    assert plan is not None
+    wait_until(lambda: retire_step(root, step, plan), "the writers to let go of the step")
+    assert os.listdir(retired_path(root)) == [plan]
+
+
+def _kept(root: CheckpointRoot) -> list[str]:
+    path = retired_path(root)
+    return os.listdir(path) if os.path.isdir(path) else []
 
 
 def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
@@ -226,6 +257,8 @@ def test_kill(cell: Cell, tmp_path: Path) -> None:
         group.wait_for_no_survivors(10)
     root = CheckpointRoot(str(tmp_path / "root"))
     _check_storage(cell, root)
+    if cell.reuse and cell.point in ("during write", "before publish", "after publish"):
+        assert not _kept(root), "the save did not take the files"
     state = _state(0)
     with ckpt.Checkpointer(root.path, **_OPTIONS) as checkpointer:  # type: ignore[arg-type]
         expected = 3 if cell.who == "writer" else 2 if cell.leaves in (PUBLISHED, ADOPTED) else 1
@@ -237,6 +270,6 @@ def test_kill(cell: Cell, tmp_path: Path) -> None:
 
 
 def test_the_matrix_is_whole() -> None:
-    assert len(CELLS) == 3 * len(POINTS) * len(POSITIONS)
+    assert len(CELLS) == 2 * 3 * len(POINTS) * len(POSITIONS)
     assert {cell.point for cell in CELLS} == set(POINTS)
-    assert {cell.key for cell in CELLS} >= REPRESENTATIVE | EXCEPTIONS.keys()
+    assert {cell.key for cell in CELLS} >= REPRESENTATIVE | REPRESENTATIVE_OF_REUSE | EXCEPTIONS.keys()

@@ -428,6 +428,17 @@ def test_clean_removes_what_nobody_needs(run: Run, littered: Path) -> None:
     assert "nothing to remove" in run("clean", littered, "--yes")
 
 
+def test_clean_removes_what_is_kept_for_a_next_save(run: Run, root: Path) -> None:
+    kept = root / ".retired" / ("0" * 32) / "weights"
+    kept.mkdir(parents=True)
+    (kept / "c.0").write_bytes(b"x" * 5000)
+    assert "kept for the next save" in run("clean", root, "--dry-run")
+    answer = run.json("clean", root, "--yes")
+    assert (answer["removed"], answer["freed_bytes"]) == (["0" * 32], 5000)
+    assert not list((root / ".retired").iterdir())
+    run("validate", root)
+
+
 def test_clean_keeps_what_is_in_use(run: Run, littered: Path) -> None:
     (save,) = (littered / ".pending").glob("step_00000005*")
     with lock_shared(str(save)) or pytest.fail("no lock"):

@@ -1,5 +1,5 @@
-"""`clean`: remove what abandoned and stale pending saves left. Never a published step, nor a save that a restart would
-publish."""
+"""`clean`: remove what abandoned and stale pending saves left, and the files that are kept for a next save. Never a
+published step, nor a save that a restart would publish."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckpt.errors import CheckpointError
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Published, Reason
 from ckpt.storage.locks import try_lock_exclusive
+from ckpt.storage.retired import discard_retired, retired_path
 
 from .opening import CannotReadError, root_of
 from .output import Exit, Output, duration, plural, size
@@ -19,7 +20,7 @@ from .saves import UndecidedSave, abandoned_saves, pending_saves, tree_bytes
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "remove abandoned and stale pending saves; never a published step"
+HELP = "remove abandoned and stale pending saves, and files kept for a next one; never a published step"
 
 _STALE_AFTER_MIN = 10.0
 _RECORDS_STAY_S = 3600.0  # as CheckpointRoot.clean leaves them
@@ -89,6 +90,21 @@ def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
         else:
             why = saves[name].note if name in saves else "a removal that was interrupted"
             items.append(_Item(name, path, age_s, total, True, why))
+    return [*items, *_retired_items(root)]
+
+
+def _retired_items(root: CheckpointRoot) -> list[_Item]:
+    """A job that goes on makes new files instead."""
+    items = []
+    folder = retired_path(root)
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+        path = os.path.join(folder, name)
+        try:
+            total, newest = tree_bytes(path)
+        except FileNotFoundError:
+            continue  # a save has taken it
+        why = "files of a removed step, kept for the next save to write over"
+        items.append(_Item(name, path, max(0.0, time.time() - newest), total, True, why))
     return items
 
 
@@ -126,6 +142,7 @@ def _remove(root: CheckpointRoot, items: list[_Item]) -> int:
             reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
             if isinstance(PendingSave(root, item.save.id).abandon(reason), Published):
                 continue
+    discard_retired(root)
     root.clean()
     left = sum(tree_bytes(path)[0] for item in items for path in _places(root, item) if os.path.isdir(path))
     return max(0, sum(item.bytes for item in items) - left)
