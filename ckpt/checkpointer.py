@@ -109,6 +109,7 @@ class Checkpointer:
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
+        self._reuse_files = reuse_files
         self._registered: dict[str, Any] = {}
         self._phase: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
         self._resume_step: int | None = None
@@ -287,7 +288,7 @@ class Checkpointer:
                 self._drain()
         finally:
             self._saver.close()
-        if self._saver.last_rank == 0:
+        if self._reuse_files and self._saver.last_rank == 0:
             discard_retired(self._root)
 
     def _drain(self) -> None:

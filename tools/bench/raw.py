@@ -34,7 +34,14 @@ class RawFile:
 
     def write(self) -> float:
         """Seconds of the faster of one thread and four: a new file, with O_DIRECT where possible, and fsync."""
-        return min(self._write(path, threads) for threads, path in self.paths.items())
+        for path in self.paths.values():
+            path.unlink(missing_ok=True)
+        new = os.O_WRONLY | os.O_CREAT
+        return min(self._write(path, threads, new) for threads, path in self.paths.items())
+
+    def write_over(self) -> float:
+        """Seconds of the faster of both once more, over the files that `write` made."""
+        return min(self._write(path, threads, os.O_WRONLY) for threads, path in self.paths.items())
 
     def read(self, first: int, end: int, direct: bool = False) -> float:
         """Seconds to read these bytes (in whole pages) into memory that was touched before, in blocks of 8 MiB; with
@@ -60,11 +67,10 @@ class RawFile:
         finally:
             os.close(fd)
 
-    def _write(self, path: Path, threads: int) -> float:
-        path.unlink(missing_ok=True)
+    def _write(self, path: Path, threads: int, flags: int) -> float:
         with ThreadPoolExecutor(threads) as pool:
             begin = time.perf_counter()
-            fd = _open(path, os.O_WRONLY | os.O_CREAT, True)
+            fd = _open(path, flags, True)
             try:
                 list(pool.map(lambda block: os.pwrite(fd, *block), self._blocks()))
                 os.fsync(fd)

@@ -10,7 +10,7 @@ from tools.bench.systems import SYSTEMS
 
 __all__ = ["FIGURES", "Figure", "Verdict", "ratios_of", "scale_verdicts", "values_of", "verdicts"]
 
-OURS = ("ckpt", "ckpt_packed")
+OURS = ("ckpt", "ckpt_reuse", "ckpt_packed", "ckpt_packed_reuse")
 _MEGABYTES = 100e6
 
 
@@ -56,9 +56,9 @@ FIGURES = (
     Figure("warm_read", "load, warm: reading alone", "saving", _value("load_warm_read_s"), _NEEDED),
     Figure("memory_load", "load from staging memory", "saving", _value("load_memory_s"), _NEEDED, 1.3),
     Figure("memory", "memory beside the state", "saving", _value("memory_bytes"), _value("staged_bytes"), None, "B"),
-    Figure("files", "files", "saving", _value("files"), None, None, ""),
+    Figure("files", "files made", "saving", _value("files"), None, None, ""),
     Figure("fsyncs", "calls of fsync", "saving", _value("fsyncs"), None, None, ""),
-    Figure("file_bytes", "bytes in files", "saving", _value("file_bytes"), _value("staged_bytes"), None, "B"),
+    Figure("file_bytes", "bytes in files written", "saving", _value("file_bytes"), _value("staged_bytes"), None, "B"),
     Figure("small", "small tensors, durable", "small", _value("many_durable_s"), _value("one_durable_s"), 3.0),
     Figure("small_files", "small tensors, files", "small", _value("many_files"), None, None, ""),
     Figure("reshard", "load resharded", "reshard_load", _value("other_load_cold_s"), _value("same_load_cold_s"), 1.3),

@@ -49,6 +49,7 @@ class Limits:
         dist.barrier()
         if dist.get_rank() == 0:
             taken["limit_write_s"] = self._file.write()
+            taken["limit_over_s"] = self._file.write_over()
             taken["limit_crc_s"] = crc_seconds(self._total)
         dist.barrier()
         return taken

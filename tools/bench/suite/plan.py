@@ -104,7 +104,12 @@ def _saving_jobs(options: Options, folder: Path) -> list[JobSpec]:
 def _spec(
     options: Options, kind: str, world_size: int, folder: Path, total_bytes: float, sharded: bool = False
 ) -> JobSpec:
-    systems = tuple(name for name in options.systems if world_size == 1 or not SYSTEMS[name].one_rank_only)
+    known = {name: SYSTEMS[name] for name in options.systems}
+    systems = tuple(
+        name
+        for name, entry in known.items()
+        if not (entry.one_rank_only and world_size > 1) and not (entry.only_saves and kind != "saving")
+    )
     folder.mkdir()
     return JobSpec(
         kind,

@@ -86,6 +86,7 @@ def _limits(scenario: Scenario) -> str:
     names = {
         "limit_copy_s": "copy of what is staged",
         "limit_write_s": "O_DIRECT write and fsync",
+        "limit_over_s": "the same over the file that is there",
         "limit_read_cold_s": "read, cold",
         "limit_read_direct_s": "read with O_DIRECT",
         "limit_read_warm_s": "read, warm",

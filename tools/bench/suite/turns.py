@@ -155,25 +155,31 @@ class SystemTurn:
         return taken
 
     def counts(self, counter: Path) -> Turn:
-        """Files and bytes of a steady save, and how often a process of the job asked for durability."""
+        """The files a steady save makes, the bytes of those it writes, and how often a process of the job asked for
+        durability."""
         self.saves()
-        known = self._tree()
+        known = self._tree().values()
         dist.barrier()
         before = counter.stat().st_size if counter.exists() else 0
         self._save()
         dist.barrier()
         if self._place.rank:
             return {}
-        fresh = {path: size for path, size in self._tree().items() if path not in known}
+        tree, made = self._tree().values(), {about.st_ino for about in known}
+        written = {(about.st_ino, about.st_mtime_ns) for about in known}
         after = counter.stat().st_size if counter.exists() else 0
-        return {"files": len(fresh), "file_bytes": sum(fresh.values()), "fsyncs": after - before}
+        return {
+            "files": sum(about.st_ino not in made for about in tree),
+            "file_bytes": sum(about.st_size for about in tree if (about.st_ino, about.st_mtime_ns) not in written),
+            "fsyncs": after - before,
+        }
 
     def files_of_last(self) -> float:
         """How many files the newest of two equal steps has."""
         return len(self._tree()) / 2 if self._place.rank == 0 else 0
 
-    def _tree(self) -> dict[str, int]:
-        return {str(path): path.stat().st_size for path in self._place.folder.rglob("*") if path.is_file()}
+    def _tree(self) -> dict[str, os.stat_result]:
+        return {str(path): path.stat() for path in self._place.folder.rglob("*") if path.is_file()}
 
     def _save(self) -> tuple[float, float]:
         self._step += 1

@@ -15,7 +15,8 @@ _HERE = "tools.bench.systems"
 class Entry:
     """Where a system is and what it is called. `package` is the distribution it needs; what it `cannot` do is left out.
 
-    `added` says which part of "durable" the system does not do by itself and the harness does for it.
+    `added` says which part of "durable" the system does not do by itself and the harness does for it. One that differs
+    from another in saves alone is measured in these alone.
     """
 
     title: str
@@ -27,6 +28,7 @@ class Entry:
     reshards: bool = False
     from_memory: bool = False
     slots: int = 1
+    only_saves: bool = False
 
 
 _TORCH_DIR = "fsync of the directory"
@@ -34,8 +36,14 @@ _ALL = "fsync of every file and directory"
 
 SYSTEMS = {
     "ckpt": Entry("ckpt", "ours", "Ours", "torch", "nothing", reshards=True, from_memory=True, slots=2),
+    "ckpt_reuse": Entry(
+        "ckpt, files reused", "ours", "Reused", "torch", "nothing", from_memory=True, slots=2, only_saves=True
+    ),
     "ckpt_packed": Entry(
         "ckpt, packed", "ours", "Packed", "torch", "nothing", reshards=True, from_memory=True, slots=2
+    ),
+    "ckpt_packed_reuse": Entry(
+        "ckpt, packed, reused", "ours", "PackedReused", "torch", "nothing", from_memory=True, slots=2, only_saves=True
     ),
     "torch_save": Entry("torch.save", "torch_save", "TorchSave", "torch", "fsync, rename of the directory", slots=0),
     "safetensors": Entry("safetensors", "safetensors", "Safetensors", "safetensors", "fsync, rename", slots=0),

@@ -1,4 +1,4 @@
-"""This package, with its defaults, and with few large files."""
+"""This package: with its defaults, with few large files, and with files that are used again."""
 
 from typing import Any, ClassVar
 
@@ -6,7 +6,9 @@ from ckpt import Checkpointer
 from tools.bench.state import State
 from tools.bench.systems.base import Place
 
-__all__ = ["Ours", "Packed"]
+__all__ = ["Ours", "Packed", "PackedReused", "Reused"]
+
+_REUSE = {"keep_last": 1, "reuse_files": True}
 
 
 class Ours:
@@ -61,7 +63,19 @@ class Ours:
             self._checkpointer.close()
 
 
+class Reused(Ours):
+    """The same, writing over the files of the step before the last, as soon as there is one."""
+
+    _options: ClassVar[dict[str, Any]] = _REUSE
+
+
 class Packed(Ours):
     """The same with all tensors in the pack."""
 
     _options: ClassVar[dict[str, Any]] = {"layout": "packed"}
+
+
+class PackedReused(Ours):
+    """Both."""
+
+    _options: ClassVar[dict[str, Any]] = {"layout": "packed", **_REUSE}
