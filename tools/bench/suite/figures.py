@@ -69,9 +69,10 @@ FIGURES = (
 @dataclass(frozen=True)
 class Verdict:
     """Whether our figure met its target, and which peers were ahead of us. `spread` is the least and the most of the
-    rounds."""
+    rounds. `job` is what was measured, `system` which of ours; it has no name where there is one only."""
 
-    where: str
+    job: str
+    system: str
     title: str
     median: float
     spread: tuple[float, float]
@@ -80,6 +81,11 @@ class Verdict:
     ahead: tuple[str, ...] = ()
     compared: bool = False
     unit: str = ""
+
+    @property
+    def where(self) -> str:
+        """Job and system."""
+        return ", ".join(filter(None, (self.job, self.system)))
 
 
 def values_of(scenario: Scenario, figure: Figure, system: str) -> list[float]:
@@ -120,8 +126,18 @@ def _verdict(scenario: Scenario, figure: Figure, system: str, values: list[float
     ahead = [SYSTEMS[name].title for name, theirs in peers.items() if theirs and median(theirs) < median(values)]
     unit = "x" if ratios else figure.unit
     spread = (min(shown), max(shown))
-    where = scenario.title if system == OURS[0] else f"{scenario.title}, {SYSTEMS[system].title}"
-    return Verdict(where, figure.title, median(shown), spread, target, met, tuple(ahead), any(peers.values()), unit)
+    return Verdict(
+        scenario.title,
+        SYSTEMS[system].title,
+        figure.title,
+        median(shown),
+        spread,
+        target,
+        met,
+        tuple(ahead),
+        any(peers.values()),
+        unit,
+    )
 
 
 def _target(scenario: Scenario, figure: Figure, system: str) -> float | None:
@@ -152,5 +168,5 @@ def scale_verdicts(measured: Measured) -> list[Verdict]:
         values = measured.scale.get(what, {}).get(key, [])
         if values:
             middle, spread = median(values), (min(values), max(values))
-            found.append(Verdict(where, title, middle, spread, target, middle <= target, unit=unit))
+            found.append(Verdict(where, "", title, middle, spread, target, middle <= target, unit=unit))
     return found

@@ -1,5 +1,6 @@
 """Two pictures: how often the limit each system takes, and where this package stands to its targets."""
 
+import math
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,19 +77,28 @@ def _panel(axes: Any, scenario: Scenario, figure: Figure, systems: list[str], la
 
 
 def _targets(pyplot: Any, found: list[Verdict]) -> Any:
-    """A point for each target: the figure divided by it, so that what is left of 1 is met."""
-    figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.27 * len(found)), layout="constrained")
-    for place, verdict in enumerate(reversed(found)):
-        target = verdict.target or 1.0
-        low, middle, high = (max(v / target, _FLOOR) for v in (verdict.spread[0], verdict.median, verdict.spread[1]))
-        color = _MET if verdict.met else _MISSED
-        axes.plot([low, high], [place, place], color=color, linewidth=1.5)
-        axes.plot([middle], [place], "o", color=color)
-    axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(found)), [f"{v.title}  ({v.where})" for v in reversed(found)], fontsize=8)
-    axes.set_xlabel("measured / target: left of the line is met")
-    axes.set_title("Targets: median, and least to most of the rounds")
-    axes.grid(axis="x", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    """A field for each target, a line for each job and system: how far it is from the target, and on which side."""
+    of = {(verdict.where, verdict.title): verdict for verdict in found}
+    lines = list(dict.fromkeys(verdict.where for verdict in found))
+    columns = list(dict.fromkeys(verdict.title for verdict in found))
+    size = (3.2 + 0.75 * len(columns), 2.2 + 0.27 * len(lines))
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    for y, where in enumerate(lines):
+        for x, title in enumerate(columns):
+            verdict = of.get((where, title))
+            if verdict is None or verdict.target is None:
+                continue
+            ratio = verdict.median / verdict.target
+            strength = min(1.0, 0.25 + abs(math.log2(max(ratio, _FLOOR))) / 2)
+            color = _MET if verdict.met else _MISSED
+            axes.add_patch(pyplot.Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=color, alpha=strength))
+            axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(lines) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), columns, rotation=40, ha="left", fontsize=8)
+    axes.xaxis.tick_top()
+    axes.set_yticks(range(len(lines)), lines, fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("median / target: 1 or less is met, the darker the farther")
     return figure

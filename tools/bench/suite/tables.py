@@ -49,15 +49,40 @@ def _environment() -> str:
 
 
 def _targets(found: list[Verdict]) -> str:
-    lines = ["| job | figure | median (min-max) | target | | ahead of us |", "|---|---|---|---|---|---|"]
-    for verdict in found:
-        target = "" if verdict.target is None else f"≤ {shown(verdict.target, verdict.unit)}"
-        met = {True: "met", False: "**missed**", None: ""}[verdict.met]
-        low, high = (shown(value, verdict.unit) for value in verdict.spread)
-        ahead = ", ".join(verdict.ahead) or ("nobody" if verdict.compared else "")
-        middle = shown(verdict.median, verdict.unit)
-        lines.append(f"| {verdict.where} | {verdict.title} | {middle} ({low}-{high}) | {target} | {met} | {ahead} |")
+    """A table for all jobs that measure systems: a column for each of ours, and who is ahead of the first of them. One
+    for what has no system."""
+    systems = list(dict.fromkeys(verdict.system for verdict in found if verdict.system))
+    of = {(verdict.job, verdict.title, verdict.system): verdict for verdict in found}
+    lines = []
+    if systems:
+        lines = [f"| | target | {' | '.join(systems)} | ahead of {systems[0]} |", "|---" * (len(systems) + 3) + "|"]
+    for job in dict.fromkeys(verdict.job for verdict in found if verdict.system):
+        lines.append(f"| **{job}** |" + " |" * (len(systems) + 2))
+        for title in dict.fromkeys(verdict.title for verdict in found if verdict.job == job):
+            row = [of.get((job, title, system)) for system in systems]
+            known = next(verdict for verdict in row if verdict is not None)
+            cells = ["" if verdict is None else _measured(verdict) for verdict in row]
+            lines.append(f"| {title} | {_asked(known)} | {' | '.join(cells)} | {_ahead(row[0])} |")
+    others = [verdict for verdict in found if not verdict.system]
+    if others:
+        lines += [*([""] if lines else []), "| | | target | |", "|---|---|---|---|"]
+        lines += [f"| {v.job} | {v.title} | {_asked(v)} | {_measured(v)} |" for v in others]
     return "\n".join(lines)
+
+
+def _asked(verdict: Verdict) -> str:
+    return "" if verdict.target is None else f"≤ {shown(verdict.target, verdict.unit)}"
+
+
+def _measured(verdict: Verdict) -> str:
+    low, high = (shown(value, verdict.unit) for value in verdict.spread)
+    met = {True: " met", False: " **missed**", None: ""}[verdict.met]
+    spread = "" if low == high else f" ({low}-{high})"
+    return f"{shown(verdict.median, verdict.unit)}{spread}{met}"
+
+
+def _ahead(verdict: Verdict | None) -> str:
+    return "" if verdict is None or not verdict.compared else ", ".join(verdict.ahead) or "nobody"
 
 
 def _table(scenario: Scenario) -> str:
