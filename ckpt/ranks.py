@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ckpt.errors import CheckpointError
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
@@ -16,40 +18,60 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """This rank among all ranks of a process group (the default one if None). Without torch.distributed: one rank."""
+    """This rank among all ranks of a process group (the default one if None). Without torch.distributed: one rank.
+
+    Who had a group keeps his rank when it is destroyed, until `forget`: the abort of a restart destroys it on another
+    thread, while this one may be anywhere.
+    """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         self._group = process_group
-        self._last_rank: int | None = None
+        self._last: tuple[int, int] | None = None  # rank and world size, when `rank` was asked for
 
     @property
     def rank(self) -> int:
         """0, 1, ..."""
-        distributed = _distributed()
-        self._last_rank = rank = int(distributed.get_rank(self._group)) if distributed is not None else 0
-        return rank
+        self._last = self._now()
+        return self._last[0]
 
     @property
     def last_rank(self) -> int | None:
-        """The last rank this process had, also when the group is destroyed; None if `rank` was not asked since
-        `forget`."""
-        return self._last_rank if _distributed() is None else self.rank
+        """The rank of this process; None without a process group if `rank` was not asked for since `forget`."""
+        return None if _distributed() is None and self._last is None else self.rank
 
     def forget(self) -> None:
         """The process group is gone; in the next one this process may have another rank."""
-        self._last_rank = None
+        self._last = None
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
+        return self._now()[1]
+
+    def _now(self) -> tuple[int, int]:
         distributed = _distributed()
-        return int(distributed.get_world_size(self._group)) if distributed is not None else 1
+        try:
+            if distributed is not None:
+                return int(distributed.get_rank(self._group)), int(distributed.get_world_size(self._group))
+        except ValueError:  # destroyed since then
+            if self._last is None:
+                raise
+        return self._last or (0, 1)
 
     def __call__(self, payload: bytes) -> list[bytes]:
-        """Give every rank the payloads of all ranks, by rank. Collective; raw bytes, nothing is unpickled."""
+        """Give every rank the payloads of all ranks, by rank. Collective; raw bytes, nothing is unpickled.
+
+        CheckpointError if the process group is gone.
+        """
         distributed = _distributed()
-        if distributed is None or self.world_size == 1:
+        if self.world_size == 1:
             return [payload]
+        if distributed is None:
+            raise CheckpointError(
+                f"rank {self.rank} of {self.world_size} has no process group any more to agree with the others: save "
+                "and restore before it is destroyed, or after it is made again",
+                rank=self.rank,
+            )
         import torch
 
         device = self._device(distributed)

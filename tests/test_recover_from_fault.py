@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckpt
+from ckpt.ranks import Ranks
+from ckpt.saving import save as save_module
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave
 from tests.crash.killers import KillingWriter, wait_until
 from tests.support import LeakCheck, launch_ranks, run_ranks
@@ -369,3 +372,56 @@ def test_a_survivor_publishes_in_place_of_the_coordinator(tmp_path: Path) -> Non
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     logging.getLogger("ckpt").setLevel(logging.WARNING)
+
+
+# -- the process group goes at any moment ------------------------------------------------------------------------------
+
+
+def _lose_the_group(rank: int, world_size: int, root: Path, at: str) -> dict[str, Any]:
+    """The abort destroys the process group while a save is staged, or just before it."""
+    checkpointer, state = _registered(root, rank)
+    _fill(state, 1, rank)
+    checkpointer.save(state, 1)
+    dist.barrier()
+    _fill(state, 2, rank)
+    if at == "before":
+        dist.destroy_process_group()
+        request = checkpointer.save_request(state, 2)
+    else:
+        stage = save_module.stage
+
+        def stage_and_lose(*args: Any) -> Any:
+            dist.destroy_process_group()
+            return stage(*args)
+
+        save_module.stage = stage_and_lose
+        request = checkpointer.save_request(state, 2)
+    of_writer = request.async_fn.rank  # type: ignore[union-attr]
+    _fill(state, 9, rank)
+    checkpointer.recover_from_fault(1, None)
+    answer = {"writer": of_writer, "step": checkpointer.resume_step, "right": _is(state, 1, rank)}
+    checkpointer.close()
+    return answer
+
+
+@pytest.mark.parametrize("at", ["before", "during"])
+def test_a_rank_stays_itself_when_its_group_is_gone(tmp_path: Path, at: str) -> None:
+    answers = [result.value for result in run_ranks(_lose_the_group, 2, tmp_path / "root", at)]
+    assert answers == [{"writer": rank, "step": 1, "right": True} for rank in range(2)]
+
+
+def _ask_ranks(rank: int, world_size: int) -> None:
+    ranks = Ranks()
+    assert (ranks.last_rank, ranks.world_size) == (rank, world_size)
+    assert ranks(b"%d" % rank) == [b"0", b"1"]
+    dist.destroy_process_group()
+    assert (ranks.rank, ranks.last_rank, ranks.world_size) == (rank, rank, world_size)
+    with pytest.raises(ckpt.errors.CheckpointError, match=f"rank {rank} of 2 has no process group any more"):
+        ranks(b"")
+    ranks.forget()
+    assert (ranks.last_rank, ranks.world_size, ranks(b"x")) == (None, 1, [b"x"])
+    assert (ranks.rank, ranks.last_rank) == (0, 0)
+
+
+def test_ranks_without_their_group() -> None:
+    run_ranks(_ask_ranks, 2)
