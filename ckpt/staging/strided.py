@@ -36,7 +36,7 @@ def copy_boxes(
     for op in ops:
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
-            tensor.record_stream(stream)  # its memory is not given to others before the copy has run
+            _memory_of(tensor).record_stream(stream)  # it is not given to others before the copy has run
         if op.flat is not None and is_plain(tensor):
             start = op.flat[0] * op.itemsize
             source = flat_bytes.get(op.path)
@@ -89,6 +89,14 @@ def _queue_boxes(
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory holds the elements one after the other."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory that is not conjugated: PyTorch (2.11) conjugates one in place, and back again, for
+    `record_stream`, and that corrupts the heap of the process."""
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
