@@ -92,8 +92,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory that is not conjugated: PyTorch (2.11) conjugates one in place, and back again, for
-    `record_stream`, and that corrupts the heap of the process."""
+    """A tensor of the same memory that is not conjugated: for one that is, `record_stream` takes PyTorch's way around
+    operators that do not know conjugation, and with that, in PyTorch 2.11, saves ended with a corrupted heap."""
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
