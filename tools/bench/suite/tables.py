@@ -49,20 +49,20 @@ def _environment() -> str:
 
 
 def _targets(found: list[Verdict]) -> str:
-    """A table for all jobs that measure systems: a column for each of ours, and who is ahead of the first of them. One
-    for what has no system."""
+    """A table for all jobs that measure systems: a column for each of ours, and who is ahead of the first of them that
+    was measured. One for what has no system."""
     systems = list(dict.fromkeys(verdict.system for verdict in found if verdict.system))
     of = {(verdict.job, verdict.title, verdict.system): verdict for verdict in found}
     lines = []
     if systems:
-        lines = [f"| | target | {' | '.join(systems)} | ahead of {systems[0]} |", "|---" * (len(systems) + 3) + "|"]
+        lines = [f"| | target | {' | '.join(systems)} | ahead of the first |", "|---" * (len(systems) + 3) + "|"]
     for job in dict.fromkeys(verdict.job for verdict in found if verdict.system):
         lines.append(f"| **{job}** |" + " |" * (len(systems) + 2))
         for title in dict.fromkeys(verdict.title for verdict in found if verdict.job == job):
             row = [of.get((job, title, system)) for system in systems]
             known = next(verdict for verdict in row if verdict is not None)
             cells = ["" if verdict is None else _measured(verdict) for verdict in row]
-            lines.append(f"| {title} | {_asked(known)} | {' | '.join(cells)} | {_ahead(row[0])} |")
+            lines.append(f"| {title} | {_asked(known)} | {' | '.join(cells)} | {_ahead(known)} |")
     others = [verdict for verdict in found if not verdict.system]
     if others:
         lines += [*([""] if lines else []), "| | | target | |", "|---|---|---|---|"]
@@ -81,8 +81,8 @@ def _measured(verdict: Verdict) -> str:
     return f"{shown(verdict.median, verdict.unit)}{spread}{met}"
 
 
-def _ahead(verdict: Verdict | None) -> str:
-    return "" if verdict is None or not verdict.compared else ", ".join(verdict.ahead) or "nobody"
+def _ahead(verdict: Verdict) -> str:
+    return ", ".join(verdict.ahead) or "nobody" if verdict.compared else ""
 
 
 def _table(scenario: Scenario) -> str:
