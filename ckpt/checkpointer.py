@@ -254,6 +254,8 @@ class Checkpointer:
         if rank is not None:
             self._saver.settle_all(rank, time.monotonic() + drain_s)
         self._queue.recover(min(drain_s, _ANSWER_S))
+        if rank is not None:
+            self._saver.refuse_left(rank)
         self._saver.begin_epoch(epoch)
         self._note_restored(None)
         if self._registered and rank is not None:

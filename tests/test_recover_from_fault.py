@@ -16,6 +16,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.ranks import Ranks
 from ckpt.saving import save as save_module
+from ckpt.storage import files
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave
 from tests.crash.killers import KillingWriter, wait_until
 from tests.support import LeakCheck, launch_ranks, run_ranks
@@ -74,6 +75,17 @@ class _Waiting(KillingWriter):
         return super()._decide(pending, *rest)
 
 
+class _Returning(KillingWriter):
+    """Begins a save that was given up meanwhile, as a writer may that has just looked whether it was."""
+
+    def __call__(self) -> None:
+        pending = self._pending()
+        wait_until(lambda: isinstance(pending.outcome(), Abandoned), "the save to be given up")
+        files.make_directories(pending.root.pending_path, f"{self.save.name}/parts")
+        files.create_exclusive(os.path.join(pending.path, "intent.json"), b"{}")
+        time.sleep(600)
+
+
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +133,20 @@ def test_abort_publishes_nothing_and_waits_for_nobody(tmp_path: Path, leak_check
     assert checkpointer.async_save(state, 2) == index + 1
     assert checkpointer.async_save(state, 3) == index + 2
     assert checkpointer.maybe_finalize(blocking=True)[-2:] == [2, 3]
+    checkpointer.close()
+
+
+def test_a_writer_that_begins_a_save_too_late_leaves_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
+    checkpointer, state = _registered(tmp_path / "root")
+    _fill(state, 1)
+    checkpointer.save(state, 1)
+    request = checkpointer.save_request(state, 2)
+    writer = _Returning.instead_of(request.async_fn)  # type: ignore[arg-type]
+    checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+    checkpointer.recover_from_fault(1, timedelta(seconds=2))
+    root = CheckpointRoot(str(tmp_path / "root"))
+    assert (root.steps(), root.pending()) == ([1], [])
+    checkpointer.save(state, 2)
     checkpointer.close()
 
 

@@ -146,6 +146,12 @@ class Saver:
         if not self.recovers_first:
             refuse_others(root, self._in_flight, rank)
 
+    def refuse_left(self, rank: int) -> None:
+        """After `settle_all`, when no writer of this rank is left: one that was killed may have begun a save once more
+        that was given up just then."""
+        if not self.recovers_first:
+            refuse_others(CheckpointRoot(self._root), (), rank)
+
     def begin_epoch(self, epoch: int) -> None:
         """After a fault, when every save is decided and the queue is empty: what was under way is forgotten.
 
