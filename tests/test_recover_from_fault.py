@@ -8,16 +8,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.async_calls import queue as queue_module
 from ckpt.ranks import Ranks
 from ckpt.saving import save as save_module
 from ckpt.storage import files
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave
+from ckpt.storage.documents import seal
 from tests.crash.killers import KillingWriter, wait_until
 from tests.support import LeakCheck, launch_ranks, run_ranks
 
@@ -82,7 +85,7 @@ class _Returning(KillingWriter):
         pending = self._pending()
         wait_until(lambda: isinstance(pending.outcome(), Abandoned), "the save to be given up")
         files.make_directories(pending.root.pending_path, f"{self.save.name}/parts")
-        files.create_exclusive(os.path.join(pending.path, "intent.json"), b"{}")
+        files.create_exclusive(os.path.join(pending.path, "intent.json"), seal({}))
         time.sleep(600)
 
 
@@ -136,15 +139,32 @@ def test_abort_publishes_nothing_and_waits_for_nobody(tmp_path: Path, leak_check
     checkpointer.close()
 
 
-def test_a_writer_that_begins_a_save_too_late_leaves_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
+class _Interrupt(BaseException):
+    pass
+
+
+def test_a_writer_that_begins_a_save_too_late_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    """The trainer was interrupted when the writer had the call, and the queue had not noted it yet."""
     checkpointer, state = _registered(tmp_path / "root")
     _fill(state, 1)
     checkpointer.save(state, 1)
     request = checkpointer.save_request(state, 2)
     writer = _Returning.instead_of(request.async_fn)  # type: ignore[arg-type]
-    checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
-    checkpointer.recover_from_fault(1, timedelta(seconds=2))
-    root = CheckpointRoot(str(tmp_path / "root"))
+    with monkeypatch.context() as patch:
+        patch.setattr(queue_module, "PendingCall", Mock(side_effect=_Interrupt))
+        with pytest.raises(_Interrupt):
+            checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+    root, recover = CheckpointRoot(str(tmp_path / "root")), checkpointer.queue.recover
+
+    def recover_late(timeout_s: float) -> list[int]:
+        (save,) = root.abandoned()
+        wait_until(lambda: PendingSave(root, save).intent() is not None, "the writer to begin again")
+        return recover(timeout_s)
+
+    monkeypatch.setattr(checkpointer.queue, "recover", recover_late)
+    checkpointer.recover_from_fault(1, _DRAIN)
     assert (root.steps(), root.pending()) == ([1], [])
     checkpointer.save(state, 2)
     checkpointer.close()
