@@ -159,28 +159,28 @@ class SystemTurn:
         durability."""
         self.saves()
         # rank 0's writer, which removes old steps, has ended; to others files may vanish while they look
-        known = self._tree().values() if self._place.rank == 0 else ()
+        known = self._files() if self._place.rank == 0 else []
         dist.barrier()
         before = counter.stat().st_size if counter.exists() else 0
         self._save()
         dist.barrier()
         if self._place.rank:
             return {}
-        tree, made = self._tree().values(), {about.st_ino for about in known}
+        now, made = self._files(), {about.st_ino for about in known}
         written = {(about.st_ino, about.st_mtime_ns) for about in known}
         after = counter.stat().st_size if counter.exists() else 0
         return {
-            "files": sum(about.st_ino not in made for about in tree),
-            "file_bytes": sum(about.st_size for about in tree if (about.st_ino, about.st_mtime_ns) not in written),
+            "files": sum(about.st_ino not in made for about in now),
+            "file_bytes": sum(about.st_size for about in now if (about.st_ino, about.st_mtime_ns) not in written),
             "fsyncs": after - before,
         }
 
     def files_of_last(self) -> float:
         """How many files the newest of two equal steps has."""
-        return len(self._tree()) / 2 if self._place.rank == 0 else 0
+        return len(self._files()) / 2 if self._place.rank == 0 else 0
 
-    def _tree(self) -> dict[str, os.stat_result]:
-        return {str(path): path.stat() for path in self._place.folder.rglob("*") if path.is_file()}
+    def _files(self) -> list[os.stat_result]:
+        return [path.stat() for path in self._place.folder.rglob("*") if path.is_file()]
 
     def _save(self) -> tuple[float, float]:
         self._step += 1
