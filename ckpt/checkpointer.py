@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
-from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
 from ckpt.loading.load import restore
 from ckpt.loading.sources import Alone, RestoreReport
 from ckpt.planning.grid import GridOptions
 from ckpt.ranks import Ranks
-from ckpt.saving.publish import Retention, recover
+from ckpt.saving.publish import Retention
+from ckpt.saving.recover import Branch, recover_for_restore
 from ckpt.saving.save import Saver, StagingOptions
 from ckpt.saving.write import SaveOptions
 from ckpt.storage.commit import CheckpointRoot
@@ -69,6 +70,7 @@ class Checkpointer:
         pack_below_bytes: int = _GRID.pack_below_bytes,
         layout: Literal["arrays", "packed"] = "arrays",
         reuse_files: bool = False,
+        read_only: bool = False,
     ) -> None:
         """Nothing is started or written yet.
 
@@ -85,7 +87,11 @@ class Checkpointer:
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. `restore` and inspect_ckpt keep a
         step they read from being removed; another program that copies or maps the files of a step while it is removed
-        can see bytes of a later one, unless it holds a shared flock on its directory. Not with `compression`.
+        can see bytes of a later one, unless it holds a shared flock on its directory and runs on the host that saves
+        (see docs/guide.md). Not with `compression`.
+
+        With `read_only` nothing is ever written to the root, and nothing decided about it: for evaluation beside a
+        training job, or where there is no write permission. Then there are no saves.
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
@@ -105,11 +111,12 @@ class Checkpointer:
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
-        options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files), recover=True)
+        options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files))
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
+        self._read_only = read_only
         self._registered: dict[str, Any] = {}
         self._phase: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
         self._resume_step: int | None = None
@@ -126,12 +133,14 @@ class Checkpointer:
         """Copy this rank's share of `state` into shared memory and return the request that writes it.
 
         The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step). Waits only
-        when all slots are in use. The first call for a structure of state makes two small collectives, later ones none;
-        no file is touched. Raises StateError, naming the key path, for a leaf that cannot be stored, and on all ranks
-        when ranks contradict each other; then nothing was started.
+        when all slots are in use. The first call for a structure of state makes two small collectives, later ones none.
+        The first of a run, and the first after a restore, claims the root (one more collective; rank 0 touches a few
+        files there); the others touch no file. Raises StateError, naming the key path, for a leaf that cannot be
+        stored, and on all ranks when ranks contradict each other; FencedError when a job that started later owns the
+        root. Then nothing was started.
         """
         begin = time.perf_counter()
-        self._check_open()
+        self._check_writable()
         with self._phase("ckpt.stage"):
             request = self._saver.request(state, step, begin)
         request.add_finalize_fn(lambda: self._finalized.append(step))
@@ -169,27 +178,52 @@ class Checkpointer:
 
         Collective. Works for any world size and sharding. Tensors are read into the memory they have, from staging
         memory where that still holds the step (see `last_restore`), else from storage; numbers and
-        strings are replaced in their dicts and lists; objects get `load_state_dict`. Saves that an earlier run left
-        complete are published first, the others abandoned. Without `step`, a damaged step is skipped with a warning, on
-        all ranks.
+        strings are replaced in their dicts and lists; objects get `load_state_dict`.
+
+        Saves that a run left which is gone are decided first: those that are complete are published, the others
+        abandoned; writers of it that still finish some are waited for, at most `timeout`. Saves of a job that is alive
+        are not touched. Without `step`, a damaged step is skipped with a warning, on all ranks; a save that follows
+        moves it to ``.damaged/``. After a restore of an older `step` the first save moves the newer ones, which are of
+        another branch then, to ``.superseded/``. Nothing is removed.
 
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
         ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
         """
         self._check_open()
+        seen: int | None = None
+
+        def recover() -> None:
+            nonlocal seen
+            if not self._read_only:
+                seen = recover_for_restore(self._root, self._saver.seen, self._timeout_s, _log.warning)
+
         with self._phase("ckpt.restore"):
-            if self._ranks.rank == 0 and self._saver.recovers_first:
-                recover(self._root, self._timeout_s, _log.warning)
-            report = restore(self._root, state, step, strict, self._ranks, self._saver.memory)
+            report = restore(self._root, state, step, strict, self._ranks, self._saver.memory, recover, self._read_only)
             self._note_restored(report)
-            self._saver.recovered()
-            self.warmup(state)
+            self._saver.continue_from(_branch_of(report), seen)
+            if not self._read_only:
+                self._saver.warmup(state, claim=False)
         return self._resume_step
+
+    def delete(self, step: int) -> None:
+        """Remove a published step, now. For one rank, best rank 0; others may go on saving.
+
+        Claims the root if this job does not own it. CheckpointNotFoundError if the step is not there,
+        StorageError if it is being read, FencedError if a job that started later owns the root.
+        """
+        self._check_writable()
+        if step not in self._root.steps():
+            raise CheckpointNotFoundError(
+                f"{self._root.path} has no published step {step}; it has {self._root.steps() or 'none'}", step=step
+            )
+        self._saver.own()
+        if not self._root.remove_step(step):
+            raise StorageError(f"step {step} of {self._root.path} is being read: delete it when its readers are done")
 
     def warmup(self, state: Any) -> None:
         """Plan, map the staging memory and start the writers now, so that the first save costs what the tenth does.
-        Collective."""
-        self._check_open()
+        Collective, and claims the root, as the first save does."""
+        self._check_writable()
         self._saver.warmup(state)
 
     def register(self, **state: Any) -> None:
@@ -233,15 +267,15 @@ class Checkpointer:
         self._phase = phase
         self._saver.on_begun = None if background is None else functools.partial(background, "ckpt.write")
 
-    def recover_from_fault(self, epoch: int, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
+    def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
         """Decide every save in flight, forget the process group, and put the registered state back to the newest step.
 
         For the bridge to a restart (`ckpt.restart`), on every surviving rank, when nothing else runs in this process.
         Makes no collective. With a `drain_timeout` a save that all ranks have completely staged is still published,
         within that time; without, all saves that are not published by now are given up, and nobody is waited for. A
-        save of an earlier epoch is never published after this has returned.
+        save from before is never published after this has returned.
 
-        `rank` is that of this process in the epoch that ends, should it have had no business with its group yet; None
+        `rank` is that of this process before the fault, should it have had no business with its group yet; None
         if it was a spare: it has no part in any save, and restores nothing here. Raises what `restore` raises; also
         CheckpointCorruptError for a damaged step, because the others may not find it damaged.
         """
@@ -256,10 +290,12 @@ class Checkpointer:
         self._queue.recover(min(drain_s, _ANSWER_S))
         if rank is not None:
             self._saver.refuse_left(rank)
-        self._saver.begin_epoch(epoch)
+        self._saver.begin_epoch()
         self._note_restored(None)
         if self._registered and rank is not None:
-            self._note_restored(restore(self._root, self._registered, None, True, Alone(rank), self._saver.memory))
+            report = restore(self._root, self._registered, None, True, Alone(rank), self._saver.memory)
+            self._note_restored(report)
+            self._saver.continue_from(_branch_of(report), None)
 
     def interrupt(self) -> None:
         """Make a thread that waits in here look around. From any thread; see `AsyncCallsQueue.interrupt`."""
@@ -290,7 +326,7 @@ class Checkpointer:
                 self._drain()
         finally:
             self._saver.close()
-        if self._reuse_files and self._saver.last_rank == 0:
+        if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
             discard_retired(self._root)
 
     def _drain(self) -> None:
@@ -325,6 +361,15 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._read_only:
+            raise CheckpointError("this Checkpointer was made with read_only=True: it saves and removes nothing")
+
+
+def _branch_of(report: RestoreReport | None) -> Branch:
+    return Branch() if report is None else Branch(report.step, report.damaged)
 
 
 def _local_path(root: str | os.PathLike[str]) -> str:

@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointTimeoutError",
+    "FencedError",
     "FormatVersionError",
     "RemoteTraceback",
     "SaveAbandonedError",
@@ -53,7 +54,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class CheckpointExistsError(CheckpointError):
-    """The step is already published with other content."""
+    """The step is already published. Nothing was written over."""
 
 
 class FormatVersionError(CheckpointError):
@@ -74,6 +75,10 @@ class WriterError(CheckpointError):
 
 class SaveAbandonedError(CheckpointError):
     """A pending save was given up, on all ranks, and can never be published."""
+
+
+class FencedError(CheckpointError):
+    """A job that started later owns the checkpoint root: this one can publish nothing there any more. Stop it."""
 
 
 class RemoteTraceback(Exception):

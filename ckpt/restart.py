@@ -88,7 +88,7 @@ class CheckpointFinalize(Finalize):
 
     def __call__(self, state: FrozenState) -> FrozenState:
         begin = time.monotonic()
-        self._checkpointer.recover_from_fault(state.iteration + 1, self._drain_timeout, state.active_rank)
+        self._checkpointer.recover_from_fault(self._drain_timeout, state.active_rank)
         _log.info(
             "checkpoints are ready for iteration %d after %.0f ms; restored %s",
             state.iteration + 1,

@@ -1,6 +1,5 @@
 """What goes wrong around a `Checkpointer`, and what must still be true then. Deaths are in `tests/crash`."""
 
-import contextlib
 import gc
 import logging
 import os
@@ -24,12 +23,13 @@ from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointTimeoutError,
+    FencedError,
     RemoteTraceback,
     StateError,
 )
 from ckpt.saving import write
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published, Reason, SaveId
-from ckpt.storage.locks import lock_shared, try_lock_exclusive
+from ckpt.storage.locks import lock_shared
 from tests.async_calls import functions
 from tests.async_calls.functions import Gate, ask
 from tests.crash.killers import KillingWriter, wait_until
@@ -129,9 +129,8 @@ def test_root_that_is_a_file(tmp_path: Path, world_size: int) -> None:
     for rank, result in enumerate(results):
         failed, after = result.value
         assert f"{root} is a file" in failed["text"]
-        assert (failed["rank"], failed["step"]) == (rank, 1)
-        assert failed["text"].count("step 1") == 1
-        assert failed["traceback"]
+        assert failed["kind"] == "StorageError"
+        assert rank == 0 or failed["rank"] == 0
         assert failed["waited_s"] < _AT_ONCE_S
         assert after == {"finalized": [2]}
 
@@ -220,33 +219,31 @@ def _again(rank: int, world_size: int, root: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_published_step_is_saved_again_only_with_the_same_content(tmp_path: Path, world_size: int) -> None:
+def test_a_published_step_is_never_saved_again(tmp_path: Path, world_size: int) -> None:
+    """Not with the same content either: success would be claimed for bytes that are not there."""
     for result in run_ranks(_again, world_size, tmp_path / "root"):
-        first, same, other, same_again = result.value
-        assert first == same == same_again == {"finalized": [5]}
-        assert (other["kind"], other["rank"], other["step"]) == ("CheckpointExistsError", 0, 5)
-        assert "already published" in other["text"]
+        first, *others = result.value
+        assert first == {"finalized": [5]}
+        for other in others:
+            assert (other["kind"], other["rank"], other["step"]) == ("CheckpointExistsError", 0, 5)
+            assert "already published" in other["text"]
     with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
         _assert_restored(checkpointer, 5, 1.0)
         assert CheckpointRoot(str(tmp_path / "root")).pending() == []
 
 
-def test_two_jobs_on_one_root_publish_a_step_once(tmp_path: Path, leak_check: LeakCheck) -> None:
+def test_of_two_jobs_on_one_root_the_later_start_wins(tmp_path: Path, leak_check: LeakCheck) -> None:
     with ckpt.Checkpointer(tmp_path) as one, ckpt.Checkpointer(tmp_path) as two:
-        one.async_save(_state(1.0), 1)
-        two.async_save(_state(2.0), 1)
-        outcomes = []
-        for job in (one, two):
-            try:
-                outcomes.append(job.maybe_finalize(blocking=True))
-            except CheckpointExistsError:
-                outcomes.append(None)
-        assert sorted(outcomes, key=str) == [None, [1]] or outcomes == [[1], None]
-        _assert_restored(one, 1, 1.0 if outcomes[0] else 2.0)
-        one.save(_state(3.0), 3)
+        one.save(_state(1.0), 1)
+        two.save(_state(2.0), 2)
+        with pytest.raises(FencedError, match="started later"):
+            one.save(_state(3.0), 3)
         two.save(_state(4.0), 4)
-        assert one.all_steps() == two.all_steps() == [1, 3, 4]
-    assert CheckpointRoot(str(tmp_path)).pending() == []
+        with pytest.raises(FencedError):
+            one.delete(1)
+        assert one.all_steps() == two.all_steps() == [1, 2, 4]
+    root = CheckpointRoot(str(tmp_path))
+    assert (root.pending(), root.abandoned()) == ([], [])
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -450,7 +447,7 @@ def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) 
         assert writer_after["rss_kb"] - writer["rss_kb"] < 8_000
         assert rss_after - rss < 16 * _MB
         assert checkpointer.all_steps() == [218, 219]
-        assert sorted(os.listdir(tmp_path)) == [".abandoned", ".pending", "step_00000218", "step_00000219"]
+        assert sorted(os.listdir(tmp_path)) == [".abandoned", ".owner", ".pending", "step_00000218", "step_00000219"]
         assert not os.listdir(tmp_path / ".pending")
         assert not os.listdir(tmp_path / ".abandoned")
         checkpointer.close()
@@ -468,7 +465,8 @@ def test_retention_keeps_multiples_and_what_is_being_read(tmp_path: Path) -> Non
             for step in range(6, 9):
                 checkpointer.save(_state(step, 100), step)
             assert checkpointer.all_steps() == [4, 5, 7, 8]
-            _assert_restored(checkpointer, 5, 5.0, 100)
+            with ckpt.Checkpointer(tmp_path, read_only=True) as other:
+                _assert_restored(other, 5, 5.0, 100)
         checkpointer.save(_state(9, 100), 9)
         assert checkpointer.all_steps() == [4, 8, 9]
 
@@ -620,7 +618,8 @@ def test_a_wait_for_a_rank_that_does_not_save_has_a_deadline(tmp_path: Path) -> 
 
 def test_a_save_abandoned_before_it_began_never_begins(tmp_path: Path) -> None:
     root = CheckpointRoot(str(tmp_path / "root"))
-    pending = PendingSave(root, SaveId(1, 0, "0" * 16))
+    root.make()
+    pending = PendingSave(root, SaveId(1, root.ownership.claim(0), "0" * 16))
     reason = Reason(1, "StorageError", "rank 1 cannot")
     assert pending.abandon(reason) == Abandoned(reason) == pending.outcome()
     root.clean()
@@ -630,21 +629,19 @@ def test_a_save_abandoned_before_it_began_never_begins(tmp_path: Path) -> None:
     assert root.pending() == []
 
 
-@contextlib.contextmanager
-def _begun(root: CheckpointRoot) -> Iterator[PendingSave]:
-    """A save of step 1 that this process works on."""
-    pending = PendingSave(root, SaveId(1, 0, "0" * 16))
-    lock = pending.begin(2, "digest")
-    assert lock is not None
-    with lock:
-        yield pending
+def _begun(root: CheckpointRoot) -> PendingSave:
+    """A save of step 1 that has begun."""
+    root.make()
+    pending = PendingSave(root, SaveId(1, root.ownership.claim(0), "0" * 16))
+    pending.begin(2, "digest")
+    return pending
 
 
 def test_the_reason_of_the_first_to_abandon_is_everybodys(tmp_path: Path) -> None:
     root = CheckpointRoot(str(tmp_path / "root"))
-    with _begun(root) as pending:
-        answers = [pending.abandon(Reason(rank, "WriterError", f"rank {rank} died")) for rank in (1, 0)]
-        assert answers[0] == answers[1] == pending.outcome()
+    pending = _begun(root)
+    answers = [pending.abandon(Reason(rank, "WriterError", f"rank {rank} died")) for rank in (1, 0)]
+    assert answers[0] == answers[1] == pending.outcome()
     (Path(root.abandoned_path) / pending.save.name / "reason.json").unlink()
     outcome = pending.outcome()
     assert outcome is not None
@@ -654,19 +651,8 @@ def test_the_reason_of_the_first_to_abandon_is_everybodys(tmp_path: Path) -> Non
 def test_a_published_step_keeps_nothing_of_ranks_that_tried_to_give_it_up(tmp_path: Path) -> None:
     """One was killed while it wrote the reason, one after that."""
     root = CheckpointRoot(str(tmp_path / "root"))
-    with _begun(root) as pending:
-        for name in ("reason.json", ".reason.json.0123456789abcdef.tmp"):
-            (Path(pending.path) / name).write_text("{")
-        assert pending.publish() == Published()
+    pending = _begun(root)
+    for name in ("reason.json", ".reason.json.0123456789abcdef.tmp"):
+        (Path(pending.path) / name).write_text("{")
+    assert pending.publish() == Published()
     assert sorted(os.listdir(root.step_path(1))) == ["intent.json", "parts"]
-
-
-def test_a_failed_look_at_a_lock_keeps_it(tmp_path: Path) -> None:
-    one, two = lock_shared(str(tmp_path)), lock_shared(str(tmp_path))
-    assert one is not None
-    assert two is not None
-    with one:
-        with two:
-            assert one.shared_with_others
-        assert not one.shared_with_others
-        assert try_lock_exclusive(str(tmp_path)) is None

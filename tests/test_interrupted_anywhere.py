@@ -90,7 +90,7 @@ def test_nothing_is_lost(tmp_path: Path, drain: timedelta | None, leak_check: Le
         except _Restart:
             pass
         state["a"].fill_(-1.0)
-        checkpointer.recover_from_fault(number + 1, drain)
+        checkpointer.recover_from_fault(drain)
         where = f"place {place} of {whole.count}"
         assert state["a"].eq(1.0).all(), where
         assert checkpointer.queue.get_num_unfinalized_calls() == 0, where

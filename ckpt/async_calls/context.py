@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["WriterContext", "current"]
 
+_T = TypeVar("_T")
 _CURRENT: ContextVar[WriterContext | None] = ContextVar("ckpt_writer_context", default=None)
 
 
@@ -31,11 +32,13 @@ class WriterContext:
         advance: Callable[[], None],
         report: Callable[[dict[str, Any]], None],
         trainer_gone: Callable[[], bool],
+        kept: dict[Hashable, Any],
     ) -> None:
         self.index = index
         self._advance = advance
         self._report = report
         self._trainer_gone = trainer_gone
+        self._kept = kept
         self._lock = threading.Lock()
         self._over = False
 
@@ -45,6 +48,13 @@ class WriterContext:
         A function that waits for others should do so for a short time only, then.
         """
         return self._trainer_gone()
+
+    def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what is kept under `key` as long as this process lives, made by `make` when it is first asked for."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: _T = self._kept[key]
+        return kept
 
     def progress(self) -> None:
         """Say that the call is alive; costs one store to shared memory. See `WriterConfig.writer_timeout_s`."""

@@ -19,6 +19,7 @@ import os
 import select
 import time
 import traceback
+from collections.abc import Hashable
 from typing import Any
 
 from ckpt.async_calls import payload
@@ -75,6 +76,7 @@ class WriterLoop:
         self._channel = channel
         self._regions: dict[str, SharedMemory] = {}
         self._page: ControlPage | None = None
+        self._kept: dict[Hashable, Any] = {}
 
     def run(self) -> None:
         """Returns when the trainer is gone, or wants no more, and everything it had sent is done."""
@@ -115,6 +117,7 @@ class WriterLoop:
             page.advance,
             lambda event: self._channel.send(Event(index, event)),
             lambda: self._channel.peer_gone,
+            self._kept,
         )
         try:
             fn, args, kwargs = payload.load(fd, self._regions)

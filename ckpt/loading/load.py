@@ -8,9 +8,12 @@ Nothing is written to the state before every rank has found that everything fits
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +21,13 @@ from typing import Any
 import torch
 
 from ckpt.collection import without_collection
-from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, StateMismatchError
+from ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+    StorageError,
+)
 from ckpt.loading.arrays import as_numpy
 from ckpt.loading.by_way import Elsewhere, read_by_way
 from ckpt.loading.fetch import Fetch, Wanted
@@ -31,12 +40,13 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.locks import lock_shared
+from ckpt.storage.readers import StepReader
 
 __all__ = ["restore"]
 
 _log = logging.getLogger("ckpt")
 _SHOWN = 20
+_MOST_REMOVED = 20  # steps that are removed while they are read; then something is wrong
 _LEAST_THREADS, _MOST_THREADS = 4, 16
 
 
@@ -47,34 +57,56 @@ def restore(
     strict: bool,
     ranks: Gather,
     memory: MemorySource | None = None,
+    before: Callable[[], None] | None = None,
+    read_only: bool = False,
 ) -> RestoreReport | None:
     """Put the newest published step (or `step`) into `state`. See `Checkpointer.restore`.
 
-    One of several ranks that is `Alone` goes back to no older step: the others would not.
+    The coordinator calls `before` first. With `read_only` no lease is made. A step that is removed while it is read is
+    no damage: then it starts again with the steps that are there. One of several ranks that is `Alone` goes back to no
+    older step: the others would not.
     """
-    candidates = _candidates(root, step, ranks)
-    damaged: CheckpointError | None = None
-    for candidate in candidates:
+    damaged: list[int] = []
+    error: CheckpointError | None = None
+    removed = 0
+    candidates = _candidates(root, step, ranks, before)
+    while candidates:
+        candidate = candidates.pop(0)
         try:
-            report = _restore_step(root, state, candidate, strict, ranks, memory)
-        except CheckpointCorruptError as error:
+            with _reading(root, candidate, ranks, read_only) as attempt:
+                report = _restore_step(attempt, state, candidate, strict, ranks, memory)
+        except _RemovedError as gone:
+            removed += 1
+            if step is not None or isinstance(ranks, Alone) or removed == _MOST_REMOVED:
+                raise CheckpointNotFoundError(str(gone), step=candidate) from gone
+            _log.warning("%s; looking for the newest step again", gone)
+            candidates = [other for other in _candidates(root, None, ranks, None) if other not in damaged]
+        except CheckpointCorruptError as corrupt:
             if step is not None or isinstance(ranks, Alone):
                 raise
-            damaged = error
-            _log.warning("step %d cannot be restored, going back to the step before: %s", candidate, error)
-            continue
-        _log.info("rank %d restored %s", ranks.rank, report)
-        return report
-    if damaged is not None:
-        raise damaged
+            error = corrupt
+            damaged.append(candidate)
+            _log.warning("step %d cannot be restored, going back to the step before: %s", candidate, corrupt)
+        else:
+            report = replace(report, damaged=tuple(damaged))
+            _log.info("rank %d restored %s", ranks.rank, report)
+            return report
+    if error is not None:
+        raise error
     return None
 
 
-def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather) -> list[int]:
+class _RemovedError(Exception):
+    """The step was removed while it was read, on the storage as the coordinator sees it; raised on all ranks."""
+
+
+def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: Callable[[], None] | None) -> list[int]:
     """The steps to try, best first: what the coordinator sees, so that all ranks try the same."""
     payload = b""
     if ranks.rank == 0 or isinstance(ranks, Alone):
         try:
+            if before is not None:
+                before()
             payload = json.dumps(root.steps()).encode()
         except CheckpointError as error:
             payload = json.dumps(str(error)).encode()
@@ -88,26 +120,69 @@ def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather) -> list[i
     return [step]
 
 
+@contextlib.contextmanager
+def _reading(root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> Iterator[_Reading]:
+    """Hold a step for all ranks; turns an error that its removal caused into `_RemovedError`, on all of them.
+
+    The coordinator has the lease, for all: it lets go last.
+    """
+    reading = _Reading(root, step, ranks, read_only)
+    try:
+        yield reading
+    except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
+        if reading.was_removed():
+            raise _RemovedError(f"step {step} of {root.path} was removed while it was read") from error
+        raise
+    finally:
+        reading.close()
+
+
+class _Reading:
+    """The readers of one step, on all ranks."""
+
+    def __init__(self, root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> None:
+        self.root = root
+        self.path = root.step_path(step)
+        self._ranks = ranks
+        self._leads = not read_only and ranks.rank == 0 and not isinstance(ranks, Alone)
+        self._reader: StepReader | None = None
+
+    def open(self) -> None:
+        """Begin to read. CheckpointNotFoundError if the step is not there any more."""
+        self._reader = StepReader(self.path, self.root.path if self._leads else None, renewing=True)
+
+    def check(self) -> None:
+        """Raise CheckpointNotFoundError unless all that this rank has read is of this step."""
+        if self._reader is not None:
+            self._reader.check()
+
+    def was_removed(self) -> bool:
+        """Whether any rank finds the step gone, or another one in its place. Collective."""
+        there = self._reader.is_there if self._reader is not None else os.path.isdir(self.path)
+        return b"-" in self._ranks(b"+" if there else b"-")
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
 def _restore_step(
-    root: CheckpointRoot, state: Any, step: int, strict: bool, ranks: Gather, memory: MemorySource | None
+    reading: _Reading, state: Any, step: int, strict: bool, ranks: Gather, memory: MemorySource | None
 ) -> RestoreReport:
     begin = time.perf_counter()
-    path = root.step_path(step)
     attempt = _Attempt(ranks, step, memory)
-    try:
-        with attempt.together("look at"), without_collection():
-            attempt.lock = lock_shared(path)
-            attempt.index = read_index(path)
-        with attempt.together("match"), without_collection():
-            attempt.match(state)
-        with attempt.together("fit"):
-            attempt.check(strict)
-        with attempt.together("read"):
-            attempt.read()
-        with attempt.together("load"):
-            attempt.finish()
-    finally:
-        attempt.close()
+    with attempt.together("look at"), without_collection():
+        reading.open()
+        attempt.index = read_index(reading.path)
+    with attempt.together("match"), without_collection():
+        attempt.match(state)
+    with attempt.together("fit"):
+        attempt.check(strict)
+    with attempt.together("read"):
+        attempt.read()
+        reading.check()
+    with attempt.together("load"):
+        attempt.finish()
     return replace(attempt.report, seconds=time.perf_counter() - begin)
 
 
@@ -120,7 +195,6 @@ class _Attempt:
         self._memory = memory
         self.report = RestoreReport(step)
         self.index: CheckpointIndex
-        self.lock: Any = None
         self._flat: FlatState
         self._match: Match
 
@@ -187,7 +261,3 @@ class _Attempt:
         self._flat.load_owners()
         for _, owner, state_dict in self._flat.owners:
             keep_dtypes(owner, state_dict)
-
-    def close(self) -> None:
-        if self.lock is not None:
-            self.lock.close()

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from ckpt.errors import CheckpointNotFoundError
+from ckpt.errors import CheckpointError, CheckpointNotFoundError
 from ckpt.loading.fetch import Fetch, Wanted
 from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.commit import CheckpointRoot
 from ckpt.storage.dtypes import stored
+from ckpt.storage.readers import StepReader
 
 __all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
+
+_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -30,20 +34,27 @@ class LazyTensor:
     shape: tuple[int, ...]
     _index: CheckpointIndex
     _stored: StoredTensor
+    _reader: StepReader
 
     def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
         """Read the elements that `key` (integers, slices with step 1, ...) selects.
 
         The array has the numpy dtype of the same name (that of ml_dtypes for bfloat16 and float8), or uint8 with a last
-        dimension of the size of an element for a dtype that numpy has no name for. Raises CheckpointCorruptError if
-        bytes are damaged.
+        dimension of the size of an element for a dtype that numpy has no name for. All of it is of the step that was
+        opened. Raises CheckpointCorruptError if bytes are damaged, CheckpointNotFoundError if the step was removed
+        since it was opened.
         """
         probe = np.lib.stride_tricks.as_strided(np.zeros((), np.uint8), self.shape, (0,) * len(self.shape))
         shape = probe[key].shape
         box = _box_of(key, self.shape)
         how = stored(self.dtype)
         result = np.empty((*box.shape, *how.trailing), how.numpy_dtype)
-        Fetch(self._index).read([Wanted(self.name, self._stored, box, result)])
+        try:
+            Fetch(self._index).read([Wanted(self.name, self._stored, box, result)])
+        except CheckpointError:
+            self._reader.check()  # of a step that is gone, nothing is damaged
+            raise
+        self._reader.check()
         return result.reshape((*shape, *how.trailing))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
@@ -61,10 +72,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
     """A published step: tensors by name (keys joined by "/"), including aliases. `values` are the leaves that are not
     tensors.
 
-    What belongs to single ranks is under ``<name>@rank<r>``.
+    What belongs to single ranks is under ``<name>@rank<r>``. While it is open, retention leaves the step alone, as far
+    as leases and locks reach (see docs/guide.md); `close` it, use it as a context manager, or drop it.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
+    def __init__(self, index: CheckpointIndex, reader: StepReader) -> None:
+        self._reader = reader
+        self._finalizer = weakref.finalize(self, reader.close)
         self.step = index.step
         self.path = index.path
         self.summary = index.summary
@@ -78,7 +92,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         for path, own in index.per_rank_tensors.items():
             tensors |= {f"{display(path)}@rank{rank}": tensor for rank, tensor in own.items()}
         self._tensors = {
-            name: LazyTensor(name, tensor.dtype, tensor.shape, index, tensor)
+            name: LazyTensor(name, tensor.dtype, tensor.shape, index, tensor, reader)
             for name, tensor in sorted(tensors.items())
         }
 
@@ -91,21 +105,50 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def close(self) -> None:
+        """Let the step go: it may be removed from now on. What is read later is still checked. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
 
 def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
     """Open a published step: `path` is its directory, or a checkpoint root (then `step`, or the newest one).
 
-    Reads metadata only. Raises CheckpointNotFoundError, CheckpointCorruptError, FormatVersionError.
+    Reads metadata only. Needs no write permission; where there is some, a lease is made in the root that `path` is.
+    Raises CheckpointNotFoundError, CheckpointCorruptError, FormatVersionError.
     """
     where = os.fspath(path)
     root = CheckpointRoot(where)
-    steps = root.steps()
-    if step is not None or steps:
+    for attempt in range(_ATTEMPTS):
+        steps = root.steps()
+        if step is None and not steps:
+            return _opened(where, None)
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
-            raise CheckpointNotFoundError(f"{where} has no published step {chosen}; it has {steps}")
-        where = root.step_path(chosen)
-    return Checkpoint(read_index(where))
+            raise CheckpointNotFoundError(f"{where} has no published step {chosen}; it has {steps}", step=chosen)
+        try:
+            return _opened(root.step_path(chosen), where)
+        except CheckpointNotFoundError:
+            if step is not None or attempt == _ATTEMPTS - 1:
+                raise  # else the newest step was removed just now, because there is a newer one
+    raise AssertionError("unreachable")
+
+
+def _opened(path: str, root: str | None) -> Checkpoint:
+    reader = StepReader(path, root)
+    try:
+        try:
+            return Checkpoint(read_index(path), reader)
+        finally:
+            reader.check()
+    except BaseException:
+        reader.close()
+        raise
 
 
 def _box_of(key: Any, shape: tuple[int, ...]) -> Box:

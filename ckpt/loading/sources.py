@@ -14,13 +14,17 @@ __all__ = ["Alone", "Filled", "Gather", "MemorySource", "RestoreReport"]
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore put where it belongs: bytes of tensors on this rank, by where they came from, and the time."""
+    """What a restore put where it belongs: bytes of tensors on this rank, by where they came from, and the time.
+
+    `damaged` are the newer steps that it went back from, because bytes of them are missing or wrong.
+    """
 
     step: int
     own_memory_bytes: int = 0
     neighbour_memory_bytes: int = 0
     storage_bytes: int = 0
     seconds: float = 0.0
+    damaged: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         sources = {

@@ -1,14 +1,14 @@
-"""After a fault: see that every save in flight is decided, without a word to the other ranks.
+"""After a fault: see that every save in flight is decided, without talking to the other ranks.
 
 Every surviving rank does this for every save that it has a part in, and all come to the same end, because each save is
 decided by one rename. A save is given up as soon as it is clear that it cannot become whole:
 
     this rank was interrupted before it had scheduled it       given up at once
     it is of other ranks, this one was not that far            given up at once (`refuse_others`)
-    a part is missing, and nobody has worked on it for long    that rank died before staging, or with its writer
+    a part is missing, and its rank has no writer alive        that rank died before staging, or with its writer
     time is over
 
-So it is for the dead only that anybody waits.
+So only the dead are waited for.
 
 Writers outlive their trainers, so a part that was staged gets written. When all parts are there and the coordinator's
 writer is dead, one of the survivors publishes in its place. Runs in the trainer; makes no collective.
@@ -64,7 +64,7 @@ def settle(
         if problem != before:
             since = now
         if problem == _NO_COORDINATOR:
-            _publish_in_its_place(pending, in_flight.world_size, rank)
+            _publish_in_its_place(pending, rank)
         elif problem is not None and now - since >= _GRACE_S:
             return _give_up(pending, rank, f"after a fault {problem}")
         pump(pause_s)
@@ -72,12 +72,10 @@ def settle(
     return outcome
 
 
-def refuse_others(root: CheckpointRoot, own: Iterable[SaveId], rank: int) -> None:
-    """Give up all undecided saves but `own`: without the part of this rank, which it never gets, none can be whole.
-
-    Only for a rank that takes part in every save to this root, after what an earlier run left has been decided.
-    """
-    for save in set(root.pending()) - set(own):
+def refuse_others(root: CheckpointRoot, owner: int, own: Iterable[SaveId], rank: int) -> None:
+    """Give up all undecided saves of this `owner` but `own`: without the part of this rank, which it never gets, none
+    can be whole."""
+    for save in {save for save in root.pending() if save.owner == owner} - set(own):
         _give_up(PendingSave(root, save), rank, f"after a fault rank {rank} has no part in it")
 
 
@@ -87,15 +85,12 @@ _NO_COORDINATOR = "the coordinator's writer is gone"
 def _problem(pending: PendingSave, world_size: int) -> str | None:
     """Return why the save makes no progress at the moment; None if it does, or if that cannot be known."""
     if not os.path.isdir(pending.path):
-        return "nobody had begun it"
+        return "it had not begun"
     missing = set(range(world_size)) - pending.parts_present()
-    workers = pending.workers({*missing, _COORDINATOR})
-    if workers is None:
-        return None
-    idle = sorted(missing - workers)
-    if idle:
-        return f"nobody writes the part(s) of rank(s) {idle}"
-    return _NO_COORDINATOR if not missing and _COORDINATOR not in workers else None
+    alive = pending.root.ownership.leases(pending.save.owner).alive_ranks()
+    if gone := sorted(missing - alive):
+        return f"no writer is left for the part(s) of rank(s) {gone}"
+    return _NO_COORDINATOR if not missing and _COORDINATOR not in alive else None
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> Outcome:
@@ -105,19 +100,18 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> Outcome:
     return outcome
 
 
-def _publish_in_its_place(pending: PendingSave, world_size: int, rank: int) -> None:
-    """Publish; only one rank does it at a time, and nobody while the coordinator's writer lives."""
+def _publish_in_its_place(pending: PendingSave, rank: int) -> None:
+    """Publish, as other survivors may do, too; on one host only one does the work."""
     try:
-        locks = [pending.work_as(number) for number in (_COORDINATOR, world_size)]
+        lock = pending.try_lock()
     except CheckpointError:
         return  # decided meanwhile
+    if lock is None:
+        return
     try:
-        if all(locks):
-            _log.warning("rank %d publishes step %d: the coordinator's writer died", rank, pending.save.step)
-            publish(pending, lambda: None)
+        _log.warning("rank %d publishes step %d: the coordinator's writer died", rank, pending.save.step)
+        publish(pending, lambda: None)
     except CheckpointError as error:
         _give_up(pending, rank, str(error))
     finally:
-        for lock in locks:
-            if lock is not None:
-                lock.close()
+        lock.close()

@@ -3,8 +3,8 @@
     flatten, encode values -> structure as before? the plan is there
                               else: can everybody store its state? exchange of descriptions, plan, own part
 
-Runs in the trainer. Ranks agree on a nonce with each plan, and derive from it the same token for each save without
-communication.
+Runs in the trainer. With the first plan of a run, and with each new plan, ranks agree on a session: the token that the
+coordinator claimed the root with, and a nonce, from which all derive the same name for each save without communication.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import hashlib
 import logging
 import os
 import pickle
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import StateError
+from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
 from ckpt.paths import Path, display
 from ckpt.planning.description import StateDescription, exchange
 from ckpt.planning.grid import GridOptions
@@ -32,6 +34,16 @@ __all__ = ["Planned", "Planner", "Prepared"]
 
 _log = logging.getLogger("ckpt")
 _FINE, _FAILED = b"+", b"-"
+_COORDINATOR = 0
+_NONCE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What the saves of all ranks have in common until the next agreement. `owner` is the token of the root's owner."""
+
+    owner: int
+    nonce: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,6 @@ class Planned:
     part: Part
     plan_bytes: bytes
     value_owners: dict[Path, bool]
-    nonce: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +75,54 @@ class Prepared:
 class Planner:
     """Keeps the plan of the last structure seen. `max_slot_bytes` is what one slot holds at most, None for no limit."""
 
-    def __init__(
-        self, ranks: Ranks, grid: GridOptions, max_slot_bytes: int | None, compression: str | None, epoch: int
-    ) -> None:
+    def __init__(self, ranks: Ranks, grid: GridOptions, max_slot_bytes: int | None, compression: str | None) -> None:
         self._ranks = ranks
         self._grid = grid
         self._max_slot_bytes = max_slot_bytes
         self._compression = compression
-        self._epoch = epoch
         self._planned: Planned | None = None
+        self._session: _Session | None = None
         self._last_step = -1
         self._attempt = 0  # how often in a row the last step was to be saved
 
-    def prepare(self, state: Any) -> Prepared:
-        """Name the leaves and find or make the plan. When there is none yet, all ranks learn what was wrong on any.
+    @property
+    def owner(self) -> int | None:
+        """The token that this job saves with; None before the ranks have agreed on one."""
+        return None if self._session is None else self._session.owner
 
-        Raises StateError.
+    def prepare(self, state: Any, claim: Callable[[], int] | None = None) -> Prepared:
+        """Name the leaves and find or make the plan. Where ranks must agree, all learn what was wrong on any.
+
+        With `claim` the state is to be saved: if there is no session, the coordinator calls it and its token is agreed
+        on. Raises StateError, and what `claim` raises, on all ranks.
         """
+        begins_session = claim is not None and self._session is None
         try:
             flat = flatten(state)
             encoded = _encode_values(flat)
         except Exception as error:
-            if self._planned is None:
-                self._ranks(_FAILED + f"{type(error).__name__}: {error}".encode())
+            if self._planned is None or begins_session:
+                self._ranks(_failed(error))
             raise
-        planned = self._plan(flat)
+        description = flat.describe()
+        if self._planned is None or self._planned.description != description:
+            self._agree(claim)
+            self._planned = self._plan(flat, description)
+        elif begins_session:
+            self._agree(claim)
+        planned = self._planned
         rank = self._ranks.rank
         values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
         return Prepared(flat, values, planned)
 
-    def begin_epoch(self, epoch: int) -> None:
+    def end_session(self) -> None:
+        """The next save claims the root anew; the plan stays."""
+        self._session = None
+
+    def begin_epoch(self) -> None:
         """Forget the plan: the ranks, and who they are, may be others from now on. The next save is planned anew."""
-        self._epoch = epoch
         self._planned = None
+        self._session = None
         self._last_step, self._attempt = -1, 0
 
     def begin_attempt(self, step: int) -> None:
@@ -105,22 +131,18 @@ class Planner:
         self._last_step = step
 
     def save_id(self) -> SaveId | None:
-        """The save begun last: different for every save, the same on all ranks. None before there is a plan.
+        """The save begun last: different for every save, the same on all ranks. None before there is a session.
 
         It depends on the nonce that the ranks agreed on and on how often this step was tried, and on nothing that a
         failed call on one rank could leave different.
         """
-        if self._planned is None:
+        if self._session is None:
             return None
-        text = f"{self._epoch}.{self._last_step}.{self._attempt}".encode()
-        token = hashlib.blake2b(text, key=self._planned.nonce, digest_size=8).hexdigest()
-        return SaveId(self._last_step, self._epoch, token)
+        text = f"{self._last_step}.{self._attempt}".encode()
+        nonce = hashlib.blake2b(text, key=self._session.nonce, digest_size=8).hexdigest()
+        return SaveId(self._last_step, self._session.owner, nonce)
 
-    def _plan(self, flat: FlatState) -> Planned:
-        description = flat.describe()
-        if self._planned is not None and self._planned.description == description:
-            return self._planned
-        nonce = self._agree_on_nonce()
+    def _plan(self, flat: FlatState, description: StateDescription) -> Planned:
         plan = make_save_plan(exchange(description, self._ranks), self._grid)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
@@ -128,7 +150,6 @@ class Planner:
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
         plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        self._planned = Planned(description, plan, boxes, part, plan_bytes, owned, nonce)
         if part.plan.pieces > 1:
             _log.warning(
                 "rank %d: the state needs %d bytes of staging memory, and a slot may have %s: it is staged in %d "
@@ -138,18 +159,39 @@ class Planner:
                 self._max_slot_bytes,
                 part.plan.pieces,
             )
-        return self._planned
+        return Planned(description, plan, boxes, part, plan_bytes, owned)
 
-    def _agree_on_nonce(self) -> bytes:
-        """Collective. Raises StateError on all ranks when one of them cannot store its state."""
-        seeds = self._ranks(_FINE + os.urandom(8))
-        for rank, seed in enumerate(seeds):
-            if seed.startswith(_FAILED):
-                problem = seed.removeprefix(_FAILED).decode(errors="replace")
-                raise StateError(
-                    f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank
-                )
-        return hashlib.blake2b(b"".join(seeds), digest_size=16).digest()
+    def _agree(self, claim: Callable[[], int] | None) -> None:
+        """Collective: begin a session if the state is to be saved; with one, give it a new nonce.
+
+        Raises StateError on all ranks when one of them cannot store its state, and the error of a failed claim.
+        """
+        owner = 0 if self._session is None else self._session.owner
+        try:
+            if claim is not None and self._session is None and self._ranks.rank == _COORDINATOR:
+                owner = claim()
+        except Exception as error:
+            self._ranks(_failed(error))
+            raise
+        answers = self._ranks(_FINE + struct.pack(">Q", owner) + os.urandom(_NONCE_BYTES))
+        for rank, answer in enumerate(answers):
+            if answer.startswith(_FAILED):
+                raise _error_of(rank, answer.removeprefix(_FAILED).decode(errors="replace"))
+        (owner,) = struct.unpack_from(">Q", answers[_COORDINATOR], 1)
+        nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
+        self._session = _Session(owner, nonce) if owner else None
+
+
+def _failed(error: Exception) -> bytes:
+    return _FAILED + f"{type(error).__name__}: {error}".encode()
+
+
+def _error_of(rank: int, problem: str) -> CheckpointError:
+    kind = problem.partition(":")[0]
+    for known in (FencedError, StorageError):
+        if kind == known.__name__:
+            return known(f"rank {rank} could not claim the root, nothing was written: {problem}", rank=rank)
+    return StateError(f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank)
 
 
 def _encode_values(flat: FlatState) -> dict[Path, Any]:

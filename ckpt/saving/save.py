@@ -3,7 +3,7 @@ left to do.
 
     flatten state -> (structure known? else plan: one collective) -> free slot -> copy -> AsyncRequest(PartWriter)
 
-Nothing here touches storage. Runs in the trainer's thread that trains.
+Touches storage only to claim the root, before the first save of a run. Runs in the trainer's thread that trains.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,11 +27,13 @@ from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.held import HEADER_BYTES, HeldMemory
 from ckpt.saving.part import Part
 from ckpt.saving.planner import Planned, Planner, Prepared
+from ckpt.saving.recover import Branch
 from ckpt.saving.side_stream import SideStream
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.leases import Process
 
 __all__ = ["Saver", "StagingOptions"]
 
@@ -61,15 +63,14 @@ class Saver:
         queue: AsyncCallsQueue,
         staging: StagingOptions,
         options: SaveOptions,
-        epoch: int = 0,
     ) -> None:
-        self._root = root
+        self._root = CheckpointRoot(root)
         self._ranks = ranks
         self._queue = queue
         self._staging = staging
         self._options = options
         self._arena = Arena(staging.slots, staging.max_host_bytes, pin=True)
-        self._planner = Planner(ranks, staging.grid, self._arena.max_slot_bytes, staging.compression, epoch)
+        self._planner = Planner(ranks, staging.grid, self._arena.max_slot_bytes, staging.compression)
         self._pieces_queue: AsyncCallsQueue | None = None
         self._generation = 0
         self._side_stream = SideStream()
@@ -77,21 +78,44 @@ class Saver:
         self._shared_for: Planned | None = None
         self.on_begun: Callable[[int], CallTimer | None] | None = None  # of every call that writes
         self._in_flight: dict[SaveId, InFlight] = {}  # noted before anything is staged, so that no fault can lose one
+        self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
+        self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
-    def recovers_first(self) -> bool:
-        """Whether the coordinator's next save first decides what an earlier run left; false once there was a save."""
-        return self._options.recover
+    def seen(self) -> int:
+        """The newest token known to this job; 0 if none is."""
+        return self._seen or 0
 
-    def recovered(self) -> None:
-        """What an earlier run left is decided."""
-        self._options = replace(self._options, recover=False)
+    def claim(self) -> int:
+        """Become the owner of the root, which is made if it is not there. Returns the token. FencedError."""
+        self._root.make()
+        seen = self._root.ownership.newest() if self._seen is None else self._seen
+        self._seen = self._root.ownership.claim(seen)
+        return self._seen
 
-    def warmup(self, state: Any) -> None:
-        """Plan, map and fault in the arena, and have the writers started. Collective, like the first save of a
-        structure."""
+    @property
+    def is_owner(self) -> bool:
+        """Whether this job has the root's newest token, as far as storage tells."""
+        return self._seen is not None and self._seen == self._root.ownership.newest()
+
+    def own(self) -> None:
+        """Claim the root unless this job owns it. FencedError."""
+        if self._planner.owner is None:
+            self.claim()
+        else:
+            self._root.ownership.check(self._planner.owner)
+
+    def continue_from(self, branch: Branch, seen: int | None) -> None:
+        """The next save claims the root anew, and its step continues that of `branch`. `seen`: a token seen since."""
+        self._branch = branch
+        self._seen = self._seen if seen is None else max(seen, self.seen)
+        self._planner.end_session()
+
+    def warmup(self, state: Any, *, claim: bool = True) -> None:
+        """Plan, map and fault in the arena, have the writers started, and `claim` the root. Collective, like the first
+        save of a structure."""
         self._queue.start()
-        self._fit_arena(self._planner.prepare(state).planned)
+        self._fit_arena(self._planner.prepare(state, self.claim if claim else None).planned)
 
     @property
     def last_rank(self) -> int | None:
@@ -104,18 +128,19 @@ class Saver:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {step!r}")
         self._planner.begin_attempt(step)
         try:
-            prepared = self._planner.prepare(state)
+            prepared = self._planner.prepare(state, self.claim)
             self._fit_arena(prepared.planned)
             save = self._planner.save_id()
             assert save is not None
+            self._seen = save.owner
             self._in_flight[save] = InFlight(save, prepared.planned.save_plan.world_size)
             writer = self._stage_all(prepared, save, begin)
             writer.on_decided = lambda: self._in_flight.pop(save, None)
         except Exception as error:
             self._refused(error)
             raise
-        self.recovered()
-        return AsyncRequest(writer, (), [writer.on_decided, lambda: self._arena.keep(writer.region)])
+        done = [writer.on_decided, lambda: self._taken_over(writer.branch), lambda: self._arena.keep(writer.region)]
+        return AsyncRequest(writer, (), done)
 
     def not_scheduled(self, request: AsyncRequest, error: Exception) -> None:
         """The queue refused `request`: nobody will run it."""
@@ -137,22 +162,24 @@ class Saver:
 
     def settle_all(self, rank: int, deadline: float) -> None:
         """After a fault: see that no save of this epoch is undecided, at the latest soon after `deadline`."""
-        root = CheckpointRoot(self._root)
         self._queue.mend()
         scheduled = {fn.save for fn in self._queue.functions() if isinstance(fn, PartWriter)}
         for save, in_flight in list(self._in_flight.items()):
             in_flight = replace(in_flight, scheduled=save in scheduled)
-            settle(root, in_flight, rank, deadline, self._queue.wait_for_events)
-        if not self.recovers_first:
-            refuse_others(root, self._in_flight, rank)
+            settle(self._root, in_flight, rank, deadline, self._queue.wait_for_events)
+        self._refuse(self._in_flight, rank)
 
     def refuse_left(self, rank: int) -> None:
         """After `settle_all`, when no writer of this rank is left: one that was killed may have begun a save once more
         that was given up just then."""
-        if not self.recovers_first:
-            refuse_others(CheckpointRoot(self._root), (), rank)
+        self._refuse((), rank)
 
-    def begin_epoch(self, epoch: int) -> None:
+    def _refuse(self, own: Iterable[SaveId], rank: int) -> None:
+        owner = self._planner.owner
+        if owner is not None:
+            refuse_others(self._root, owner, own, rank)
+
+    def begin_epoch(self) -> None:
         """After a fault, when every save is decided and the queue is empty: what was under way is forgotten.
 
         What the slots hold stays, to be restored from; the next save is planned anew.
@@ -163,10 +190,13 @@ class Saver:
         if self._pieces_queue is not None:
             self._pieces_queue.recover(0.0)
         self._arena.free_all()
-        self._planner.begin_epoch(epoch)
+        self._planner.begin_epoch()
 
     def close(self) -> None:
-        """Give the arena back. The queue is the Checkpointer's."""
+        """Leave the root, give the arena back. The queue is the Checkpointer's."""
+        if self._planner.owner is not None:
+            with contextlib.suppress(CheckpointError):  # then its lease expires
+                self._root.ownership.release(self._planner.owner, self._ranks.rank)
         self.memory.close()
         if self._pieces_queue is not None:
             self._pieces_queue.close(abort=True)
@@ -181,7 +211,12 @@ class Saver:
         text = "".join(traceback.format_exception(error))
         with contextlib.suppress(CheckpointError):  # then they learn it from their own wait
             reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
-            PendingSave(CheckpointRoot(self._root), save).abandon(reason)
+            PendingSave(self._root, save).abandon(reason)
+
+    def _taken_over(self, branch: Branch | None) -> None:
+        """A save that took over what earlier owners left is published; so the next ones need not."""
+        if branch is self._branch:
+            self._branch = None
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
@@ -237,7 +272,7 @@ class Saver:
         }
         self._side_stream.note(staged)
         return PartWriter(
-            root=self._root,
+            root=self._root.path,
             save=save,
             rank=self._ranks.rank,
             plan=planned.plan_bytes,
@@ -249,6 +284,8 @@ class Saver:
             values=prepared.values if last else [],
             times=times,
             options=self._options,
+            trainer=Process.here(),
+            branch=self._branch,
             sealed=staged.sealed,
             on_slot_free=lambda: setattr(slot, "state", SlotState.FREE),
             on_begun=self.on_begun,

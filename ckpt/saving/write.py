@@ -3,11 +3,13 @@
 Runs in a writer process, without torch. Read `PartWriter.__call__` from top to bottom; what a crash leaves after each
 step:
 
-    begin / join      a directory with an intent and no part: abandoned by whoever looks next
-    write and sync    the same, with files
-    part manifest     as good as written: if every rank gets here the step will be published, also after the death of
-    all trainers publish           the coordinator renames the directory; a crash just before it leaves a complete save,
-    adopted at the next start
+    register           a lease that says that this process is alive: its death is noticed
+    begin / join       a directory with an intent and no part: abandoned by the next owner
+    write and sync     the same, with files
+    part manifest      as good as written: if every rank gets here the step will be published, also after the death of
+                       all trainers
+    publish            the coordinator renames the directory; a crash just before it leaves a complete save, which the
+                       next start publishes
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import pickle
 import time
 import traceback
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,15 +32,26 @@ from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointTimeoutError,
+    FencedError,
     RemoteTraceback,
     SaveAbandonedError,
     StorageError,
 )
 from ckpt.saving.part import Image, PartPlan
-from ckpt.saving.publish import PartFile, Retention, is_published, publish, recover, retain
+from ckpt.saving.publish import PartFile, Retention, publish, retain
+from ckpt.saving.recover import Branch, take_over
 from ckpt.shared_memory import SharedMemory
-from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Reason, SaveId
-from ckpt.storage.locks import ByteLock, DirectoryLock
+from ckpt.storage.commit import (
+    Abandoned,
+    CheckpointRoot,
+    NotDurableError,
+    Outcome,
+    PendingSave,
+    Published,
+    Reason,
+    SaveId,
+)
+from ckpt.storage.leases import Lease, Leases, Process
 from ckpt.storage.retired import discard_retired, take_retired
 from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
 
@@ -49,6 +62,7 @@ _COORDINATOR = 0
 _CHUNKS_PER_EVENT = 200
 _ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others who do nothing
 _FIRST_PROBE_S = 1.0
+_ALIVE_LOOK_S = 0.25  # how often a writer without a trainer looks whether the others are alive
 _TRACEBACK_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
@@ -61,11 +75,10 @@ class SaveOptions:
     threads: int = 6
     commit_timeout_s: float = 600.0
     retention: Retention = field(default_factory=Retention)
-    recover: bool = False
 
 
 class _OrphanedError(CheckpointTimeoutError):
-    """Nobody is left who could finish this save now."""
+    """No process is left that could finish this save now."""
 
 
 @dataclass
@@ -75,7 +88,8 @@ class PartWriter:
     `plan` is a pickled PartPlan, made once. `region` holds the images of piece number `piece`. `values` are the
     (encoded) leaves that are not tensors, `times` what the trainer measured. The images are complete when the 8 bytes
     at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `sealed` are the offsets in
-    the region of what has its checksum behind it. `earlier` are the chunks that were written with earlier pieces.
+    the region of what has its checksum behind it. `earlier` are the chunks that were written with earlier pieces. With
+    a `branch` the coordinator first takes over what earlier owners of the root left.
     """
 
     root: str
@@ -90,6 +104,8 @@ class PartWriter:
     values: list[Any]
     times: dict[str, float]
     options: SaveOptions
+    trainer: Process
+    branch: Branch | None = None
     sealed: frozenset[int] = frozenset()
     earlier: list[tuple[str, str, int, int]] = field(default_factory=list)
     on_slot_free: Callable[[], None] | None = None
@@ -106,22 +122,27 @@ class PartWriter:
         self.__dict__.update(state, sealed=_offsets_of_bytes(state["sealed"]))
 
     def __call__(self) -> None:
-        """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end."""
+        """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end,
+        FencedError if a later job owns the root, NotDurableError if it may be lost with the power."""
         plan = _plan(self.plan)
         pending = self._pending()
-        lock: DirectoryLock | None = None
-        work: ByteLock | None = None
+        lease: Lease | None = None
         try:
-            self._wait_until_staged()
-            lock = self._begin(pending, plan)
-            work = pending.work_as(self.rank)
+            lease = self._register(pending)
+            self._wait_until_staged(pending)
+            self._begin(pending, plan)
             written, times = self._write(pending, plan)
             self._report_slot_free(written)
             if not self.last:
                 return
             manifest = self._manifest(plan, written, times)
             part = manifest, pending.write_part(self.rank, manifest)
-            outcome = self._decide(pending, plan, part, lock)
+            outcome = self._decide(pending, plan, part)
+        except FencedError:
+            raise  # the new owner decides about the save
+        except NotDurableError as error:
+            _report_or(self.on_event, {"failed": self._reason(error).to_document()})
+            raise
         except _OrphanedError:
             if self.rank != _COORDINATOR:
                 raise  # the part stays: the next start of the job publishes the save if it is complete
@@ -129,18 +150,15 @@ class PartWriter:
         except Exception as error:
             outcome = self._give_up(pending, self._reason(error))
         finally:
-            for held in (work, lock):
-                if held is not None:
-                    held.close()
             if context.current() is None:  # run by `execute_sync`, no `abandoned` will follow
                 self.free_slot()
-        if isinstance(outcome, Abandoned) and not is_published(outcome):
-            _report_or(self.on_event, {"abandoned": outcome.reason.to_document()})
-            with contextlib.suppress(CheckpointError):
-                pending.root.clean()
+                if lease is not None:
+                    lease.close()
+        if isinstance(outcome, Abandoned):
+            _report_or(self.on_event, {"failed": outcome.reason.to_document()})
             raise _error_for(self.save, outcome.reason)
         if self.rank == _COORDINATOR:
-            retain(pending.root, self.options.retention, self.save.step, plan.plan_digest)
+            retain(pending.root, self.options.retention, self.save.owner, self.save.step, plan.plan_digest)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Trainer: the writer said what it has written, that nothing reads the slot any more, or why it gave up."""
@@ -148,18 +166,20 @@ class PartWriter:
             self.on_written([(str(d), str(key), int(size), int(crc)) for d, key, size, crc in event["written"]])
         if "slot_free" in event:
             self.free_slot()
-        if "abandoned" in event:
-            self.reported = Reason.from_document(event["abandoned"])
+        if "failed" in event:
+            self.reported = Reason.from_document(event["failed"])
 
     def abandoned(self, error: CheckpointError) -> CheckpointError | None:
         """Trainer: the call cannot complete. Makes sure the save is decided on all ranks; None if it was published
-        after all."""
+        after all, durably as far as is known."""
         self.free_slot()
         outcome = self._give_up(self._pending(), self.reported or self._reason(error))
         if self.on_decided is not None:
             self.on_decided()
-        if isinstance(outcome, Abandoned) and not is_published(outcome):
+        if isinstance(outcome, Abandoned):
             result = _error_for(self.save, outcome.reason)
+        elif self.reported is not None:
+            result = NotDurableError(self.reported.message, rank=self.rank, step=self.save.step)
         elif self.last:
             _log.warning("step %d is published, but its writer failed afterwards: %s", self.save.step, error)
             return None
@@ -186,32 +206,53 @@ class PartWriter:
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
-    def _wait_until_staged(self) -> None:
+    def _register(self, pending: PendingSave) -> Lease:
+        """Enter this process as a writer of its rank, once for all saves of one owner."""
+        leases = self._leases(pending)
+        running = context.current()
+        try:
+            if running is None:
+                return leases.register(self.rank, self.trainer, lambda: False)
+            return running.keep(
+                ("lease", leases.path),
+                lambda: leases.register(self.rank, self.trainer, running.trainer_gone),
+            )
+        except StorageError:
+            pending.root.make()  # if it was removed, the job goes on in a new one
+            pending.check_token()
+            raise
+
+    def _leases(self, pending: PendingSave) -> Leases:
+        return pending.root.ownership.leases(self.save.owner)
+
+    def _wait_until_staged(self, pending: PendingSave) -> None:
         """The flag is copied behind the data on the same CUDA stream, so it arrives last."""
         flag = self.region.buffer[self.flag_offset : self.flag_offset + 8]
-        for _ in self._pauses("the copies from the device"):
+        for _ in self._pauses(pending, "the copies from the device", lambda: ()):
             if int.from_bytes(flag, "little") == self.generation:
                 return
             if _trainer_gone():
                 raise StorageError(f"the trainer of rank {self.rank} died before its state was staged")
 
-    def _begin(self, pending: PendingSave, plan: PartPlan) -> DirectoryLock | None:
+    def _begin(self, pending: PendingSave, plan: PartPlan) -> None:
         """The coordinator opens the save; the others wait until it has."""
         if self.rank == _COORDINATOR and self.piece == 0:
-            if self.options.recover:
-                recover(pending.root, self.options.commit_timeout_s, lambda message: None)
+            pending.root.make()
+            pending.check_token()
+            if self.branch is not None:
+                warn = _log.warning
+                take_over(pending.root, self.save.owner, self.branch, self.options.commit_timeout_s, warn)
             if self.options.retention.reuse_files:
                 take_retired(pending, plan.plan_digest)
             else:
                 discard_retired(pending.root)
-            lock = pending.begin(plan.world_size, plan.plan_digest)  # before the clean-up: the others wait for it
+            pending.begin(plan.world_size, plan.plan_digest)  # before the clean-up: the others wait for it
             with contextlib.suppress(CheckpointError):
                 pending.root.clean()
-            return lock
-        for _ in self._pauses("the coordinator (rank 0) to begin the save"):
-            lock = pending.join()
-            if lock is not None:
-                return lock
+            return
+        for _ in self._pauses(pending, "the coordinator (rank 0) to begin the save", lambda: (_COORDINATOR,)):
+            if pending.has_begun():
+                return
             if pending.outcome() is not None:
                 break
         raise StorageError(f"save {self.save.name} was decided before this rank could write its part")
@@ -267,42 +308,53 @@ class PartWriter:
             "times": {**self.times, **times},
         }
 
-    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile, lock: DirectoryLock | None) -> Outcome:
+    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile) -> Outcome:
         """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
         everyone = set(range(plan.world_size))
-        for _ in self._pauses("all ranks to finish their parts", lock):
+
+        def awaited() -> Iterable[int]:
+            return everyone - pending.parts_present() if self.rank == _COORDINATOR else (_COORDINATOR,)
+
+        for _ in self._pauses(pending, "all ranks to finish their parts", awaited):
             outcome = pending.decided()
             if outcome is not None:
+                if isinstance(outcome, Published):
+                    pending.confirm()
                 return outcome
             if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
                 return publish(pending, _progress, {self.rank: part})
         raise AssertionError("unreachable")
 
-    def _pauses(self, what: str, lock: DirectoryLock | None = None) -> Iterator[None]:
+    def _pauses(self, pending: PendingSave, what: str, awaited: Callable[[], Iterable[int]]) -> Iterator[None]:
         """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`.
 
-        Without a trainer only as long as somebody else works on the save (holds a lock on it), and a little longer.
-        StorageError when the root cannot be written to: then the others cannot tell, either.
+        Without a trainer only as long as a writer of the `awaited` ranks is alive, and a little longer. StorageError
+        when the root cannot be written to: then the others cannot tell, either. FencedError when it has another owner.
         """
-        root = CheckpointRoot(self.root)
         begin = time.monotonic()
         probe_at, probe_pause_s = begin + _FIRST_PROBE_S, _FIRST_PROBE_S
         deadline = begin + self.options.commit_timeout_s
         alone_since: float | None = None
+        look_at = begin
         pause_s = _FIRST_PAUSE_S
         while (now := time.monotonic()) < deadline:
             yield
             _progress()
             if now >= probe_at:
-                root.check_writable()
+                pending.root.check_writable()
+                pending.check_token()
                 probe_pause_s *= 2  # a thousand waiting ranks must not keep the metadata server busy
                 probe_at = now + probe_pause_s
-            if not _trainer_gone() or (lock is not None and lock.shared_with_others):
+            if not _trainer_gone():
                 alone_since = None
-            elif alone_since is None:
-                alone_since = now
-            elif now - alone_since > _ORPHAN_GRACE_S:
-                raise _OrphanedError(f"rank {self.rank} waited for {what}, but its trainer and all others are gone")
+            elif now >= look_at:
+                look_at = now + _ALIVE_LOOK_S
+                alive = self._leases(pending).alive_ranks() - {self.rank}
+                alone_since = None if alive & set(awaited()) else alone_since or now
+            if alone_since is not None and now - alone_since > _ORPHAN_GRACE_S:
+                raise _OrphanedError(
+                    f"rank {self.rank} waited for {what}, but its trainer and the writers it waits for are gone"
+                )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise CheckpointTimeoutError(
@@ -313,9 +365,12 @@ class PartWriter:
         )
 
     def _give_up(self, pending: PendingSave, reason: Reason) -> Outcome:
-        """Make sure the save is decided: abandoned for `reason`, unless somebody decided before."""
+        """Make sure the save is decided: abandoned for `reason`, unless it was decided before, or is another's to
+        decide."""
         try:
             return pending.abandon(reason)
+        except FencedError as error:
+            return pending.outcome() or Abandoned(self._reason(error))
         except CheckpointError:  # the storage is unusable; the others find that out by themselves
             return Abandoned(reason)
 
@@ -368,6 +423,8 @@ def _record(chunk: WrittenChunk) -> tuple[str, str, int, int]:
 def _error_for(save: SaveId, reason: Reason) -> CheckpointError:
     """What the trainer raises for a save that is not published."""
     where = "" if reason.rank is None else f"rank {reason.rank}: "
+    if reason.kind == "FencedError":
+        return FencedError(f"{where}{reason.message}", rank=reason.rank, step=save.step)
     kind = CheckpointExistsError if reason.kind == "CheckpointExistsError" else SaveAbandonedError
     error = kind(
         f"the save of step {save.step} was abandoned on all ranks: {where}{reason.kind}: {reason.message} "

@@ -1,16 +1,18 @@
 """The decision about a save: published as a whole, or abandoned for ever. One atomic rename, no communication.
 
-    <root>/.pending/<save>/    being written; can be published only while it holds intent.json
+    <root>/.owner/              who may decide (see `ownership`)
+    <root>/.pending/<save>/     being written; can be published only while it holds intent.json
         intent.json                 made once, by the coordinator, before any writer starts
         parts/rank_00000.json       a rank's part is durable
-    <root>/step_00000100/      published: the same directory under its final name
-    <root>/.abandoned/<save>/  given up: the same directory, and nobody will ever read its arrays
+    <root>/step_00000100/       published: the same directory under its final name
+    <root>/.abandoned/<save>/   given up: the same directory, and its arrays will never be read
         reason.json                 why, for all ranks; stays for a while when the rest is removed
+    <root>/.superseded/<save>/  a published step of another branch; <root>/.damaged/<save>/ one that was found damaged:
+                                moved here by the owner, and removed by a person only
 
 Publishing renames ``.pending/<save>`` to ``step_N``, abandoning renames it to ``.abandoned/<save>``. Whoever tries,
-however often and however late: exactly one of the two can happen, and every rank learns which by looking. Everyone who
-works on a pending save holds a shared lock on its directory, so that a later start of the job can tell a save being
-finished from one left behind.
+however often and however late: exactly one of the two can happen, and every rank learns which by looking. Only a
+process that acts with the owner's token tries.
 """
 
 from __future__ import annotations
@@ -18,35 +20,31 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, StorageError
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.documents import seal, unseal
 from ckpt.storage.files import Rename, storage_errors
-from ckpt.storage.locks import (
-    ByteLock,
-    DirectoryLock,
-    lock_shared,
-    locked_bytes,
-    try_lock_byte,
-    try_lock_exclusive,
-)
+from ckpt.storage.locks import DirectoryLock, try_lock_exclusive
+from ckpt.storage.ownership import Ownership
+from ckpt.storage.readers import is_read
 
 __all__ = [
     "Abandoned",
     "CheckpointRoot",
+    "NotDurableError",
     "Outcome",
     "PendingSave",
     "Published",
     "Reason",
     "SaveId",
+    "intent_of_step",
     "parse_save_name",
-    "plan_of_step",
     "read_part_of_step",
 ]
 
@@ -55,24 +53,29 @@ _INTENT = "intent.json"
 _REASON = "reason.json"
 _RECORDS_STAY_S = 3600.0
 _RECORD_GRACE_S = 1.0
+_MAX_DOCUMENT_BYTES = 1 << 31
 
 _STEP = re.compile(r"step_(\d{8,18})")
-_SAVE = re.compile(r"step_(\d{8,18})-e(\d+)-([0-9a-f]{16})")
+_SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
+
+
+class NotDurableError(StorageError):
+    """The step is published, but a sync after the commit failed: it may not survive a loss of power."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveId:
-    """One attempt to save one step. `token` tells it from every other attempt; all ranks derive the same without
-    communication."""
+    """One attempt to save one step. `owner` is the token of the job that saves; `nonce` tells the attempt from every
+    other one. All ranks derive the same without communication."""
 
     step: int
-    epoch: int
-    token: str
+    owner: int
+    nonce: str
 
     @property
     def name(self) -> str:
         """The directory of the save while it is not published."""
-        return f"{step_name(self.step)}-e{self.epoch}-{self.token}"
+        return f"{step_name(self.step)}-o{self.owner}-{self.nonce}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class CheckpointRoot:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.ownership = Ownership(path)
 
     @property
     def pending_path(self) -> str:
@@ -131,6 +135,14 @@ class CheckpointRoot:
     @property
     def abandoned_path(self) -> str:
         return os.path.join(self.path, ".abandoned")
+
+    @property
+    def superseded_path(self) -> str:
+        return os.path.join(self.path, ".superseded")
+
+    @property
+    def damaged_path(self) -> str:
+        return os.path.join(self.path, ".damaged")
 
     def step_path(self, step: int) -> str:
         """Where `step` is when it is published."""
@@ -175,16 +187,23 @@ class CheckpointRoot:
         except OSError as error:
             raise StorageError(f"cannot list {path}: {error.strerror} (check its permissions and owner)") from error
 
+    def tip(self) -> dict[str, Any] | None:
+        """The newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none."""
+        steps = self.steps()
+        if not steps:
+            return None
+        return {"step": steps[-1], "save": (intent_of_step(self.step_path(steps[-1])) or {}).get("save")}
+
     def remove_step(self, step: int) -> bool:
-        """Remove a published step; False if it is being read. A crash leaves it whole, or gone."""
-        target = os.path.join(self.abandoned_path, f"{step_name(step)}-removed-{os.getpid()}")
+        """Remove a published step; False if it is being read. A crash leaves it whole, or gone. For the owner."""
+        target = os.path.join(self.abandoned_path, f"{step_name(step)}-removed-{secrets.token_hex(4)}")
         if not self.rename_step(step, target):
             return False
         files.remove_tree(target)
         return True
 
     def rename_step(self, step: int, target: str) -> bool:
-        """Take a published step, if it is there, from all who read; False if somebody is reading it."""
+        """Take a published step, if it is there, from all who read; False if it is being read, as far as is known."""
         path = self.step_path(step)
         try:
             lock = try_lock_exclusive(path)
@@ -195,11 +214,31 @@ class CheckpointRoot:
         if lock is None:
             return False
         with lock:
+            if is_read(self.path, path):
+                return False
             files.rename_directory(path, target)
         return True
 
+    def move_aside(self, step: int, where: str) -> str | None:
+        """Move a published step to directory `where`, durably, though it may be read; the path it has then.
+
+        None if it is not there. Nothing is removed. For the owner.
+        """
+        path = self.step_path(step)
+        with storage_errors("make directory", where), contextlib.suppress(FileExistsError):
+            os.mkdir(where)
+        files.fsync_directory(self.path)
+        name = str((intent_of_step(path) or {}).get("save", ""))
+        if parse_save_name(name) is None:
+            name = step_name(step)
+        target = os.path.join(where, name)
+        while (result := files.rename_directory(path, target)) is Rename.TARGET_EXISTS:
+            target = os.path.join(where, f"{name}-{secrets.token_hex(4)}")
+        return target if result is Rename.DONE else None
+
     def clean(self) -> None:
-        """Free the space of abandoned saves and interrupted removals that nobody uses any more.
+        """Free the space of abandoned saves and interrupted removals. For the owner; writers that have not noticed yet
+        that their save was abandoned may still write there.
 
         Ranks learn from its record that a save was abandoned, and why, so records stay for `_RECORDS_STAY_S`.
         """
@@ -208,15 +247,17 @@ class CheckpointRoot:
             try:
                 is_record = parse_save_name(name) is not None
                 old = time.time() - os.stat(path).st_mtime > _RECORDS_STAY_S
-                lock = try_lock_exclusive(path)
+                if is_record and not old:
+                    _strip(path)
+                else:
+                    files.remove_tree(path)
             except (OSError, StorageError):
-                continue  # somebody else was faster
-            if lock is not None:
-                with lock:
-                    if is_record and not old:
-                        _strip(path)
-                    else:
-                        files.remove_tree(path)
+                continue  # removed meanwhile, or by the next clean-up
+        with contextlib.suppress(OSError):
+            for name in self._names(self.pending_path):
+                path = os.path.join(self.pending_path, name)
+                if name.startswith(".") and time.time() - os.lstat(path).st_mtime > _RECORDS_STAY_S:
+                    files.remove(path)  # a document that was being written when its writer died
 
     def check_writable(self) -> None:
         """Raise StorageError when the root cannot be made or written to."""
@@ -225,54 +266,59 @@ class CheckpointRoot:
 
 
 class PendingSave:
-    """One save of a root, as seen by anybody who takes part in it."""
+    """One save of a root, as seen by anybody who takes part in it, or who decides about it with the owner's `token`
+    (that of the save, unless another is given). What changes anything raises FencedError if that is the token no more.
+    """
 
-    def __init__(self, root: CheckpointRoot, save: SaveId) -> None:
+    def __init__(self, root: CheckpointRoot, save: SaveId, token: int | None = None) -> None:
         self.root = root
         self.save = save
         self.path = os.path.join(root.pending_path, save.name)
+        self._token = save.owner if token is None else token
         self._abandoned_path = os.path.join(root.abandoned_path, save.name)
 
-    def begin(self, world_size: int, plan_digest: str) -> DirectoryLock | None:
+    def check_token(self) -> None:
+        """Raise FencedError if a later job owns the root."""
+        self.root.ownership.check(self._token)
+
+    def begin(self, world_size: int, plan_digest: str) -> None:
         """Make the directory and its intent. Coordinator only, once, before any other writer starts.
 
-        Returns a lock that says somebody works on this save. StorageError if it has been begun or abandoned before.
+        StorageError if it has been begun or abandoned before, CheckpointExistsError if the step is published.
         """
         if os.path.lexists(self._abandoned_path):
             raise StorageError(f"save {self.save.name} was abandoned before it began")
+        if os.path.lexists(self.root.step_path(self.save.step)):
+            raise self.already_published()
         self.root.make()
         files.make_directories(self.root.pending_path, f"{self.save.name}/parts")
         files.fsync_directory(self.path)
-        lock = lock_shared(self.path)
-        intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "epoch": self.save.epoch}
-        intent |= {"world_size": world_size, "plan": plan_digest}
+        self.check_token()  # only now: whoever claims later sees the directory
+        intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
+        intent |= {"world_size": world_size, "plan": plan_digest, "continues": self.root.tip()}
         if not files.create_exclusive(os.path.join(self.path, _INTENT), seal(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         files.fsync_directory(self.root.pending_path)
         if os.path.lexists(self._abandoned_path):  # meanwhile another rank gave up a save that it did not find
             files.remove_tree(self.path)
             raise StorageError(f"save {self.save.name} was abandoned while it began")
-        return lock
 
-    def join(self) -> DirectoryLock | None:
-        """Take part in a save that has begun: a lock, or None while it has not begun (or is decided)."""
-        if not os.path.exists(os.path.join(self.path, _INTENT)):
-            return None
-        try:
-            return lock_shared(self.path)
-        except StorageError:
-            return None
+    def has_begun(self) -> bool:
+        """Whether it has begun, and is not decided."""
+        return os.path.exists(os.path.join(self.path, _INTENT))
 
-    def work_as(self, number: int) -> ByteLock | None:
-        """Let others see that somebody works on this save as rank `number`; None if somebody does already.
+    def try_lock(self) -> DirectoryLock | None:
+        """Keep others on this host from doing the same work; None if one does already. StorageError if the save is
+        gone."""
+        return try_lock_exclusive(os.path.join(self.path, "parts"))
 
-        StorageError if the save is gone.
-        """
-        return try_lock_byte(os.path.join(self.path, _INTENT), number)
-
-    def workers(self, numbers: Iterable[int]) -> set[int] | None:
-        """Return as which of these ranks somebody works on the save; None where that cannot be known."""
-        return locked_bytes(os.path.join(self.path, _INTENT), numbers)
+    def already_published(self) -> CheckpointExistsError:
+        """The error for a step that is published by another save."""
+        return CheckpointExistsError(
+            f"step {self.save.step} is already published in {self.root.path}; save under another step, or remove that "
+            f"one first (Checkpointer.delete, or inspect_ckpt rm)",
+            step=self.save.step,
+        )
 
     def intent(self) -> dict[str, Any] | None:
         """The intent, None if there is none. CheckpointCorruptError if it is damaged."""
@@ -297,20 +343,40 @@ class PendingSave:
             raise CheckpointCorruptError(f"{path} is missing")
         return unseal(data, path), crc32c(data)
 
-    def publish(self) -> Outcome:
-        """The commit. Published or Abandoned, whoever decided it; None if the step is published with another save's
-        content.
+    def publish(self) -> Published | Abandoned:
+        """The commit. Published or Abandoned, whoever decided it.
 
-        Everything in the directory is durable before this is called.
+        Everything in the directory is durable before this is called. CheckpointExistsError if the step is published by
+        another save, NotDurableError if this one is published, but perhaps not durably.
         """
-        if not os.path.exists(os.path.join(self.path, _INTENT)):
+        self.check_token()
+        if not self.has_begun():
             return self.outcome() or Abandoned(_vanished(self.save))
-        result = files.rename_directory(self.path, self.root.step_path(self.save.step))
+        try:
+            result = files.rename_directory(self.path, self.root.step_path(self.save.step))
+        except StorageError as error:
+            if self.outcome() == Published():
+                raise NotDurableError(
+                    f"step {self.save.step} is published, but {error}: it may not survive a loss of power. Older steps "
+                    "were kept; check the storage",
+                    step=self.save.step,
+                ) from error
+            raise
         if result is Rename.TARGET_EXISTS:
-            return None
+            raise self.already_published()
         if result is Rename.DONE:
             self._forget_reasons()
         return self.outcome() or Abandoned(_vanished(self.save))
+
+    def confirm(self) -> None:
+        """Make the publication durable as seen from here, by a rank that did not publish. NotDurableError."""
+        try:
+            files.fsync_directory(self.root.path)
+        except StorageError as error:
+            raise NotDurableError(
+                f"step {self.save.step} is published, but {error}: it may not survive a loss of power",
+                step=self.save.step,
+            ) from error
 
     def _forget_reasons(self) -> None:
         """Remove what ranks that tried to give the save up have left in the published step, too late or killed.
@@ -328,6 +394,7 @@ class PendingSave:
 
         The answer has the reason that all ranks find. Raises StorageError when nothing can be decided.
         """
+        self.check_token()
         self.root.make()
         if not os.path.isdir(self.path):
             if (outcome := self._explained()) is not None:
@@ -394,13 +461,12 @@ def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
     return document
 
 
-def plan_of_step(path: str) -> str | None:
-    """The digest of the plan of the published step in directory `path`; None if nothing tells."""
+def intent_of_step(path: str) -> dict[str, Any] | None:
+    """What was to be saved as the published step in directory `path`; None if nothing tells."""
     try:
-        intent = _read_sealed(os.path.join(path, _INTENT))
-    except CheckpointCorruptError:
+        return _read_sealed(os.path.join(path, _INTENT))
+    except CheckpointError:
         return None
-    return None if intent is None else intent.get("plan")
 
 
 def part_name(rank: int) -> str:
@@ -433,7 +499,7 @@ def _vanished(save: SaveId) -> Reason:
 
 def _saves(names: list[str]) -> list[SaveId]:
     saves = (parse_save_name(name) for name in names)
-    return sorted((save for save in saves if save is not None), key=lambda save: (save.step, save.epoch, save.token))
+    return sorted((save for save in saves if save is not None), key=lambda save: (save.step, save.owner, save.nonce))
 
 
 def _read_sealed(path: str) -> dict[str, Any] | None:
@@ -442,10 +508,4 @@ def _read_sealed(path: str) -> dict[str, Any] | None:
 
 
 def _read(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as stream:
-            return stream.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    return files.read_bounded(path, _MAX_DOCUMENT_BYTES)

@@ -15,6 +15,8 @@ import errno
 import os
 import secrets
 import shutil
+import stat
+import time
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,17 +26,25 @@ from ckpt.errors import StorageError
 
 __all__ = [
     "Rename",
+    "about",
+    "append",
     "check_writable",
     "create_exclusive",
+    "fresh_names",
     "fsync_directory",
     "holds",
     "make_directories",
+    "names_in",
+    "read_bounded",
     "remove",
     "remove_tree",
     "rename_directory",
+    "server_time",
     "storage_errors",
     "sync_files",
+    "touch",
     "under",
+    "write_document",
     "write_durable",
     "write_image",
     "write_new",
@@ -112,11 +122,94 @@ def create_exclusive(path: str, data: bytes) -> bool:
         return True
 
 
+def write_document(path: str, data: bytes, scratch: str) -> None:
+    """Make `path` hold `data`, for others at once, durably after `sync_files` only.
+
+    It is written in the directory `scratch`, of the same file system, and renamed: so nothing is left beside `path`
+    when its directory is renamed meanwhile, and what became of that directory is never touched. `StorageError` then.
+    """
+    with storage_errors("write", path):
+        temporary = _write_sibling(os.path.join(scratch, os.path.basename(path)), data, sync=False)
+        try:
+            os.rename(temporary, path)
+        except BaseException:
+            _discard(temporary)
+            raise
+
+
 def write_new(path: str, data: bytes, *, replace: bool = False) -> None:
     """Write a new file. It is durable after `sync_files` only. `StorageError` if it exists, unless it may be
     replaced."""
     with storage_errors("write", path):
         _write(os.open(path, _WRITE | (os.O_CREAT | os.O_TRUNC if replace else _NEW), 0o666), data)
+
+
+def append(path: str, data: bytes) -> None:
+    """Add `data` to the end of a file, in one write; make the file if it is not there. Not durable."""
+    with storage_errors("write", path):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        _write(fd, data)
+
+
+def touch(path: str) -> None:
+    """Set the time of a file to now, by the clock of its file system. It must be there."""
+    with storage_errors("renew", path):
+        os.utime(path)
+
+
+def server_time(path: str) -> float:
+    """The time of the file system of directory `path`, in seconds; that of this host where no file can be made."""
+    try:
+        return os.stat(path).st_mtime if _probe(path) else time.time()
+    except OSError:
+        return time.time()
+
+
+def names_in(path: str) -> list[str]:
+    """The names in a directory, without hidden ones, sorted; none if it is not there."""
+    with storage_errors("list", path):
+        try:
+            return sorted(name for name in os.listdir(path) if not name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def fresh_names(path: str) -> list[str]:
+    """Like `names_in`, and as the server has them now, where this host may write there.
+
+    A client of a network file system answers from its cache for seconds; a name made in the directory ends that.
+    """
+    _probe(path)
+    return names_in(path)
+
+
+def about(path: str) -> os.stat_result | None:
+    """What the server says of a file, opened for that; None if there is none."""
+    with storage_errors("read", path):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+
+def read_bounded(path: str, most_bytes: int) -> bytes | None:
+    """The content of a regular file, None if there is none. `StorageError` if it is larger than `most_bytes`."""
+    with storage_errors("read", path):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        with os.fdopen(fd, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            data = stream.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes")
+        return data
 
 
 def holds(path: str, data: bytes) -> bool:
@@ -233,13 +326,24 @@ def remove_tree(path: str) -> None:
                 return
 
 
-def _write_sibling(path: str, data: bytes) -> str:
-    """Write `data`, synced, to a new hidden file beside `path`, and return its path."""
+def _probe(path: str) -> bool:
+    """Make and remove a hidden file in directory `path`; whether that was possible."""
+    probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
+    try:
+        os.close(os.open(probe, _WRITE | _NEW, 0o666))
+        os.unlink(probe)
+    except OSError:
+        return False
+    return True
+
+
+def _write_sibling(path: str, data: bytes, *, sync: bool = True) -> str:
+    """Write `data` to a new hidden file beside `path`, synced if so asked, and return its path."""
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
     fd = os.open(temporary, _WRITE | _NEW, 0o666)
     try:
-        _write(fd, data, sync=True)
+        _write(fd, data, sync=sync)
     except BaseException:
         _discard(temporary)
         raise

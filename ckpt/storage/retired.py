@@ -19,7 +19,7 @@ import secrets
 import stat
 
 from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot, PendingSave, plan_of_step
+from ckpt.storage.commit import CheckpointRoot, PendingSave, intent_of_step
 from ckpt.storage.files import Rename, storage_errors
 
 __all__ = ["discard_retired", "retire_step", "retired_path", "take_retired"]
@@ -38,7 +38,7 @@ def retire_step(root: CheckpointRoot, step: int, plan: str) -> bool:
     what somebody has linked elsewhere must not change.
     """
     ready = os.path.join(retired_path(root), plan)
-    if os.path.lexists(ready) or plan_of_step(root.step_path(step)) != plan:
+    if os.path.lexists(ready) or (intent_of_step(root.step_path(step)) or {}).get("plan") != plan:
         return root.remove_step(step)
     for made in files.make_directories(root.path, ".retired"):
         files.fsync_directory(made)

@@ -15,7 +15,6 @@ from ckpt.saving.part import PartPlan
 from ckpt.saving.publish import PartFile
 from ckpt.saving.write import PartWriter
 from ckpt.storage.commit import Outcome, PendingSave
-from ckpt.storage.locks import DirectoryLock
 from ckpt.storage.writers import ChunkJob, DirectChunkWriter, WrittenChunk
 
 __all__ = ["KillingWriter", "wait_until"]
@@ -75,13 +74,13 @@ class KillingWriter(PartWriter):
         finally:
             DirectChunkWriter.write = original  # type: ignore[method-assign]
 
-    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile, lock: DirectoryLock | None) -> Outcome:
+    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile) -> Outcome:
         if self.rank == 0 and self.victims and self.point == "before publish":
             everyone = set(range(plan.world_size))
             wait_until(lambda: pending.parts_present() >= everyone, "all parts")
         if self.rank == 0 and not self.victims and self.hold:
             wait_until(lambda: os.path.exists(self.hold) or pending.outcome() is not None, "the other rank's fate")
         self.strike("before publish")
-        outcome = super()._decide(pending, plan, part, lock)
+        outcome = super()._decide(pending, plan, part)
         self.strike("after publish")
         return outcome

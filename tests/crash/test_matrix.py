@@ -19,7 +19,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
-from ckpt.storage.commit import CheckpointRoot, PendingSave, plan_of_step
+from ckpt.storage.commit import CheckpointRoot, PendingSave, intent_of_step
 from ckpt.storage.retired import retire_step, retired_path
 from tests.crash.killers import KillingWriter, wait_until
 from tests.support import RankGroup, launch_ranks
@@ -172,7 +172,7 @@ def _train(rank: int, world_size: int, cell: Cell, folder: Path) -> dict[str, An
 
 def _retire(root: CheckpointRoot, step: int) -> None:
     """As the last save would have, if it kept one step only."""
-    plan = plan_of_step(root.step_path(step))
+    plan = (intent_of_step(root.step_path(step)) or {}).get("plan")
     assert plan is not None
     wait_until(lambda: retire_step(root, step, plan), "the writers to let go of the step")
     assert os.listdir(retired_path(root)) == [plan]

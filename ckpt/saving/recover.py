@@ -1,0 +1,151 @@
+"""What an earlier owner of a root left: saves that are not decided, steps of another branch, steps found damaged.
+
+A restore decides about saves only when their owner is gone, and lets writers finish that have outlived their trainer.
+The first save of an owner has claimed the root: it decides about all that is left, and moves what is not of its branch
+aside. Both publish what is complete and abandon the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
+from ckpt.saving.publish import publish
+from ckpt.storage import files
+from ckpt.storage.commit import (
+    FORMAT_VERSION,
+    CheckpointRoot,
+    PendingSave,
+    Reason,
+    intent_of_step,
+    parse_save_name,
+)
+from ckpt.storage.ownership import OwnerState
+
+__all__ = ["Branch", "recover_for_restore", "take_over"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What the steps of a run continue: the step that was restored (None if none was), and the newer ones that it was
+    restored instead of, because they are damaged."""
+
+    step: int | None = None
+    damaged: tuple[int, ...] = ()
+
+
+def recover_for_restore(root: CheckpointRoot, seen: int, timeout_s: float, warn: Callable[[str], None]) -> int:
+    """Decide about the saves that are left by an owner that is gone; returns the token that a later claim has seen.
+
+    While a trainer of the owner is alive nothing is touched; writers that finish what was staged are waited for, at
+    most `timeout_s`. Where the root may not be written to, nothing is done. `seen` is the newest token known.
+    """
+    ownership = root.ownership
+    newest = ownership.newest()
+    state = _when_finished(root, newest, time.monotonic() + timeout_s)
+    if state is OwnerState.ACTIVE or (state is OwnerState.GONE and not root.pending()):
+        return newest
+    try:
+        token = ownership.claim(max(seen, newest))
+    except FencedError:
+        return newest  # another start was faster, and is alive
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NOT_WRITABLE:
+            return newest
+        raise
+    try:
+        _decide_pending(root, token, timeout_s, warn)
+    finally:
+        ownership.release(token)
+    return token
+
+
+def take_over(root: CheckpointRoot, token: int, branch: Branch, timeout_s: float, warn: Callable[[str], None]) -> None:
+    """Before the first save of the owner with `token`: decide about the saves of earlier owners, then move damaged
+    steps, and those that are newer than what is continued and of an earlier owner, aside.
+
+    Waits at most `timeout_s` for writers that outlived their trainers. Whatever is done already is not done again.
+    """
+    _decide_pending(root, token, timeout_s, warn)
+    for step in branch.damaged:
+        if _owner_of(root, step) < token:
+            _move_aside(root, token, step, root.damaged_path, "is damaged", warn)
+    if branch.step is None:
+        return
+    for step in root.steps():
+        if step > branch.step and _owner_of(root, step) < token:
+            why = f"is of another branch: training went on from step {branch.step}"
+            _move_aside(root, token, step, root.superseded_path, why, warn)
+
+
+def _move_aside(root: CheckpointRoot, token: int, step: int, where: str, why: str, warn: Callable[[str], None]) -> None:
+    root.ownership.check(token)
+    target = root.move_aside(step, where)
+    if target is not None:
+        warn(f"step {step} {why}; moved to {target}. `inspect_ckpt ls --all` lists it, `inspect_ckpt rm` removes it")
+
+
+def _owner_of(root: CheckpointRoot, step: int) -> int:
+    """The token of the owner that published a step; 0 if its documents are so damaged that they do not tell."""
+    save = parse_save_name(str((intent_of_step(root.step_path(step)) or {}).get("save", "")))
+    return 0 if save is None else save.owner
+
+
+def _when_finished(root: CheckpointRoot, token: int, deadline: float) -> OwnerState:
+    """The state of an owner; not FINISHING before `deadline`."""
+    pause_s = _FIRST_PAUSE_S
+    while (state := root.ownership.state(token)) is OwnerState.FINISHING and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return state
+
+
+def _decide_pending(root: CheckpointRoot, token: int, timeout_s: float, warn: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + timeout_s
+    files.fresh_names(root.pending_path)  # of network file systems: what was begun before the claim is seen now
+    for save in root.pending():
+        if save.owner >= token:
+            continue
+        _when_finished(root, save.owner, deadline)
+        pending = PendingSave(root, save, token)
+        if pending.outcome() is None:
+            _adopt(pending, warn)
+    root.ownership.check(token)
+    root.clean()
+
+
+def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:
+    """Publish a complete save; abandon one that is not."""
+    world_size = _world_size(pending)
+    missing: Iterable[int] = ()
+    problem = None
+    if world_size is None:
+        problem = "it has no intent"
+    elif missing := sorted(set(range(world_size)) - pending.parts_present()):
+        problem = f"the parts of ranks {missing} are missing"
+    else:
+        try:
+            publish(pending, lambda: None)
+            warn(f"published step {pending.save.step}, which an earlier run had completely written")
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            problem = str(error)
+    if problem is not None:
+        pending.abandon(Reason(None, "SaveAbandonedError", f"left behind by an earlier run: {problem}"))
+        warn(f"abandoned the unfinished save of step {pending.save.step} of an earlier run: {problem}")
+
+
+def _world_size(pending: PendingSave) -> int | None:
+    """That of a save that has begun, in this format."""
+    try:
+        intent = pending.intent()
+    except CheckpointCorruptError:
+        return None
+    return int(intent["world_size"]) if intent is not None and intent.get("format") == FORMAT_VERSION else None

@@ -1,0 +1,231 @@
+"""Leases: which processes of a job are alive, on any POSIX file system and from any host.
+
+    <directory>/<host>-<device>     one file for each host; its time is renewed while a process there is alive
+        {"rank": 0, "writer": [71, 512], "trainer": [70, 500]}     a writer process registered (pid, start time)
+        {"rank": 0, "left": [70, 500]}                             its trainer is gone, or is done with the root
+
+A process of the same host (boot id and pid namespace) is looked up in /proc, so its death is known at once, whatever
+the file system. Of other hosts only the time of their file is known: all on it are taken for dead when that is older
+than `EXPIRY_S` by the clock of the file system. Nothing is kept safe by a lease (a process can be slow, not dead): it
+says whom to wait for. What keeps data safe is the token (see `ownership`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import StorageError
+from ckpt.storage import files
+
+__all__ = ["EXPIRY_S", "Lease", "Leases", "Process", "Writer", "is_fresh"]
+
+EXPIRY_S = 15.0
+RENEW_S = 4.0
+_LOOK_S = 0.5
+_MAX_FILE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, as told from all others: `start` is its start time in ticks since the boot of `host`."""
+
+    host: str
+    pid: int
+    start: int
+
+    @classmethod
+    def here(cls) -> Process:
+        """The calling process."""
+        return cls(_host(), os.getpid(), _start_of(os.getpid()) or 0)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this host, of which `alive` knows."""
+        return self.host == _host()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs; for a process of this host. A zombie does not."""
+        return _start_of(self.pid) == self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A writer process that registered. `has_trainer`: its trainer is alive and has not left."""
+
+    rank: int
+    process: Process
+    alive: bool
+    has_trainer: bool
+
+
+class Leases:
+    """The lease files in one directory. Any process that can read it; registering needs write permission."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def register(self, rank: int, trainer: Process, trainer_gone: Callable[[], bool]) -> Lease:
+        """Enter this process as a writer of `rank` and keep its lease until `close`, or the end of the process.
+
+        `trainer_gone` is asked about twice a second, in a thread. StorageError when the directory is gone.
+        """
+        own = Process.here()
+        self._append({"rank": rank, "writer": [own.pid, own.start], "trainer": [trainer.pid, trainer.start]})
+        return Lease(self, own, rank, trainer, trainer_gone)
+
+    def leave(self, rank: int, trainer: Process) -> None:
+        """Note that a trainer of this host does nothing more here. StorageError when the directory is gone."""
+        self._append({"rank": rank, "left": [trainer.pid, trainer.start]})
+
+    def writers(self) -> list[Writer]:
+        """All writers that registered, the last of each process. StorageError when they cannot be read."""
+        found: list[Writer] = []
+        names = files.names_in(self.path)
+        now = files.server_time(self.path) if any(_host_of(name) != _host() for name in names) else 0.0
+        for name in names:
+            found += self._writers_of(name, now)
+        return found
+
+    def alive_ranks(self) -> set[int]:
+        """The ranks that have a writer alive."""
+        return {writer.rank for writer in self.writers() if writer.alive}
+
+    def has_left(self, trainer: Process) -> bool:
+        """Whether this trainer has left."""
+        lines = (line for name in files.names_in(self.path) for line in self._lines(name))
+        return any(line.get("left") == [trainer.pid, trainer.start] for line in lines)
+
+    def renew(self) -> None:
+        """Renew the lease of this host. StorageError when the directory is gone."""
+        files.touch(self._own_file())
+
+    def _writers_of(self, name: str, now: float) -> Iterable[Writer]:
+        host = _host_of(name)
+        here = host == _host()
+        fresh = not here and is_fresh(os.path.join(self.path, name), now)
+        lines = self._lines(name)
+        left = {tuple(line["left"]) for line in lines if "left" in line}
+        for line in lines:
+            if "writer" not in line:
+                continue
+            process, trainer = Process(host, *line["writer"]), Process(host, *line["trainer"])
+            has_left = tuple(line["trainer"]) in left
+            has_trainer = not has_left and (trainer.alive if here else fresh)
+            alive = process.alive if here else fresh
+            if process == trainer:  # a save that its trainer runs itself
+                alive = alive and not has_left
+            yield Writer(int(line["rank"]), process, alive, has_trainer)
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """What is registered. A line that is being written, or was never finished, is not there yet."""
+        data = files.read_bounded(os.path.join(self.path, name), _MAX_FILE_BYTES) or b""
+        lines = []
+        for line in data.split(b"\n")[:-1]:
+            try:
+                document = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(document, dict) and _well_formed(document):
+                lines.append(document)
+        return lines
+
+    def _own_file(self) -> str:
+        return os.path.join(self.path, f"{_host()}-{os.stat(self.path).st_dev:x}")
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with files.storage_errors("register in", self.path):
+            files.append(self._own_file(), json.dumps(line).encode() + b"\n")
+
+
+class Lease:
+    """This process is registered as a writer. A thread renews the lease of the host, if no other process does."""
+
+    def __init__(
+        self, leases: Leases, own: Process, rank: int, trainer: Process, trainer_gone: Callable[[], bool]
+    ) -> None:
+        self._leases = leases
+        self._own = own
+        self._rank = rank
+        self._trainer = trainer
+        self._trainer_gone = trainer_gone
+        self._over = threading.Event()
+        threading.Thread(target=self._keep, name="ckpt-lease", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop renewing. Idempotent. The process still counts as alive on its host while it is."""
+        self._over.set()
+
+    def _keep(self) -> None:
+        renewed = time.monotonic()
+        said = False
+        while not self._over.wait(_LOOK_S):
+            try:
+                if not said and self._trainer_gone():
+                    self._leases.leave(self._rank, self._trainer)
+                    said = True
+                if time.monotonic() - renewed >= RENEW_S:
+                    renewed = time.monotonic()
+                    if self._is_first():
+                        self._leases.renew()
+            except (OSError, ValueError, StorageError):  # a ValueError of a socket that is closed: the process ends
+                if not os.path.isdir(self._leases.path):
+                    return  # there is a later owner, and no use for this any more
+
+    def _is_first(self) -> bool:
+        """Whether no other process of this host renews: the first that is alive does."""
+        here = [writer for writer in self._leases.writers() if writer.process.is_here and writer.alive]
+        return not here or here[0].process == self._own
+
+
+def is_fresh(path: str, now: float) -> bool:
+    """Whether a lease file was renewed within `EXPIRY_S` of `now`, a time of its file system."""
+    try:
+        return now - os.stat(path).st_mtime < EXPIRY_S
+    except OSError:
+        return False
+
+
+def _well_formed(line: dict[str, Any]) -> bool:
+    def is_process(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
+
+    if "left" in line:
+        return is_process(line["left"])
+    return type(line.get("rank")) is int and is_process(line.get("writer")) and is_process(line.get("trainer"))
+
+
+def _host_of(name: str) -> str:
+    return name.rpartition("-")[0]
+
+
+def _host() -> str:
+    return _host_seen_by(os.getpid())
+
+
+@functools.lru_cache(maxsize=2)
+def _host_seen_by(pid: int) -> str:
+    """The boot and the pid namespace: processes of one such host can look each other up. `pid` tells forks apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            boot = stream.read().strip().replace("-", "")
+    except OSError:
+        boot = os.uname().nodename  # some sandboxes hide it
+    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino:x}"
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process of this host started, in ticks since boot; None if there is none, or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            fields = stream.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

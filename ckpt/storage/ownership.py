@@ -1,0 +1,164 @@
+"""Which job may decide about the saves of a root: the owner, by a token that only grows.
+
+    <root>/.owner/00000007.json     a claim, made by an exclusive create; the highest number is the owner's token
+    <root>/.owner/00000007/         the leases of its writers (see `leases`)
+
+The later start of a job wins: its claim fences the earlier owner, whose writers look at the token after they began a
+save and before they publish it. Whoever claims looks at the pending saves *after* the claim, so either the writer sees
+the new token, or the new owner sees the save. See docs/decisions/0023.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
+from ckpt.storage import files
+from ckpt.storage.documents import seal, unseal
+from ckpt.storage.leases import Leases, Process, is_fresh
+
+__all__ = ["Claim", "OwnerState", "Ownership"]
+
+_CLAIM = re.compile(r"(\d{8,18})\.json")
+_MAX_CLAIM_BYTES = 1 << 16
+_ATTEMPTS = 100
+
+
+class OwnerState(enum.Enum):
+    """What is left of an owner. A process of another host counts as alive until its lease has expired."""
+
+    ACTIVE = "a trainer of it is alive"
+    FINISHING = "only writers of it are alive, which finish what was staged"
+    GONE = "none of it is alive, or there is no owner"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who claimed a root, and when (seconds since 1970, by the clock of that host)."""
+
+    token: int
+    process: Process
+    node: str
+    time: float
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.time))
+        return f"process {self.process.pid} on {self.node}, which claimed it at {when} (token {self.token})"
+
+
+class Ownership:
+    """The claims of one root. Any process, any thread."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._path = os.path.join(root, ".owner")
+
+    @property
+    def path(self) -> str:
+        """The directory of the claims."""
+        return self._path
+
+    def leases(self, token: int) -> Leases:
+        """The leases of the owner that has, or had, this token."""
+        return Leases(os.path.join(self._path, f"{token:08d}"))
+
+    def newest(self) -> int:
+        """The token of the owner; 0 if there was none yet."""
+        return max(_tokens(files.fresh_names(self._path)), default=0)
+
+    def check(self, token: int) -> None:
+        """Raise FencedError unless `token` is the owner's. If the claims were removed, with the root perhaps, the one
+        with `token`, which this job has made, is made again."""
+        newest = self.newest()
+        if newest < token:
+            self._make(token)
+            newest = self.newest()
+        if newest == token:
+            return
+        raise FencedError(
+            f"{self._root} is owned by a job that started later: {self._describe(newest)}. This job (token {token}) "
+            "can publish nothing there any more; stop one of the two, or give each a root of its own"
+        )
+
+    def claim(self, seen: int) -> int:
+        """Become the owner; returns the new token. The root is there, and `seen` is the token found at the start.
+
+        FencedError if a job that claimed it since then is alive: that one is the later start.
+        """
+        for _ in range(_ATTEMPTS):
+            newest = self.newest()
+            if newest > seen and self.state(newest) is OwnerState.ACTIVE:
+                self.check(seen)
+            token = newest + 1
+            if self._make(token) and self.newest() == token:
+                self._forget(token - 1)
+                return token
+        raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
+
+    def release(self, token: int, rank: int = 0) -> None:
+        """Note that this process, a trainer, does nothing more as the owner with this token."""
+        self.leases(token).leave(rank, Process.here())
+
+    def state(self, token: int) -> OwnerState:
+        """What is left of the owner that has, or had, this token. StorageError when that cannot be read."""
+        if token == 0:
+            return OwnerState.GONE
+        leases = self.leases(token)
+        writers = leases.writers()
+        if any(writer.has_trainer for writer in writers) or self._claimer_is_active(token, leases):
+            return OwnerState.ACTIVE
+        return OwnerState.FINISHING if any(writer.alive for writer in writers) else OwnerState.GONE
+
+    def _claimer_is_active(self, token: int, leases: Leases) -> bool:
+        """Whether the process that claimed is alive, before any writer of it has registered and after."""
+        claim = self._read(token)
+        if claim is None or leases.has_left(claim.process):
+            return False
+        if claim.process.is_here:
+            return claim.process.alive
+        return is_fresh(self._file(token), files.server_time(self._path))
+
+    def _make(self, token: int) -> bool:
+        """Make a claim, durably; whether it was made by this call, also where a network file system repeated the call
+        and says it was not."""
+        for made in files.make_directories(self._root, f".owner/{token:08d}"):
+            files.fsync_directory(made)
+        process = Process.here()
+        document = {"token": token, "process": [process.host, process.pid, process.start]}
+        document |= {"node": os.uname().nodename, "time": time.time(), "nonce": os.urandom(8).hex()}
+        data = seal(document)
+        return files.create_exclusive(self._file(token), data) or files.holds(self._file(token), data)
+
+    def _forget(self, newest: int) -> None:
+        """Remove claims and leases older than `newest`."""
+        for name in files.names_in(self._path):
+            number = re.match(r"\d{8,18}", name)
+            if number is not None and int(number[0]) < newest:
+                path = os.path.join(self._path, name)
+                with contextlib.suppress(StorageError):
+                    files.remove(path) if name.endswith(".json") else files.remove_tree(path)
+
+    def _file(self, token: int) -> str:
+        return os.path.join(self._path, f"{token:08d}.json")
+
+    def _read(self, token: int) -> Claim | None:
+        """The claim; None if it is not there, or damaged."""
+        try:
+            data = files.read_bounded(self._file(token), _MAX_CLAIM_BYTES)
+            document = {} if data is None else unseal(data, self._file(token))
+            host, pid, start = document["process"]
+            return Claim(token, Process(str(host), int(pid), int(start)), str(document["node"]), document["time"])
+        except (CheckpointCorruptError, KeyError, TypeError, ValueError):
+            return None
+
+    def _describe(self, token: int) -> str:
+        return str(self._read(token) or f"an unknown process (token {token})")
+
+
+def _tokens(names: list[str]) -> list[int]:
+    return [int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))]

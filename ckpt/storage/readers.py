@@ -1,0 +1,170 @@
+"""Readers of a published step: leases that spare them its removal, and the check that keeps what they read whole.
+
+    <root>/.readers/<save>/<host>-<pid>-<start>-<random>    somebody reads this step; renewed like the leases of writers
+
+Before any file of a removed step is written over, its directory is renamed, and then its documents are removed. So a
+reader that finds the same documents in the same place *after* it has read, has read that step and nothing else. That
+holds on any file system; a lease only saves it from reading again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ckpt.storage import files
+from ckpt.storage.documents import unseal
+from ckpt.storage.leases import RENEW_S, Process, is_fresh
+from ckpt.storage.locks import DirectoryLock, lock_shared
+
+__all__ = ["StepReader", "is_read"]
+
+_READERS = ".readers"
+_MAX_INTENT_BYTES = 1 << 20
+
+
+class StepReader:
+    """Holds a published step, for one who reads it. Any process; the file that is the lease is made where it can be.
+
+    With `renewing` a thread renews the lease until `close`; else each `check` does. Use as a context manager.
+    """
+
+    def __init__(self, path: str, root: str | None = None, *, renewing: bool = False) -> None:
+        """`path` is the directory of the step, `root` that of its root if a lease may be made there.
+
+        CheckpointNotFoundError if it is being removed, or is no step.
+        """
+        self.path = path
+        self._over = threading.Event()
+        self._lease: str | None = None
+        self._renewed = time.monotonic()
+        self._lock = self._locked()
+        try:
+            self._identity = _identity(path)
+            if self._identity is None:
+                raise CheckpointNotFoundError(f"{path} is not a published checkpoint: it has no zarr.json")
+            if root is not None and (save := _save_of(path)) is not None:
+                self._lease = _make_lease(root, save)
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+        if renewing and self._lease is not None:
+            threading.Thread(target=self._keep, name="ckpt-reader", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise CheckpointNotFoundError unless the step is still the one that was opened.
+
+        What was read before a check that succeeds is of that step.
+        """
+        if _identity(self.path) != self._identity:
+            raise CheckpointNotFoundError(
+                f"{self.path} was removed or replaced while it was read; open the checkpoint again, and the newest step"
+            )
+        if time.monotonic() - self._renewed >= RENEW_S:
+            self._renew()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the step is still the one that was opened."""
+        try:
+            self.check()
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let the step go. Idempotent."""
+        self._over.set()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with contextlib.suppress(OSError, StorageError):
+                files.remove(lease)
+                os.rmdir(os.path.dirname(lease))  # if no other reader has a lease
+        if self._lock is not None:
+            self._lock.close()
+
+    def __enter__(self) -> StepReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _locked(self) -> DirectoryLock | None:
+        try:
+            lock = lock_shared(self.path)
+        except StorageError:
+            if not os.path.isdir(self.path):
+                raise CheckpointNotFoundError(f"{self.path} is not there (any more)") from None
+            return None  # no permission to open the directory itself: what can be read is found out soon
+        if lock is None:
+            raise CheckpointNotFoundError(f"{self.path} is being removed; open another step")
+        return lock
+
+    def _renew(self) -> None:
+        self._renewed = time.monotonic()
+        if self._lease is not None:
+            with contextlib.suppress(StorageError):
+                files.touch(self._lease)
+
+    def _keep(self) -> None:
+        while not self._over.wait(RENEW_S):
+            self._renew()
+
+
+def is_read(root: str, path: str) -> bool:
+    """Whether the published step in directory `path` has a reader, as far as leases tell."""
+    save = _save_of(path)
+    if save is None:
+        return False
+    directory = os.path.join(root, _READERS, save)
+    names = files.names_in(directory)
+    now = files.server_time(directory) if names else 0.0
+    return any(_is_alive(os.path.join(directory, name), now) for name in names)
+
+
+def _is_alive(lease: str, now: float) -> bool:
+    try:
+        host, pid, start, _ = os.path.basename(lease).rsplit("-", 3)
+        process = Process(host, int(pid), int(start))
+    except ValueError:
+        return False
+    return process.alive if process.is_here else is_fresh(lease, now)
+
+
+def _make_lease(root: str, save: str) -> str | None:
+    """The file; None where it cannot be made."""
+    own = Process.here()
+    directory = os.path.join(root, _READERS, save)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        path = os.path.join(directory, f"{own.host}-{own.pid}-{own.start}-{secrets.token_hex(4)}")
+        files.append(path, b"")
+    except (OSError, StorageError):
+        return None
+    return path
+
+
+def _identity(path: str) -> tuple[bytes, int, int] | None:
+    """What tells the step at `path` from another one there: its intent, and the file that describes all. None if
+    neither is there. Opened anew each time: that makes the client of a network file system ask the server."""
+    intent = files.read_bounded(os.path.join(path, "intent.json"), _MAX_INTENT_BYTES)
+    about = files.about(os.path.join(path, "zarr.json"))
+    if about is None:
+        return None if intent is None else (intent, -1, -1)
+    return intent or b"", about.st_size, about.st_mtime_ns
+
+
+def _save_of(path: str) -> str | None:
+    """The save that was published as the step at `path`; None if nothing tells."""
+    where = os.path.join(path, "intent.json")
+    try:
+        data = files.read_bounded(where, _MAX_INTENT_BYTES)
+        save = None if data is None else unseal(data, where).get("save")
+    except (CheckpointCorruptError, StorageError):
+        return None
+    return save if isinstance(save, str) and "/" not in save and save not in ("", ".", "..") else None
