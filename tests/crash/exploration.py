@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["Violation", "explore"]
+__all__ = ["Actor", "Violation", "explore"]
 
 Acts = Iterable[tuple[str, Hashable, Hashable]]
 Actor = Callable[[Any, Any], Acts]

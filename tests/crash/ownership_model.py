@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.crash.exploration import Violation, explore
+from tests.crash.exploration import Actor, Violation, explore
 from tests.crash.ownership_state import Bug, Dir, Life, Place, Root, Save, check
 from tests.crash.ownership_writers import Job, Writers
 
@@ -233,7 +233,7 @@ class Reading(NamedTuple):
     bytes: tuple[int, ...] = ()
 
 
-def _reader(bugs: frozenset[Bug]):
+def _reader(bugs: frozenset[Bug]) -> Actor:
     """It holds on to the directory, whatever becomes of its name: a network file system may show the old one."""
 
     def acts(reading: Reading, root: Root) -> Iterator[tuple[str, Reading, Root]]:
