@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -130,7 +129,7 @@ def _reading(root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) ->
     try:
         yield reading
     except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
-        if reading.was_removed():
+        if reading.was_removed(error):
             raise _RemovedError(f"step {step} of {root.path} was removed while it was read") from error
         raise
     finally:
@@ -156,9 +155,10 @@ class _Reading:
         if self._reader is not None:
             self._reader.check()
 
-    def was_removed(self) -> bool:
+    def was_removed(self, error: CheckpointError) -> bool:
         """Whether any rank finds the step gone, or another one in its place. Collective."""
-        there = self._reader.is_there if self._reader is not None else os.path.isdir(self.path)
+        gone = isinstance(error, CheckpointNotFoundError)
+        there = not gone and (self._reader is None or self._reader.is_there)
         return b"-" in self._ranks(b"+" if there else b"-")
 
     def close(self) -> None:
