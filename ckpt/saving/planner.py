@@ -1,6 +1,6 @@
 """What stays the same from save to save: the plan of a state's structure, made when the structure is first seen.
 
-    flatten, encode values -> structure as before? the plan is there
+    flatten -> structure as before? the plan is there
                               else: can everybody store its state? exchange of descriptions, plan, own part
 
 Runs in the trainer. Ranks agree on a nonce with each plan, and derive from it the same token for each save without
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import StateError
-from ckpt.paths import Path, display
+from ckpt.paths import Path
 from ckpt.planning.description import StateDescription, exchange
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import SavePlan, make_save_plan
@@ -26,7 +26,6 @@ from ckpt.ranks import Ranks
 from ckpt.saving.layout import make_part
 from ckpt.saving.part import LocalBoxes, Part
 from ckpt.storage.commit import SaveId
-from ckpt.storage.documents import encode_value
 
 __all__ = ["Planned", "Planner", "Prepared"]
 
@@ -83,14 +82,15 @@ class Planner:
         """
         try:
             flat = flatten(state)
-            encoded = _encode_values(flat)
         except Exception as error:
             if self._planned is None:
                 self._ranks(_FAILED + f"{type(error).__name__}: {error}".encode())
             raise
         planned = self._plan(flat)
         rank = self._ranks.rank
-        values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
+        values = [
+            [list(path), rank if own else None, flat.values[path].encoded] for path, own in planned.value_owners.items()
+        ]
         return Prepared(flat, values, planned)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -150,13 +150,3 @@ class Planner:
                     f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank
                 )
         return hashlib.blake2b(b"".join(seeds), digest_size=16).digest()
-
-
-def _encode_values(flat: FlatState) -> dict[Path, Any]:
-    encoded = {}
-    for path, leaf in flat.values.items():
-        try:
-            encoded[path] = encode_value(leaf.value)
-        except TypeError as error:
-            raise StateError(f"{display(path)}: cannot be stored: {error}") from None
-    return encoded
