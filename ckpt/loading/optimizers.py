@@ -8,7 +8,7 @@ step is run.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from ckpt.storage.dtypes import torch_dtype
 __all__ = ["Optimizers", "keep_dtypes"]
 
 _SHOWN = 8
+_T = TypeVar("_T")
 
 
 class Optimizers:
@@ -55,8 +56,7 @@ class Optimizers:
         state = self._state(path, owner, tensors, values)
         if state:
             return {**state_dict, "state": state}
-        named = {name: tensor for name, tensor in tensors.items() if name[0] == "state"}
-        return _filled(state_dict, owner, named, {name: value for name, value in values.items() if name[0] == "state"})
+        return _filled(state_dict, owner, _by_name(tensors), _by_name(values))
 
     def unit(self, path: Path) -> Hashable | None:
         """Equal for leaves that are one parameter's state, which is restored as a whole or not at all."""
@@ -106,14 +106,15 @@ class Optimizers:
             if _is_state(name, len(parameters)):
                 entries.setdefault(int(name[1]), {})[name] = tensor
         for number, entry in entries.items():
-            misfits = _misfits(owner, parameters, number, entry)
+            shapes = _shapes(owner, parameters, number)
+            misfits = _misfits(entry, shapes)
             if misfits:
                 self.ignored.add((*path, "state", number))
                 self.problems += [
                     Problem(
                         (*path, *name),
                         f"shape: {display((*path, *name))} is {list(entry[name].shape)} in the checkpoint, its "
-                        f"parameter is {list(parameters[number].shape)} in the state",
+                        f"parameter is {list(shapes[0])} in the state",
                     )
                     for name in misfits
                 ]
@@ -190,14 +191,25 @@ def _is_state(name: Path, parameters: int) -> bool:
     return len(name) > 2 and name[0] == "state" and isinstance(name[1], int) and 0 <= name[1] < parameters
 
 
-def _misfits(owner: Any, parameters: list[torch.Tensor], number: int, entry: Mapping[Path, StoredTensor]) -> list[Path]:
+def _by_name(stored: Mapping[Path, _T]) -> dict[Path, _T]:
+    """State of parameters that are not numbered."""
+    return {
+        name: item for name, item in stored.items() if len(name) > 2 and name[0] == "state" and type(name[1]) is str
+    }
+
+
+def _shapes(owner: Any, parameters: list[torch.Tensor], number: int) -> list[tuple[int, ...]]:
+    """Those of what the state of this parameter is about: all of a DTensor, or this rank's part."""
+    if isinstance(owner, torch.optim.LBFGS):  # keeps the state of all parameters, in a row, at the first one
+        return [(sum(_shard(parameter).numel() for parameter in parameters),)]
+    return [tuple(parameters[number].shape), tuple(_shard(parameters[number]).shape)]
+
+
+def _misfits(entry: Mapping[Path, StoredTensor], shapes: list[tuple[int, ...]]) -> list[Path]:
     """The tensors that were made for a parameter of another shape. If one has just the parameter's shape, none was.
 
     What has another number of dimensions says nothing: optimizers keep statistics of rows, blocks and much else.
     """
-    shapes = [tuple(parameters[number].shape), tuple(_shard(parameters[number]).shape)]
-    if isinstance(owner, torch.optim.LBFGS):  # keeps the state of all parameters at the first one
-        shapes = [(sum(_shard(parameter).numel() for parameter in parameters),)]
     if any(tensor.shape in shapes for tensor in entry.values() if tensor.shape):
         return []
 
