@@ -167,6 +167,31 @@ def test_cuda_may_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.numbers() == [0, 77, 2, 9]
 
 
+def test_the_first_lines_of_the_readme_resume_bit_for_bit(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    block = text.split("```python\n")[1].split("```")[0].replace("/data/run7", str(tmp_path))
+
+    def run(steps: int) -> list[list[float]]:
+        """To this step: what is drawn in each."""
+        drawn: list[list[float]] = []
+        model = nn.Linear(2, 2)
+        given = {
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "steps": steps,
+            "train_step": lambda _: drawn.append(_draw()),
+        }
+        exec(compile(block, "README.md", "exec"), given)
+        return drawn
+
+    _seed(1)
+    run(100)
+    expected = run(103)
+    assert len(expected) == 3
+    _seed(2)
+    assert run(103) == expected
+
+
 @pytest.mark.gpu
 def test_a_gpu_goes_on_where_it_was(queue: AsyncCallsQueue, tmp_path: Path) -> None:
     state = {"rng": RngState()}
