@@ -27,8 +27,8 @@ from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
-from ckpt.storage.documents import encode_value
 from ckpt.storage.leases import Process
+from ckpt.values.codec import encode_value
 
 from ..opening import CannotReadError
 from ..owning import owning
