@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
     from ckpt.checkpointer import Checkpointer
     from ckpt.loading.opened import open_checkpoint as open
-    from ckpt.planning.leaves import PerRank
+    from ckpt.planning.leaves import PerRank, RngState
+    from ckpt.values.registry import Unregistered, register_encoder
 
 __all__ = [
     "AsyncCallsQueue",
@@ -42,13 +43,16 @@ __all__ = [
     "FencedError",
     "FormatVersionError",
     "PerRank",
+    "RngState",
     "SaveAbandonedError",
     "StateError",
     "StateMismatchError",
     "StorageError",
+    "Unregistered",
     "WriterConfig",
     "WriterError",
     "open",
+    "register_encoder",
 ]
 
 _LAZY = {
@@ -58,6 +62,9 @@ _LAZY = {
     "WriterConfig": "ckpt.async_calls",
     "Checkpointer": "ckpt.checkpointer",
     "PerRank": "ckpt.planning.leaves",
+    "RngState": "ckpt.planning.leaves",
+    "Unregistered": "ckpt.values.registry",
+    "register_encoder": "ckpt.values.registry",
     "open": "ckpt.loading.opened",
 }
 

@@ -102,12 +102,12 @@ def train(
     torch.manual_seed(args.seed + 1 + rank)  # different dropout on every rank
 
     # Everything a run needs to go on, described once, for saving and for restoring.
-    per_rank: dict[str, Any] = {"torch_rng": torch.get_rng_state(), "batches_read": 0}
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rank": ckpt.PerRank(per_rank)}
+    per_rank = {"batches_read": 0}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state |= {"rng": ckpt.RngState(), "rank": ckpt.PerRank(per_rank)}
 
     # All ranks ask, whether they were there before or not; those that were find the bytes in memory.
     start = checkpointer.restore(state) or 0
-    torch.set_rng_state(per_rank["torch_rng"])
     report = checkpointer.last_restore
     log(event="start", step=start, world_size=world_size, restored=asdict(report) if report else None)
 
@@ -126,7 +126,6 @@ def train(
         log(event="step", step=step, loss=loss.item(), step_s=stepped - began, in_flight=in_flight)
 
         if step % args.save_every == 0:
-            per_rank["torch_rng"] = torch.get_rng_state()
             begin = time.perf_counter()
             # Returns once the bytes are copied to shared memory. In short: checkpointer.async_save(state, step)
             checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))

@@ -51,10 +51,10 @@ def _assert_restored(checkpointer: ckpt.Checkpointer, step: int, value: float, c
 
 
 def _what_happens(checkpointer: ckpt.Checkpointer, state: Any, step: int) -> dict[str, Any]:
-    """Save in the background as a training loop does; what `maybe_finalize` said."""
-    checkpointer.async_save(state, step)
+    """Save in the background as a training loop does; what `maybe_finalize` said, or the save itself."""
     begin = time.monotonic()
     try:
+        checkpointer.async_save(state, step)
         return {"finalized": checkpointer.maybe_finalize(blocking=True)}
     except CheckpointError as error:
         return {

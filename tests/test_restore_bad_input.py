@@ -38,14 +38,14 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 @pytest.mark.parametrize(
     "leaf",
-    [threading.Lock(), lambda: 0, object(), {1, 2}, torch.empty(2, 2).to_sparse(), torch.empty(3, device="meta")],
-    ids=["lock", "lambda", "object", "set", "sparse", "meta"],
+    [threading.Lock(), lambda: 0, object(), {torch.ones(2)}, torch.empty(2, 2).to_sparse(), torch.ones(3).to("meta")],
+    ids=["lock", "lambda", "object", "set of tensors", "sparse", "meta"],
 )
 def test_a_leaf_that_cannot_be_stored(tmp_path: Path, leaf: object, leak_check: LeakCheck) -> None:
     root = tmp_path / "root"
     checkpointer = Checkpointer(root)
     for state in ({"model": {"layers": [torch.ones(3), {"bad": leaf}]}}, {"model": {"layers": [0, {"bad": leaf}]}}):
-        with pytest.raises(StateError, match="model/layers/1/bad: "):
+        with pytest.raises(StateError, match=r"model/layers/1/bad(/\(in a set\))?: "):
             checkpointer.save_request(state, 1)
     leak_check.check(timeout=0)  # so no process was started, and no memory mapped
     assert not root.exists()

@@ -11,10 +11,11 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatV
 from ckpt.paths import Path, display
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import FORMAT_VERSION
-from ckpt.storage.documents import decode_value, unseal, unseal_root
+from ckpt.storage.documents import unseal, unseal_root
 from ckpt.storage.files import under
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.names import PACK_DIRECTORY
+from ckpt.values.codec import decode_value
 
 __all__ = ["CheckpointIndex", "StoredBox", "StoredTensor", "read_index"]
 

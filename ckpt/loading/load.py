@@ -1,9 +1,10 @@
 """Restore a published step into the state of a running program, in place.
 
-    choose a step (the coordinator's view, told to all) -> match names, shapes, dtypes -> all ranks agree -> read into
-    the tensors -> all ranks agree -> put back values, let stateful objects load
+    choose a step (the coordinator's view, told to all) -> match names, shapes, dtypes -> all ranks agree -> try what
+    may fail (values, objects) -> all ranks agree -> read into the tensors -> all ranks agree -> let all objects load
 
-Nothing is written to the state before every rank has found that everything fits. Runs in the trainer; collective.
+Nothing is written to the state before every rank has found that everything fits; what the trial changed is put back
+when it fails on any rank. Runs in the trainer; collective.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +31,14 @@ from ckpt.loading.arrays import as_numpy
 from ckpt.loading.by_way import Elsewhere, read_by_way
 from ckpt.loading.fetch import Fetch, Wanted
 from ckpt.loading.index import CheckpointIndex, read_index
-from ckpt.loading.match import Match, known_to_nobody, match_state
-from ckpt.loading.optimizers import fill_fresh_optimizer, keep_dtypes
+from ckpt.loading.match import Match, Read, known_to_nobody, match_state
+from ckpt.loading.optimizers import Optimizers
+from ckpt.loading.placement import Placement
 from ckpt.loading.sources import Alone, Gather, MemorySource, RestoreReport
 from ckpt.loading.together import Together
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
-from ckpt.planning.state_dict import FlatState, flatten
+from ckpt.planning.state_dict import flatten
 from ckpt.storage.commit import CheckpointRoot
 from ckpt.storage.readers import StepReader
 
@@ -73,8 +73,8 @@ def restore(
     while candidates:
         candidate = candidates.pop(0)
         try:
-            with _reading(root, candidate, ranks, read_only) as attempt:
-                report = _restore_step(attempt, state, candidate, strict, ranks, memory)
+            with _reading(root, candidate, ranks, read_only) as reading:
+                report = _restore_step(reading, state, candidate, strict, ranks, memory)
         except _RemovedError as gone:
             removed += 1
             if step is not None or isinstance(ranks, Alone) or removed == _MOST_REMOVED:
@@ -130,7 +130,7 @@ def _reading(root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) ->
     try:
         yield reading
     except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
-        if reading.was_removed():
+        if reading.was_removed(error):
             raise _RemovedError(f"step {step} of {root.path} was removed while it was read") from error
         raise
     finally:
@@ -156,9 +156,10 @@ class _Reading:
         if self._reader is not None:
             self._reader.check()
 
-    def was_removed(self) -> bool:
+    def was_removed(self, error: CheckpointError) -> bool:
         """Whether any rank finds the step gone, or another one in its place. Collective."""
-        there = self._reader.is_there if self._reader is not None else os.path.isdir(self.path)
+        gone = isinstance(error, CheckpointNotFoundError)
+        there = not gone and (self._reader is None or self._reader.is_there)
         return b"-" in self._ranks(b"+" if there else b"-")
 
     def close(self) -> None:
@@ -178,9 +179,15 @@ def _restore_step(
         attempt.match(state)
     with attempt.together("fit"):
         attempt.check(strict)
-    with attempt.together("read"):
-        attempt.read()
-        reading.check()
+    try:
+        with attempt.together("load"):
+            attempt.try_objects()
+        with attempt.together("read"):
+            attempt.read()
+            reading.check()
+    except Exception as error:
+        attempt.put_back(error)
+        raise
     with attempt.together("load"):
         attempt.finish()
     return replace(attempt.report, seconds=time.perf_counter() - begin)
@@ -195,38 +202,66 @@ class _Attempt:
         self._memory = memory
         self.report = RestoreReport(step)
         self.index: CheckpointIndex
-        self._flat: FlatState
         self._match: Match
+        self._placement: Placement
+        self._reading = False
 
     def together(self, what: str) -> Together:
         return Together(self._ranks, self._step, what)
 
     def match(self, state: Any) -> None:
         """Flatten the state and pair every leaf with what is stored."""
-        self._flat = flatten(state, expand=partial(fill_fresh_optimizer, self.index, self._ranks.rank))
-        self._match = match_state(self.index, self._flat, self._ranks.rank)
+        optimizers = Optimizers(self.index, self._ranks.rank)
+        flat = flatten(state, expand=optimizers.expand)
+        self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, optimizers.unit)
+        self._match.problems += optimizers.problems
+        owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
+        self._placement = Placement(self._match, owners)
 
     def check(self, strict: bool) -> None:
         """Raise StateMismatchError listing all that does not fit; log it if not `strict`. Collective."""
         unexpected = known_to_nobody(self._match.unknown, self._ranks)
-        problems = [*self._match.problems, *(f"unexpected: {display(path)}" for path in unexpected)]
+        problems = [problem.text for problem in self._match.problems]
+        problems += [f"unexpected: {display(path)}" for path in unexpected]
         if not problems:
             return
         problems.sort(key=lambda problem: (problem.split(":")[0], problem))
-        listed = "\n  ".join(problems[:_SHOWN])
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        text = f"{len(problems)} name(s) of the state do not fit step {self._step}:\n  {listed}{more}"
+        text = f"{len(problems)} name(s) of the state do not fit step {self._step}:{_listed(problems)}"
         if strict:
             raise StateMismatchError(text + "\nNothing was restored; strict=False restores what fits", step=self._step)
-        _log.warning("%s\nrestored without these", text)
+        left_out = [display(path) for path in self._match.left_out]
+        with_them = f"\nand what belongs to them:{_listed(left_out)}" if left_out else ""
+        _log.warning("%s%s\nrestored without these", text, with_them)
+
+    def try_objects(self) -> None:
+        """Put values in place and ask the objects that may refuse; see `Placement`."""
+        self._placement.try_objects(lambda reads: self._fetch(reads, frozenset()))
+
+    def put_back(self, error: Exception) -> None:
+        """Undo what the trial did, and say in `error` what is different from before all the same."""
+        failed = self._placement.put_back()
+        rank = self._ranks.rank
+        if failed:
+            error.add_note(f"rank {rank}: could not be put back as it was: {'; '.join(failed)}")
+        if self._reading:
+            error.add_note(
+                f"rank {rank}: tensors of the state are perhaps overwritten in part; numbers and objects are as before"
+            )
+        elif not failed:
+            error.add_note(f"rank {rank}: the state is as it was before")
 
     def read(self) -> None:
         """Fill the tensors: from memory what is there, the rest from storage."""
-        filled = self._from_memory()
+        self._reading = True
+        nbytes = self._fetch(self._match.reads, self._from_memory())
+        self.report = replace(self.report, storage_bytes=nbytes)
+
+    def _fetch(self, reads: list[Read], filled: frozenset[Path]) -> int:
+        """Read from storage what is not filled; returns how many bytes."""
         fetch = Fetch(self.index, threads=min(max(_LEAST_THREADS, torch.get_num_threads()), _MOST_THREADS))
         direct: list[Wanted] = []
         elsewhere: list[Elsewhere] = []
-        for path, tensor, leaf in self._match.reads:
+        for path, tensor, leaf in reads:
             if path in filled:
                 continue
             name = display(path)
@@ -238,7 +273,7 @@ class _Attempt:
                     elsewhere.append(Elsewhere(name, tensor, box, target))
         fetch.read(direct)
         read_by_way(fetch, elsewhere)
-        self.report = replace(self.report, storage_bytes=fetch.bytes_read)
+        return fetch.bytes_read
 
     def _from_memory(self) -> frozenset[Path]:
         if self._memory is None:
@@ -252,12 +287,10 @@ class _Attempt:
         return filled.paths
 
     def finish(self) -> None:
-        """Put the values in place and have stateful objects load."""
-        for _, _, leaf in self._match.reads:
-            if leaf.after is not None:
-                leaf.after()
-        for assign in self._match.assignments:
-            assign()
-        self._flat.load_owners()
-        for _, owner, state_dict in self._flat.owners:
-            keep_dtypes(owner, state_dict)
+        """Have stateful objects load."""
+        self._placement.finish()
+
+
+def _listed(lines: list[str]) -> str:
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "".join(f"\n  {line}" for line in (*lines[:_SHOWN], *more))

@@ -4,53 +4,89 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.loading.sources import Alone, Gather
 from ckpt.paths import Path, display
-from ckpt.planning.state_dict import FlatState, TensorLeaf
+from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
+from ckpt.values.codec import encode_value, resolve, unregistered_in
 
-__all__ = ["Match", "known_to_nobody", "match_state"]
+__all__ = ["Assignment", "Match", "Problem", "Read", "is_below", "known_to_nobody", "match_state"]
+
+Read = tuple[Path, StoredTensor, TensorLeaf]
+"""A tensor to be read: its name, what is stored, and where it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that does not fit. `text` begins with its kind and names the path."""
+
+    path: Path
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A value that is to be put in the place of the one that `leaf` has."""
+
+    path: Path
+    leaf: ValueLeaf
+    value: Any
 
 
 @dataclass
 class Match:
     """What to do, and what does not fit. `unknown` are the stored names that this rank's state does not have; another
-    rank's may have them."""
+    rank's may have them. `left_out` would fit, but belong to something that does not."""
 
-    reads: list[tuple[Path, StoredTensor, TensorLeaf]] = field(default_factory=list)
-    assignments: list[Callable[[], None]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     unknown: list[Path] = field(default_factory=list)
+    left_out: list[Path] = field(default_factory=list)
 
 
-def match_state(index: CheckpointIndex, flat: FlatState, rank: int) -> Match:
+def match_state(
+    index: CheckpointIndex,
+    flat: FlatState,
+    rank: int,
+    ignored: Collection[Path] = (),
+    unit: Callable[[Path], Hashable | None] = lambda path: None,
+) -> Match:
+    """Compare names, shapes, dtypes and types; changes nothing.
+
+    What is below a path in `ignored` is passed over. Leaves with one `unit`, which is not None, are restored together
+    or not at all.
+    """
     match = Match()
     for path, leaf in flat.tensors.items():
-        _match_tensor(match, index, path, leaf, rank)
+        if not is_below(path, ignored):
+            _match_tensor(match, index, path, leaf, rank)
     for path, value in flat.values.items():
-        if value.per_rank:
-            own = index.per_rank_values.get(path, {})
-            if rank in own:
-                match.assignments.append(_assignment(value.assign, own[rank]))
-            elif rank < index.world_size:
-                match.problems.append(f"missing: {display(path)} (a value of this rank)")
-        elif path in index.values:
-            match.assignments.append(_assignment(value.assign, index.values[path]))
-        else:
-            match.problems.append(f"missing: {display(path)} (a value)")
+        if not is_below(path, ignored):
+            _match_value(match, index, path, value, rank)
     for path in flat.aliases:
-        if index.tensor(path) is None and path not in index.per_rank_tensors:
-            match.problems.append(f"missing: {display(path)}")
+        if index.tensor(path) is None and path not in index.per_rank_tensors and not is_below(path, ignored):
+            match.problems.append(Problem(path, f"missing: {display(path)}"))
+    _leave_out(match, {unit(problem.path) for problem in match.problems} - {None}, unit)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
     names = index.tensors.keys() | index.values.keys() | index.aliases.keys()
-    match.unknown = sorted((path for path in names if path not in known), key=repr)
+    match.unknown = sorted((path for path in names if path not in known and not is_below(path, ignored)), key=repr)
     own_names = {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
-    match.problems += [f"unexpected: {display(path)} (of this rank)" for path in own_names if path not in known]
+    match.problems += [
+        Problem(path, f"unexpected: {display(path)} (of this rank)")
+        for path in own_names
+        if path not in known and not is_below(path, ignored)
+    ]
     return match
+
+
+def is_below(path: Path, prefixes: Collection[Path]) -> bool:
+    """Whether `path` is one of the `prefixes`, or below one."""
+    return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
 
 
 def known_to_nobody(unknown: list[Path], ranks: Gather) -> list[Path]:
@@ -73,19 +109,60 @@ def _match_tensor(match: Match, index: CheckpointIndex, path: Path, leaf: Tensor
     if spec.per_rank and rank >= index.world_size:
         return  # the checkpoint is of fewer ranks; this one keeps what it has
     tensor = index.tensor(path, rank if spec.per_rank else None)
+    problem = None
     if tensor is None:
-        match.problems.append(f"missing: {display(path)} ({spec.dtype}{list(spec.shape)})")
+        problem = f"missing: {display(path)} ({spec.dtype}{list(spec.shape)})"
     elif tensor.dtype != spec.dtype:
-        match.problems.append(f"dtype: {display(path)} is {tensor.dtype} in the checkpoint, {spec.dtype} in the state")
+        problem = f"dtype: {display(path)} is {tensor.dtype} in the checkpoint, {spec.dtype} in the state"
     elif tensor.shape != spec.shape:
-        match.problems.append(
-            f"shape: {display(path)} is {list(tensor.shape)} in the checkpoint, {list(spec.shape)} in the state"
-        )
+        problem = f"shape: {display(path)} is {list(tensor.shape)} in the checkpoint, {list(spec.shape)} in the state"
     elif not leaf.writeable:
-        match.problems.append(f"read-only: {display(path)} is read-only or expanded, and cannot be written to")
+        problem = f"read-only: {display(path)} is read-only or expanded, and cannot be written to"
     else:
         match.reads.append((path, tensor, leaf))
+    if problem is not None:
+        match.problems.append(Problem(path, problem))
 
 
-def _assignment(assign: Callable[[Any], None], value: Any) -> Callable[[], None]:
-    return lambda: assign(value)
+def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLeaf, rank: int) -> None:
+    values = {rank: index.values[path]} if path in index.values else {}
+    if leaf.per_rank:
+        values = index.per_rank_values.get(path, {})
+        if rank >= index.world_size:
+            return
+    if rank not in values:
+        of_rank = " of this rank" if leaf.per_rank else ""
+        match.problems.append(Problem(path, f"missing: {display(path)} (a value{of_rank})"))
+        return
+    value = resolve(values[rank], leaf.value)
+    if _form(encode_value(value)) == _form(leaf.encoded):
+        return
+    stand_in = next(unregistered_in(value), None)
+    if stand_in is not None:
+        match.problems.append(
+            Problem(
+                path,
+                f"type: {display(path)} holds {stand_in.data!r:.100} of the {stand_in.form} type {stand_in.name}, "
+                f"which this program has not registered (see ckpt.register_encoder), or which cannot be this any more",
+            )
+        )
+    elif leaf.assign is None:
+        match.problems.append(
+            Problem(path, f"read-only: {display(path)} is in a container whose items cannot be replaced; use a dict")
+        )
+    else:
+        match.assignments.append(Assignment(path, leaf, value))
+
+
+def _form(encoded: Any) -> str:
+    """Differs also for values that Python calls equal, like 1 and True."""
+    return json.dumps(encoded, sort_keys=True)
+
+
+def _leave_out(match: Match, spoiled: set[Hashable], unit: Callable[[Path], Hashable | None]) -> None:
+    if not spoiled:
+        return
+    match.left_out += [path for path, _, _ in match.reads if unit(path) in spoiled]
+    match.left_out += [assignment.path for assignment in match.assignments if unit(assignment.path) in spoiled]
+    match.reads = [read for read in match.reads if unit(read[0]) not in spoiled]
+    match.assignments = [item for item in match.assignments if unit(item.path) not in spoiled]

@@ -1,55 +1,141 @@
-"""Optimizers create their state in their first step; a restore into one that has not stepped must create it before.
+"""What an optimizer of the state can take from a checkpoint, found out before anything is changed.
 
-The tensors are made from what the checkpoint says, like the parameter they belong to where the shapes are the same. No
+An optimizer creates its state in its first step; a restore into one that has not stepped must create it before. The
+tensors are made from what the checkpoint says, like the parameter they belong to where the shapes are the same. No
 step is run.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from ckpt.loading.index import CheckpointIndex, StoredTensor
-from ckpt.paths import Path
+from ckpt.loading.match import Problem
+from ckpt.paths import Path, display
 from ckpt.storage.dtypes import torch_dtype
 
-__all__ = ["fill_fresh_optimizer", "keep_dtypes"]
+__all__ = ["Optimizers", "keep_dtypes"]
+
+_SHOWN = 8
+_T = TypeVar("_T")
 
 
-def fill_fresh_optimizer(
-    index: CheckpointIndex, rank: int, path: Path, owner: Any, state_dict: Any, per_rank: bool
-) -> Any:
-    """The state dict of an optimizer without state, with uninitialized tensors where the checkpoint at `path` has some.
+class Optimizers:
+    """The optimizers of a state, met while it is flattened.
 
-    `per_rank`: where it has some of this `rank` alone. Anything else comes back as it is.
+    A state dict has PyTorch's form (`state` by parameter, `param_groups`), or another one, of an optimizer class that
+    has its own idea of it. `problems` is what does not fit, `ignored` are paths below which nothing is to be restored.
     """
-    if not isinstance(owner, torch.optim.Optimizer) or state_dict.get("state"):
-        return state_dict
-    parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
-    prefix = (*path, "state")
-    state: dict[Any, Any] = {}
-    for name in (*(index.per_rank_tensors if per_rank else index.tensors), *index.aliases):
-        tensor = index.tensor(name, rank if per_rank else None)
-        if tensor is not None and _is_below(prefix, name, len(parameters)):
-            _put(state, name[len(prefix) :], _like(parameters[int(name[len(prefix)])], tensor))
-    own_values = ((name, own[rank]) for name, own in index.per_rank_values.items() if rank in own)
-    for name, value in own_values if per_rank else index.values.items():
-        if _is_below(prefix, name, len(parameters)):
-            _put(state, name[len(prefix) :], value)
-    filled = {number: {key: _with_lists(item) for key, item in own.items()} for number, own in state.items()}
-    return {**state_dict, "state": filled} if filled else state_dict
+
+    def __init__(self, index: CheckpointIndex, rank: int) -> None:
+        self._index = index
+        self._rank = rank
+        self._usual: set[Path] = set()
+        self._other: set[Path] = set()
+        self.problems: list[Problem] = []
+        self.ignored: set[Path] = set()
+        self.not_loaded: set[Path] = set()
+
+    def expand(self, path: Path, owner: Any, state_dict: Any, per_rank: bool) -> Any:
+        """The state dict of an optimizer without state, with uninitialized tensors where the checkpoint at `path` has
+        some. `per_rank`: where it has some of this rank alone. Anything else comes back as it is."""
+        if not isinstance(owner, torch.optim.Optimizer) or not isinstance(state_dict, dict):
+            return state_dict
+        tensors, values = self._stored(path, per_rank)
+        if not _is_usual(state_dict):
+            self._other.add(path)
+            return _filled(state_dict, owner, tensors, values)
+        self._usual.add(path)
+        if not self._groups_fit(path, state_dict, values):
+            return state_dict
+        if state_dict["state"]:
+            return state_dict
+        state = self._state(path, owner, tensors, values)
+        if state:
+            return {**state_dict, "state": state}
+        return _filled(state_dict, owner, _by_name(tensors), _by_name(values))
+
+    def unit(self, path: Path) -> Hashable | None:
+        """Equal for leaves that are one parameter's state, which is restored as a whole or not at all."""
+        for length in range(len(path) - 1, -1, -1):
+            if path[:length] in self._usual and path[length] == "state" and len(path) > length + 1:
+                return path[: length + 2]
+            if path[:length] in self._other:  # with names like "state.layer.weight.exp_avg"
+                return path[:length], str(path[length]).rpartition(".")[0] or path
+        return None
+
+    def _stored(self, path: Path, per_rank: bool) -> tuple[dict[Path, StoredTensor], dict[Path, Any]]:
+        """What the checkpoint has below `path`, by the rest of its name."""
+        index, at = self._index, len(path)
+        names = (*(index.per_rank_tensors if per_rank else index.tensors), *index.aliases)
+        found = {name[at:]: index.tensor(name, self._rank if per_rank else None) for name in names if name[:at] == path}
+        values: Mapping[Path, Any] = index.values
+        if per_rank:
+            values = {name: own[self._rank] for name, own in index.per_rank_values.items() if self._rank in own}
+        return (
+            {name: tensor for name, tensor in found.items() if tensor is not None and name},
+            {name[at:]: value for name, value in values.items() if name[:at] == path and len(name) > at},
+        )
+
+    def _groups_fit(self, path: Path, state_dict: Any, values: Mapping[Path, Any]) -> bool:
+        """Whether the checkpoint has the same parameters in the same groups, so that `load_state_dict` takes them."""
+        stored = _stored_groups(values)
+        own = [group["params"] for group in state_dict["param_groups"]]
+        if stored is None or stored == own:
+            return True
+        if list(map(len, stored)) == list(map(len, own)):
+            text = f"numbers its parameters {_cut(stored)} in the checkpoint, {_cut(own)} in the state"
+        else:
+            text = f"has {_said(stored)} in the checkpoint, {_said(own)} in the state"
+        self.problems.append(Problem(path, f"parameter groups: {display(path)} {text}"))
+        self.ignored.add(path)
+        self.not_loaded.add(path)
+        return False
+
+    def _state(
+        self, path: Path, owner: Any, tensors: Mapping[Path, StoredTensor], values: Mapping[Path, Any]
+    ) -> dict[int, Any]:
+        """New state for the parameters that the checkpoint has some of, and that it fits."""
+        parameters = _parameters(owner)
+        state: dict[int, Any] = {}
+        entries: dict[int, dict[Path, StoredTensor]] = {}
+        for name, tensor in tensors.items():
+            if _is_state(name, len(parameters)):
+                entries.setdefault(int(name[1]), {})[name] = tensor
+        for number, entry in entries.items():
+            shapes = _shapes(owner, parameters, number)
+            misfits = _misfits(entry, shapes)
+            if misfits:
+                self.ignored.add((*path, "state", number))
+                self.problems += [
+                    Problem(
+                        (*path, *name),
+                        f"shape: {display((*path, *name))} is {list(entry[name].shape)} in the checkpoint, its "
+                        f"parameter is {list(shapes[0])} in the state",
+                    )
+                    for name in misfits
+                ]
+                continue
+            for name, tensor in entry.items():
+                _put(state, name[1:], _like(parameters[number], tensor))
+        for name, value in values.items():
+            if _is_state(name, len(parameters)) and (*path, *name[:2]) not in self.ignored:
+                _put(state, name[1:], value)
+        return {number: {key: _with_lists(item) for key, item in own.items()} for number, own in state.items()}
 
 
 def keep_dtypes(owner: Any, state_dict: Any) -> None:
     """`Optimizer.load_state_dict` casts state to the dtype of its parameter; put back what was restored in another
     dtype."""
-    if not isinstance(owner, torch.optim.Optimizer):
+    if not isinstance(owner, torch.optim.Optimizer) or not _is_usual(state_dict):
         return
-    parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
+    parameters = _parameters(owner)
     for number, restored in state_dict["state"].items():
         own = owner.state[parameters[number]] if isinstance(number, int) and number < len(parameters) else {}
-        for key, value in restored.items():
+        for key, value in restored.items() if isinstance(restored, dict) else ():
             if (
                 isinstance(value, torch.Tensor)
                 and isinstance(own.get(key), torch.Tensor)
@@ -58,17 +144,117 @@ def keep_dtypes(owner: Any, state_dict: Any) -> None:
                 own[key] = value
 
 
-def _is_below(prefix: Path, name: Path, parameters: int) -> bool:
-    """Whether it is a name like ``<prefix>/3/exp_avg``, of one of so many parameters."""
-    if len(name) < len(prefix) + 2 or name[: len(prefix)] != prefix:
+def _is_usual(state_dict: Any) -> bool:
+    """Whether it has PyTorch's form."""
+    if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), dict):
         return False
-    number = name[len(prefix)]
-    return isinstance(number, int) and 0 <= number < parameters
+    groups = state_dict.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    )
 
 
-def _put(tree: dict[Any, Any], path: Path, leaf: Any) -> None:
+def _parameters(owner: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in owner.param_groups for parameter in group["params"]]
+
+
+def _stored_groups(values: Mapping[Path, Any]) -> list[list[Any]] | None:
+    """The parameters of each group, by number; None where the checkpoint has none. With a tensor in them groups are
+    not one value."""
+    groups = values.get(("param_groups",))
+    if isinstance(groups, list):
+        found = {number: group.get("params") for number, group in enumerate(groups) if isinstance(group, dict)}
+    else:
+        found = {
+            int(name[1]): value
+            for name, value in values.items()
+            if len(name) == 3 and name[0] == "param_groups" and name[2] == "params" and isinstance(name[1], int)
+        }
+    groups = [found[number] for number in sorted(found)]
+    return groups if groups and all(isinstance(params, list) for params in groups) else None
+
+
+def _said(groups: list[list[Any]]) -> str:
+    counts = [str(len(group)) for group in groups]
+    more = ", ..." if len(counts) > _SHOWN else ""
+    plural = "" if len(counts) == 1 else "s"
+    return f"{len(counts)} parameter group{plural} with {', '.join(counts[:_SHOWN])}{more} parameter(s)"
+
+
+def _cut(groups: list[list[Any]]) -> str:
+    text = str(groups)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _is_state(name: Path, parameters: int) -> bool:
+    """Whether it is a name like ``state/3/exp_avg``, of one of so many parameters."""
+    return len(name) > 2 and name[0] == "state" and isinstance(name[1], int) and 0 <= name[1] < parameters
+
+
+def _by_name(stored: Mapping[Path, _T]) -> dict[Path, _T]:
+    """State of parameters that are not numbered."""
+    return {
+        name: item for name, item in stored.items() if len(name) > 2 and name[0] == "state" and type(name[1]) is str
+    }
+
+
+def _shapes(owner: Any, parameters: list[torch.Tensor], number: int) -> list[tuple[int, ...]]:
+    """Those of what the state of this parameter is about: all of a DTensor, or this rank's part."""
+    if isinstance(owner, torch.optim.LBFGS):  # keeps the state of all parameters, in a row, at the first one
+        return [(sum(_shard(parameter).numel() for parameter in parameters),)]
+    return [tuple(parameters[number].shape), tuple(_shard(parameters[number]).shape)]
+
+
+def _misfits(entry: Mapping[Path, StoredTensor], shapes: list[tuple[int, ...]]) -> list[Path]:
+    """The tensors that were made for a parameter of another shape. If one has just the parameter's shape, none was.
+
+    What has another number of dimensions says nothing: optimizers keep statistics of rows, blocks and much else.
+    """
+    if any(tensor.shape in shapes for tensor in entry.values() if tensor.shape):
+        return []
+
+    def may_be(tensor: StoredTensor) -> bool:
+        return any(
+            len(tensor.shape) != len(shape) or all(n in (1, m) for n, m in zip(tensor.shape, shape, strict=True))
+            for shape in shapes
+        )
+
+    return [name for name, tensor in entry.items() if not may_be(tensor)]
+
+
+def _filled(
+    state_dict: dict[Any, Any], owner: Any, tensors: Mapping[Path, StoredTensor], values: Mapping[Path, Any]
+) -> Any:
+    """A state dict of another form, with what the checkpoint has and it has not, if it has no state yet."""
+    leaves = dict(_leaves((), state_dict))
+    if any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in leaves.values()):
+        return state_dict
+    filled = _copied(state_dict)
+    for name, tensor in tensors.items():
+        if name not in leaves:
+            _put(filled, name, _like_any(_parameters(owner), tensor))
+    for name, value in values.items():
+        if name not in leaves:
+            _put(filled, name, value)
+    return filled
+
+
+def _leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
+    if isinstance(node, dict):
+        for key, item in node.items():
+            yield from _leaves((*path, key), item)
+    yield path, node
+
+
+def _copied(node: Any) -> Any:
+    return {key: _copied(item) for key, item in node.items()} if isinstance(node, dict) else node
+
+
+def _put(tree: Any, path: Path, leaf: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            return
     tree[path[-1]] = leaf
 
 
@@ -82,10 +268,20 @@ def _with_lists(node: Any) -> Any:
     )
 
 
+def _shard(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
 def _like(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     dtype = torch_dtype(stored.dtype)
-    shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # of a DTensor
-    if stored.shape in (tuple(parameter.shape), tuple(shard.shape)):
+    if stored.shape in (tuple(parameter.shape), tuple(_shard(parameter).shape)):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = torch.device("cpu") if not stored.shape else parameter.device
     return torch.empty(stored.shape, dtype=dtype, device=device)
+
+
+def _like_any(parameters: list[torch.Tensor], stored: StoredTensor) -> torch.Tensor:
+    """Like a parameter of that shape, if there is one: then it is sharded as that is."""
+    same = (parameter for parameter in parameters if tuple(parameter.shape) == stored.shape)
+    return _like(next(same, parameters[0]), stored)

@@ -1,29 +1,39 @@
 """Flatten a state into tensors and values with stable names, and put a restored state back in place.
 
-A state is any nesting of dicts, lists and tuples with tensors, numpy arrays, numbers, strings and None, or objects with
-``state_dict``/``load_state_dict``. A list or tuple without tensors in it is one value. Runs in the trainer; imports
-torch.
+A state is any nesting of dicts, lists, deques, tuples and namespaces with tensors, numpy arrays, values, or objects
+with ``state_dict``/``load_state_dict``. All of these but a dict are one value if no tensor is in them. Runs in the
+trainer; imports torch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import operator
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt.collection import without_collection
-from ckpt.errors import StateError
+from ckpt.errors import CheckpointError, StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.dtensors import DTensors, LocalBox, local_tensor, without_graph
-from ckpt.planning.leaves import PerRank
+from ckpt.planning.leaves import PerRank, RngState
+from ckpt.values.codec import UnencodableError, encode_value
+from ckpt.values.registry import encoder_of, form_of
 
-__all__ = ["FlatState", "TensorLeaf", "flatten"]
+__all__ = ["Assign", "FlatState", "Owner", "TensorLeaf", "ValueLeaf", "flatten"]
+
+_MAX_NESTING = 100
+Assign = Callable[[Any], None]
+"""Puts another value in the place of one that a state has."""
 
 
 @dataclass(slots=True)
@@ -45,22 +55,41 @@ class TensorLeaf:
 
 @dataclass(slots=True)
 class ValueLeaf:
-    """A leaf that is not a tensor; `assign` puts another value in its place."""
+    """A leaf that is not a tensor, with its JSON form; `assign` is None where nothing else can be put in its place."""
 
     value: Any
     per_rank: bool
-    assign: Callable[[Any], None]
+    assign: Assign | None
+    encoded: Any
+
+
+@dataclass(slots=True)
+class Owner:
+    """A stateful object of the state: `before` is the state dict that it gave, `state_dict` the one to load, whose
+    leaves are those of the flat state."""
+
+    path: Path
+    stateful: Any
+    before: Any
+    state_dict: Any
+
+    def load(self, state_dict: Any) -> None:
+        """Have the object load it. StateError if it raises."""
+        try:
+            self.stateful.load_state_dict(state_dict)
+        except Exception as error:
+            kind = type(self.stateful).__name__
+            raise StateError(f"{display(self.path)}: {kind}.load_state_dict failed: {error!r}") from error
 
 
 @dataclass(slots=True)
 class FlatState:
-    """A state as named leaves. `owners` are the stateful objects in it with the state dict that each gave, innermost
-    first."""
+    """A state as named leaves. `owners` are the stateful objects in it, innermost first."""
 
     tensors: dict[Path, TensorLeaf] = field(default_factory=dict)
     values: dict[Path, ValueLeaf] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
-    owners: list[tuple[Path, Any, Any]] = field(default_factory=list)
+    owners: list[Owner] = field(default_factory=list)
 
     def describe(self) -> StateDescription:
         """The state without its bytes."""
@@ -69,14 +98,6 @@ class FlatState:
             {path: leaf.per_rank for path, leaf in self.values.items()},
             dict(self.aliases),
         )
-
-    def load_owners(self) -> None:
-        """Hand every stateful object its state dict, whose leaves hold the restored state by now."""
-        for path, owner, state_dict in self.owners:
-            try:
-                owner.load_state_dict(state_dict)
-            except Exception as error:
-                raise StateError(f"{display(path)}: {type(owner).__name__}.load_state_dict failed: {error}") from error
 
 
 def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None = None) -> FlatState:
@@ -88,12 +109,12 @@ def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None 
     """
     flat = FlatState()
     with without_collection(), torch.no_grad():
-        _Walk(flat, expand).visit((), state, per_rank=False, assign=_cannot_assign)
+        _Walk(flat, expand).visit((), state, per_rank=False, assign=None)
+    if () in flat.values and not isinstance(state, Mapping):
+        raise StateError(
+            f"a state that is a single {type(state).__name__} cannot be restored in place; put it into a dict"
+        )
     return flat
-
-
-def _cannot_assign(value: Any) -> None:
-    raise StateError("a state that is a single number or string cannot be restored in place; put it into a dict")
 
 
 _Seen = tuple[Path, torch.Tensor, tuple[int, ...], Sharding | None, bool]
@@ -119,31 +140,32 @@ class _Walk:
         self._seen: dict[int, list[_Seen]] = {}
         self._dtensors = DTensors()
 
-    def visit(self, path: Path, node: Any, per_rank: bool, assign: Callable[[Any], None]) -> None:
+    def visit(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
+        if len(path) > _MAX_NESTING:
+            raise StateError(
+                f"{display(path[:8])}/...: the state is nested deeper than {_MAX_NESTING}, or contains itself"
+            )
         if isinstance(node, PerRank):
-            self.visit(path, node.value, True, lambda value: setattr(node, "value", value))
+            self.visit(path, node.value, True, partial(setattr, node, "value"))
         elif isinstance(node, torch.Tensor):
             self._tensor(path, node, per_rank)
         elif isinstance(node, np.ndarray):
             self._array(path, node, per_rank)
+        elif encoder_of(type(node)) is not None:
+            self._value(path, node, per_rank, assign)
         elif isinstance(node, Mapping):
             self._mapping(path, node, per_rank, assign)
-        elif isinstance(node, list | tuple) and _holds_tensors(node):
-            for number, item in enumerate(node):
-                self.visit((*path, number), item, per_rank, _item_setter(node, number, path))
+        elif isinstance(node, list | deque | tuple | Namespace) and _holds_tensors(node):
+            self._container(path, node, per_rank, assign)
         elif callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None)):
-            state_dict = node.state_dict()
-            if self._expand is not None:
-                state_dict = self._expand(path, node, state_dict, per_rank)
-            self.visit(path, state_dict, per_rank, _cannot_assign)
-            self._flat.owners.append((path, node, state_dict))
+            self._stateful(path, node, per_rank or isinstance(node, RngState))
         else:
-            _check_value(path, node)
-            self._flat.values[path] = ValueLeaf(node, per_rank, assign)
+            self._value(path, node, per_rank, assign)
 
-    def _mapping(self, path: Path, node: Mapping[Any, Any], per_rank: bool, assign: Callable[[Any], None]) -> None:
+    def _mapping(self, path: Path, node: Mapping[Any, Any], per_rank: bool, assign: Assign | None) -> None:
         if not node:
-            self._flat.values[path] = ValueLeaf({}, per_rank, assign)
+            self._value(path, {}, per_rank, assign)
+        mutable = isinstance(node, MutableMapping)
         for key, item in node.items():
             if type(key) is not str and type(key) is not int:
                 raise StateError(f"{display(path)}: keys must be str or int, not {type(key).__name__} {key!r}")
@@ -154,7 +176,35 @@ class _Walk:
             if isinstance(item, torch.Tensor):  # most are, and there are many
                 self._tensor((*path, key), item, per_rank)
             else:
-                self.visit((*path, key), item, per_rank, _item_setter(node, key, path))
+                self.visit((*path, key), item, per_rank, partial(operator.setitem, node, key) if mutable else None)
+
+    def _container(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
+        if isinstance(node, Namespace):
+            for key, item in vars(node).items():
+                self.visit((*path, key), item, per_rank, partial(setattr, node, key))
+            return
+        put = _tuple_setter(node, assign) if isinstance(node, tuple) else partial(operator.setitem, node)
+        for number, item in enumerate(node):
+            self.visit((*path, number), item, per_rank, None if put is None else partial(put, number))
+
+    def _stateful(self, path: Path, stateful: Any, per_rank: bool) -> None:
+        try:
+            before = stateful.state_dict()
+        except Exception as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise StateError(f"{display(path)}: {type(stateful).__name__}.state_dict failed: {error!r}") from error
+        state_dict = before if self._expand is None else self._expand(path, stateful, before, per_rank)
+        owner = Owner(path, stateful, before, state_dict)
+        self.visit(path, state_dict, per_rank, partial(setattr, owner, "state_dict"))
+        self._flat.owners.append(owner)
+
+    def _value(self, path: Path, value: Any, per_rank: bool, assign: Assign | None) -> None:
+        try:
+            encoded = encode_value(value)
+        except UnencodableError as error:
+            raise StateError(f"{display((*path, *error.path))}: {error}") from error.__cause__
+        self._flat.values[path] = ValueLeaf(value, per_rank, assign, encoded)
 
     def _array(self, path: Path, array: np.ndarray[Any, Any], per_rank: bool) -> None:
         aliased = _tensor_over(array)
@@ -212,45 +262,31 @@ def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
 
 
-def _item_setter(container: Any, key: Any, path: Path) -> Callable[[Any], None]:
-    def assign(value: Any) -> None:
-        try:
-            container[key] = value
-        except TypeError:
-            raise StateError(
-                f"{display((*path, key))}: a {type(container).__name__} cannot be restored in place; use a list or a "
-                f"dict"
-            ) from None
+def _tuple_setter(node: tuple[Any, ...], assign: Assign | None) -> Callable[[int, Any], None] | None:
+    """Replaces an item by putting another tuple in the place of this one; None if there is no such tuple."""
+    kind = type(node)
+    if assign is None or (kind is not tuple and form_of(kind) != "namedtuple"):
+        return None
+    items = list(node)
 
-    return assign
+    def put(number: int, value: Any) -> None:
+        items[number] = value
+        assign(tuple(items) if kind is tuple else kind._make(items))  # type: ignore[attr-defined]
+
+    return put
 
 
-def _holds_tensors(node: Any) -> bool:
-    """Whether a list or tuple must be walked: it has something in it that is not a plain value."""
+def _holds_tensors(node: Any, depth: int = 0) -> bool:
+    """Whether a container must be walked: it has something in it that is not a plain value."""
+    if depth > _MAX_NESTING:
+        return True
+    if isinstance(node, Namespace):
+        node = vars(node)
     if isinstance(node, Mapping):
-        return any(map(_holds_tensors, node.values()))
-    if isinstance(node, list | tuple):
-        return any(map(_holds_tensors, node))
+        return any(_holds_tensors(item, depth + 1) for item in node.values())
+    if isinstance(node, list | deque | tuple):
+        return any(_holds_tensors(item, depth + 1) for item in node)
     return isinstance(node, torch.Tensor | np.ndarray | PerRank) or hasattr(node, "state_dict")
-
-
-_PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype)
-
-
-def _check_value(path: Path, value: Any) -> None:
-    if isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            _check_value((*path, number), item)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_value((*path, key), item)
-    elif not isinstance(value, _PLAIN_VALUES):
-        raise StateError(
-            f"{display(path)}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored; a state holds "
-            f"tensors, numpy "
-            "arrays, numbers, strings, None, dicts and lists of these, and objects with state_dict() and "
-            "load_state_dict()"
-        )
 
 
 def _check_tensor(path: Path, tensor: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """What stays the same from save to save: the plan of a state's structure, made when the structure is first seen.
 
-    flatten, encode values -> structure as before? the plan is there
+    flatten -> structure as before? the plan is there
                               else: can everybody store its state? exchange of descriptions, plan, own part
 
 Runs in the trainer. With the first plan of a run, and with each new plan, ranks agree on a session: the token that the
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
-from ckpt.paths import Path, display
+from ckpt.paths import Path
 from ckpt.planning.description import StateDescription, exchange
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import SavePlan, make_save_plan
@@ -28,7 +28,6 @@ from ckpt.ranks import Ranks
 from ckpt.saving.layout import make_part
 from ckpt.saving.part import LocalBoxes, Part
 from ckpt.storage.commit import SaveId
-from ckpt.storage.documents import encode_value
 
 __all__ = ["Planned", "Planner", "Prepared"]
 
@@ -99,7 +98,6 @@ class Planner:
         begins_session = claim is not None and self._session is None
         try:
             flat = flatten(state)
-            encoded = _encode_values(flat)
         except Exception as error:
             if self._planned is None or begins_session:
                 self._ranks(_failed(error))
@@ -112,7 +110,9 @@ class Planner:
             self._agree(claim)
         planned = self._planned
         rank = self._ranks.rank
-        values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
+        values = [
+            [list(path), rank if own else None, flat.values[path].encoded] for path, own in planned.value_owners.items()
+        ]
         return Prepared(flat, values, planned)
 
     def end_session(self) -> None:
@@ -192,13 +192,3 @@ def _error_of(rank: int, problem: str) -> CheckpointError:
         if kind == known.__name__:
             return known(f"rank {rank} could not claim the root, nothing was written: {problem}", rank=rank)
     return StateError(f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank)
-
-
-def _encode_values(flat: FlatState) -> dict[Path, Any]:
-    encoded = {}
-    for path, leaf in flat.values.items():
-        try:
-            encoded[path] = encode_value(leaf.value)
-        except TypeError as error:
-            raise StateError(f"{display(path)}: cannot be stored: {error}") from None
-    return encoded

@@ -65,7 +65,9 @@ def publish(pending: PendingSave, tick: Callable[[], None], written: Mapping[int
     documents = {f"{directory}/zarr.json": canonical(group_document()) for directory in directories}
     documents |= {"state.json": state_bytes, "zarr.json": seal_root(root_document(arrays, summary))}
     for name, data in documents.items():
-        files.write_document(os.path.join(pending.path, name), data, pending.root.pending_path)
+        path = os.path.join(pending.path, name)
+        if not files.holds(path, data):  # groups of files that are used again
+            files.write_document(path, data, pending.root.pending_path)
     made = [pending.path, *(os.path.join(pending.path, directory) for directory in directories)]
     files.sync_files([os.path.join(pending.path, name) for name in documents], made)
     tick()

@@ -32,10 +32,10 @@ class SideStream:
     def hook_optimizers(self, flat: FlatState) -> None:
         """Have every optimizer of the state wait, on its stream, for copies still under way before it changes
         anything."""
-        for _, owner, _ in flat.owners:
-            if isinstance(owner, torch.optim.Optimizer) and id(owner) not in self._hooked:
-                self._hooked.add(id(owner))
-                owner.register_step_pre_hook(self._before_optimizer_step)
+        for stateful in (owner.stateful for owner in flat.owners):
+            if isinstance(stateful, torch.optim.Optimizer) and id(stateful) not in self._hooked:
+                self._hooked.add(id(stateful))
+                stateful.register_step_pre_hook(self._before_optimizer_step)
 
     def note(self, staged: Staged) -> None:
         """These are the copies of the newest save."""

@@ -1,46 +1,25 @@
-"""Sealed JSON documents, and values inside them that keep their Python type.
+"""Sealed JSON documents.
 
 A sealed document is canonical JSON (sorted keys, no spaces, ASCII) with a member ``crc32c`` that is the checksum of the
 document without that member. What `unseal` checks are the bytes themselves, so any changed bit is found, also in a
 place that a JSON parser would shrug off.
-
-A value that JSON has no form of is an object with one member ``$`` that names its type: ``{"$": "tuple", "items": [1,
-2]}``.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import math
-import struct
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
-
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.checksums import crc32c
-from ckpt.storage.dtypes import torch_dtype
 
-__all__ = [
-    "EncodedList",
-    "canonical",
-    "decode_value",
-    "encode_value",
-    "seal",
-    "seal_root",
-    "unseal",
-    "unseal_root",
-]
+__all__ = ["EncodedList", "canonical", "seal", "seal_root", "unseal", "unseal_root"]
 
 _MAX_DOCUMENT_BYTES = 1 << 31
-_MAX_NESTING = 100
 _SEAL = "crc32c"
 _MAX_LOOKALIKES = 8
-_DICTIONARIES: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
 
 
 def canonical(document: Any) -> bytes:
@@ -109,105 +88,6 @@ def unseal_root(data: bytes, where: str) -> dict[str, Any]:
         _corrupt(where, "it has no seal")
     _check(checksum, data, where)
     return document
-
-
-def encode_value(value: Any) -> Any:
-    """Return the JSON form of `value`; `decode_value` returns an equal value of the same type.
-
-    Takes None, bool, int, float (nan and its bits, infinity, -0.0), complex, str, bytes, numpy scalars, torch dtypes,
-    and list, tuple, dict, OrderedDict and Counter of these, with the order of their keys. `TypeError` for anything
-    else, also for subclasses: what could not be given back must not be taken.
-    """
-    return _encode(value, 0)
-
-
-def decode_value(encoded: Any) -> Any:
-    """Return the value whose JSON form is `encoded`; `CheckpointCorruptError` if it is none."""
-    if isinstance(encoded, list):
-        return [decode_value(item) for item in encoded]
-    if not isinstance(encoded, dict):
-        return encoded
-    if "$" not in encoded:
-        return {key: decode_value(item) for key, item in encoded.items()}
-    try:
-        return _decode_tagged(encoded)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise CheckpointCorruptError(f"not the form of a value of type {encoded['$']!r}: {error!r}") from error
-
-
-def _encode(value: Any, depth: int) -> Any:
-    if depth > _MAX_NESTING:
-        raise TypeError(f"nested deeper than {_MAX_NESTING}, or contains itself")
-    kind = type(value)
-    if kind in (list, tuple):
-        items = [_encode(item, depth + 1) for item in value]
-        return items if kind is list else {"$": "tuple", "items": items}
-    if kind in _DICTIONARIES:
-        keys = list(value)
-        plain = kind is dict and all(type(key) is str and _is_plain(key) and key != "$" for key in keys)
-        if plain and keys == sorted(keys):  # which is their order in the document
-            return {key: _encode(item, depth + 1) for key, item in value.items()}
-        items = [[_encode(key, depth + 1), _encode(item, depth + 1)] for key, item in value.items()]
-        return {"$": kind.__name__, "items": items}
-    return _encode_scalar(value)
-
-
-def _encode_scalar(value: Any) -> Any:
-    kind = type(value)
-    if value is None or kind is bool:
-        return value
-    if kind is int:
-        return value if -(2**63) <= value < 2**64 else {"$": "int", "hex": f"{value:x}"}
-    if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "hex": struct.pack(">d", value).hex()}
-    if kind is str:
-        return value if _is_plain(value) else {"$": "str", "base64": _base64(value.encode("utf-8", "surrogatepass"))}
-    if kind is complex:
-        return {"$": "complex", "hex": struct.pack(">dd", value.real, value.imag).hex()}
-    if kind is bytes:
-        return {"$": "bytes", "base64": _base64(value)}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc" and value.dtype.isbuiltin == 1:
-        return {"$": "numpy", "dtype": value.dtype.str, "base64": _base64(value.tobytes())}
-    if kind.__module__ == "torch" and kind.__name__ == "dtype":
-        return {"$": "torch.dtype", "name": str(value).removeprefix("torch.")}
-    raise TypeError(f"values of type {kind.__module__}.{kind.__qualname__} cannot be stored")
-
-
-def _decode_tagged(encoded: dict[str, Any]) -> Any:
-    match encoded["$"]:
-        case "tuple":
-            return tuple(decode_value(item) for item in encoded["items"])
-        case "dict" | "OrderedDict" | "Counter" as name:
-            kind = next(kind for kind in _DICTIONARIES if kind.__name__ == name)
-            return kind({decode_value(key): decode_value(item) for key, item in encoded["items"]})
-        case "int":
-            return int(encoded["hex"], 16)
-        case "float":
-            return struct.unpack(">d", bytes.fromhex(encoded["hex"]))[0]
-        case "complex":
-            return complex(*struct.unpack(">dd", bytes.fromhex(encoded["hex"])))
-        case "str":
-            return _bytes(encoded).decode("utf-8", "surrogatepass")
-        case "bytes":
-            return _bytes(encoded)
-        case "numpy":
-            return np.frombuffer(_bytes(encoded), np.dtype(encoded["dtype"]), count=1)[0]
-        case "torch.dtype":
-            return torch_dtype(encoded["name"])
-    raise ValueError("unknown type")
-
-
-def _is_plain(text: str) -> bool:
-    """Whether `text` survives JSON: escaped halves of a surrogate pair come back as one character."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(encoded: dict[str, Any]) -> bytes:
-    return base64.b64decode(encoded["base64"], validate=True)
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:

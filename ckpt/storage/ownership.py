@@ -81,7 +81,7 @@ class Ownership:
         if newest == token:
             return
         raise FencedError(
-            f"{self._root} is owned by a job that started later: {self._describe(newest)}. This job (token {token}) "
+            f"{self._root} is owned by a job that started later: {self.describe(newest)}. This job (token {token}) "
             "can publish nothing there any more; stop one of the two, or give each a root of its own"
         )
 
@@ -156,7 +156,8 @@ class Ownership:
         except (CheckpointCorruptError, KeyError, TypeError, ValueError):
             return None
 
-    def _describe(self, token: int) -> str:
+    def describe(self, token: int) -> str:
+        """Who has, or had, this token."""
         return str(self._read(token) or f"an unknown process (token {token})")
 
 

@@ -76,10 +76,11 @@ def with_null(root: Path) -> Path:
 
 
 def begun(root: Path) -> PendingSave:
-    pending = PendingSave(CheckpointRoot(str(root)), SaveId(9, 0, secrets.token_hex(8)))
-    lock = pending.begin(1, "plan")
-    assert lock is not None
-    lock.close()
+    checkpoints = CheckpointRoot(str(root))
+    token = checkpoints.ownership.claim(checkpoints.ownership.newest())
+    pending = PendingSave(checkpoints, SaveId(9, token, secrets.token_hex(8)))
+    pending.begin(1, "plan")
+    checkpoints.ownership.release(token)
     return pending
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
-from ckpt.storage.locks import lock_shared
+from ckpt.storage.leases import Process
 from ckpt.validation import Report
 from tests.inspect_ckpt import states
 from tests.inspect_ckpt.forgery import reseal_root
@@ -64,11 +66,27 @@ def damage(root: Path, step: int, name: str = "model/weight/c.0.0") -> None:
     file.write_bytes(content)
 
 
+def _owner(root: Path) -> int:
+    """The token of a job that is gone."""
+    checkpoints = CheckpointRoot(str(root))
+    checkpoints.make()
+    if not checkpoints.ownership.newest():
+        checkpoints.ownership.release(checkpoints.ownership.claim(0))
+    return checkpoints.ownership.newest()
+
+
+@contextlib.contextmanager
+def alive(root: Path) -> Iterator[None]:
+    """A writer of the owner is alive."""
+    ownership = CheckpointRoot(str(root)).ownership
+    lease = ownership.leases(ownership.newest()).register(0, Process.here(), lambda: False)
+    yield
+    lease.close()
+
+
 def pending(root: Path, step: int, *, intent: bool = True, old: bool = True) -> PendingSave:
-    save = PendingSave(CheckpointRoot(str(root)), SaveId(step, 0, f"{step:016x}"))
-    lock = save.begin(2, "plan")
-    assert lock is not None
-    lock.close()
+    save = PendingSave(CheckpointRoot(str(root)), SaveId(step, _owner(root), f"{step:016x}"))
+    save.begin(2, "plan")
     (Path(save.path) / "model").mkdir()
     (Path(save.path) / "model" / "c.0").write_bytes(bytes(5000))
     if not intent:
@@ -133,7 +151,7 @@ def test_ls_knows_that_a_complete_save_comes_first(run: Run, root: Path) -> None
     answer = run.json("ls", root)
     assert answer["restart"]["step"] == 9
     assert "publishes it first" in answer["restart"]["why"]
-    with lock_shared(save.path) or pytest.fail("no lock"):
+    with alive(root):
         assert "is being published" in run.json("ls", root)["restart"]["why"]
 
 
@@ -421,7 +439,7 @@ def test_clean_removes_what_nobody_needs(run: Run, littered: Path) -> None:
     assert answer["freed_bytes"] > 14000, "all but the reasons"
     assert {path.name[:13] for path in (littered / ".pending").iterdir()} == {"step_00000006", "step_00000007"}
     assert not list((littered / ".abandoned").rglob("c.0"))
-    outcome = PendingSave(CheckpointRoot(str(littered)), SaveId(5, 0, f"{5:016x}")).outcome()
+    outcome = PendingSave(CheckpointRoot(str(littered)), SaveId(5, _owner(littered) - 1, f"{5:016x}")).outcome()
     assert isinstance(outcome, Abandoned)
     assert "inspect_ckpt clean" in outcome.reason.message
     run("validate", littered)
@@ -441,8 +459,8 @@ def test_clean_removes_what_is_kept_for_a_next_save(run: Run, root: Path) -> Non
 
 def test_clean_keeps_what_is_in_use(run: Run, littered: Path) -> None:
     (save,) = (littered / ".pending").glob("step_00000005*")
-    with lock_shared(str(save)) or pytest.fail("no lock"):
-        run("clean", littered, "--yes")
+    with alive(littered):
+        run("clean", littered, "--yes", code=2)
         assert (save / "model" / "c.0").exists()
 
 

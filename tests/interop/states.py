@@ -5,14 +5,22 @@ Everything here is expected by name: key path -> tensor. Ranks make the same val
 
 from __future__ import annotations
 
+import enum
 import hashlib
-from pathlib import Path
-from typing import Any
+import io
+from argparse import Namespace
+from collections import deque
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PureWindowsPath
+from typing import Any, NamedTuple
+from uuid import UUID
 
 import torch
 from torch import nn
 
-from ckpt import Checkpointer, PerRank
+from ckpt import Checkpointer, PerRank, Unregistered
 from ckpt.storage import dtypes
 from tests import layouts
 
@@ -70,7 +78,10 @@ def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | i
     state = layouts.build(world_size)
     tied = layouts.full_tensor("tied", (40, 30))
     state |= {"tied": tied, "again": tied, "own": PerRank(torch.full((rank + 5, 3), float(rank)))}
-    state["values"] = values()
+    state["values"] = values() | {name: value for name, (value, _) in of_types().items()}
+    file = io.BytesIO(b"abc")
+    file.seek(2)
+    state["file"] = file
     sizes: dict[str, dict[str, Any]] = {"layouts": {"pack_below_bytes": 100}, "layouts_packed": {"layout": "packed"}}
     for name, options in sizes.items():
         with Checkpointer(folder / name, inner_bytes=512, file_bytes=2048, **options) as checkpointer:
@@ -92,6 +103,43 @@ def values() -> dict[str, Any]:
         "complex": 1 - 2j,
         "half": "\ud800",
         "list": [1, [2.5, (None,)]],
+        "set": {1, "a", frozenset({2})},
+        "deque": deque([1, (2,)], 3),
+        "args": Namespace(lr=0.1, paths=[Path("/a b"), PureWindowsPath("C:/x")]),
+        "times": [
+            date(2024, 2, 29),
+            datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=timezone(timedelta(hours=1), "CET")),
+            time(1, 2, tzinfo=UTC),
+            timedelta(-1, 5, 6),
+        ],
+        "numbers": [Decimal("1.50"), Fraction(-1, 3), UUID(int=7), range(9, 0, -2), slice(1, None), bytearray(b"\xff")],
+    }
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+class Traits(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Pair(NamedTuple):
+    first: int
+    second: Any
+
+
+def of_types() -> dict[str, tuple[Any, Any]]:
+    """Values of types that another program need not have, each with what it has instead."""
+    here = __name__
+    return {
+        "device": (torch.device("cuda", 1), "cuda:1"),
+        "size": (torch.Size((2, 3)), (2, 3)),
+        "enum": (Kind.ONE, (f"{here}.Kind", "ONE")),
+        "flag": (Traits.A | Traits.B, (f"{here}.Traits", 3)),
+        "pair": (Pair(1, Kind.ONE), (f"{here}.Pair", (("first", 1), ("second", (f"{here}.Kind", "ONE"))))),
+        "registered": (Unregistered("a.B", [1, (2,)]), ("a.B", [1, (2,)])),
     }
 
 

@@ -45,6 +45,8 @@ def test_values(saved: Saved) -> None:
     found = Step(saved.steps["layouts"]).values()
     expected = dict(_leaves({"values": states.values(), "numbers": [1, 2.5, "three", None]}))
     found = {path: value for (path, rank), value in found.items() if rank is None}
+    assert found.pop(("file",)).read() == b"c", "it is where it was"
+    expected |= {("values", name): instead for name, (_, instead) in states.of_types().items()}
     assert math.isnan(found.pop(("values", "nan"))), "nan is not equal to itself"
     del expected["values", "nan"]
     expected["values", "dtype"] = "bfloat16"

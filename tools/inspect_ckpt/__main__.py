@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 
-from . import clean, convert, diff, export, ls, show, stats, timeline, validate
+from . import clean, convert, diff, export, ls, restore_branch, rm, show, stats, timeline, validate
 from .opening import CannotReadError, NotPublishedError
 from .output import Exit, Output, one_line
 
@@ -39,6 +39,8 @@ _COMMANDS: dict[str, Command] = {
     "export": export,
     "convert": convert,
     "clean": clean,
+    "restore-branch": restore_branch,
+    "rm": rm,
 }
 
 _EXIT_CODES = "exit codes: 0 whole (diff: equal), 1 damaged (diff: different), 2 usage or cannot read, 3 not published"

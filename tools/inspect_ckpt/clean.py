@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from dataclasses import dataclass
 
-from ckpt.errors import CheckpointError
-from ckpt.storage.commit import CheckpointRoot, PendingSave, Published, Reason
-from ckpt.storage.locks import try_lock_exclusive
+from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason
 from ckpt.storage.retired import discard_retired, retired_path
 
-from .opening import CannotReadError, root_of
+from .opening import root_of
 from .output import Exit, Output, duration, plural, size
+from .owning import agreed, owning
 from .saves import UndecidedSave, abandoned_saves, pending_saves, tree_bytes
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -52,7 +50,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
         output.line("nothing to remove")
     elif arguments.dry_run:
         output.line(f"would remove {plural(len(chosen), 'save')}, {size(total)}")
-    elif not arguments.yes and not _agreed(f"Remove {plural(len(chosen), 'save')}, {size(total)}? [y/N] ", output):
+    elif not arguments.yes and not agreed(f"Remove {plural(len(chosen), 'save')}, {size(total)}? [y/N] ", output):
         output.line("nothing was removed")
         chosen = []
     else:
@@ -83,9 +81,7 @@ def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
         path = os.path.join(root.abandoned_path, name)
         total, newest = tree_bytes(path)
         age_s = max(0.0, time.time() - newest)
-        if name in saves and saves[name].in_use:
-            items.append(_Item(name, path, age_s, total, False, "abandoned, but still in use"))
-        elif name in saves and age_s < _RECORDS_STAY_S and not _holds_data(path):
+        if name in saves and age_s < _RECORDS_STAY_S and not _holds_data(path):
             items.append(_Item(name, path, age_s, total, False, "only the reason is left, which ranks may still read"))
         else:
             why = saves[name].note if name in saves else "a removal that was interrupted"
@@ -128,37 +124,20 @@ def _pending_item(save: UndecidedSave, stale_after_s: float) -> _Item:
 
 
 def _remove(root: CheckpointRoot, items: list[_Item]) -> int:
-    """Returns the bytes that are gone. Stale saves are abandoned first: from then on nobody can publish them."""
-    for item in items:
-        if item.save is None:
-            continue
-        try:
-            lock = try_lock_exclusive(item.path)
-        except CheckpointError:
-            continue  # decided meanwhile
-        if lock is None:
-            continue  # somebody works on it after all
-        with lock:
-            reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
-            if isinstance(PendingSave(root, item.save.id).abandon(reason), Published):
-                continue
-    discard_retired(root)
-    root.clean()
+    """Returns the bytes that are gone. Stale saves are abandoned first: from then on they can never be published."""
+    with owning(root) as token:
+        for item in items:
+            if item.save is not None:
+                reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
+                PendingSave(root, item.save.id, token).abandon(reason)
+        discard_retired(root)
+        root.clean()
     left = sum(tree_bytes(path)[0] for item in items for path in _places(root, item) if os.path.isdir(path))
     return max(0, sum(item.bytes for item in items) - left)
 
 
 def _places(root: CheckpointRoot, item: _Item) -> tuple[str, ...]:
     return (item.path,) if item.save is None else (item.path, os.path.join(root.abandoned_path, item.name))
-
-
-def _agreed(question: str, output: Output) -> bool:
-    if output.as_json or not sys.stdin.isatty():
-        raise CannotReadError("clean asks before it removes anything; without a terminal give --yes or --dry-run")
-    try:
-        return input(question).strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
 
 
 def _minutes(text: str) -> float:

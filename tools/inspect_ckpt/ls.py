@@ -12,9 +12,10 @@ from ckpt.storage.commit import CheckpointRoot
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
 
+from .branches import Aside, aside
 from .opening import overview_of, root_of, steps_of
 from .output import Exit, Output, count, duration, size
-from .saves import UndecidedSave, abandoned_saves, pending_saves
+from .saves import UndecidedSave, abandoned_saves, pending_saves, tree_bytes
 from .times import part_times
 from .validate import problem_line
 
@@ -25,6 +26,7 @@ HELP = "list the steps of a root, and which one a restart would choose"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
+    parser.add_argument("--all", action="store_true", help="also the steps of other branches")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
@@ -33,7 +35,8 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     pending = pending_saves(root)
     undecided = [*pending, *abandoned_saves(root)]
     choice = _choose(root, published, pending)
-    rows = sorted([*published, *map(_undecided_row, undecided)], key=lambda row: (row.step, row.state))
+    moved = [_aside_row(step) for step in aside(root) if arguments.all or step.state == "damaged"]
+    rows = sorted([*published, *map(_undecided_row, undecided), *moved], key=lambda row: (row.step, row.state))
     cells = [
         (
             str(row.step),
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 @dataclass
 class _Row:
     step: int
-    state: str  # published, DAMAGED, unreadable, pending or abandoned
+    state: str  # published, DAMAGED, unreadable, pending, abandoned; moved aside: superseded or set aside (damaged)
     age_s: float
     bytes: int
     tensors: int | None = None
@@ -94,6 +97,15 @@ def _row(root: CheckpointRoot, step: int) -> _Row:
 
 def _undecided_row(save: UndecidedSave) -> _Row:
     return _Row(save.id.step, save.state, save.age_s, save.bytes, None, save.world_size, None, save.note)
+
+
+def _aside_row(step: Aside) -> _Row:
+    total, newest = tree_bytes(step.path)
+    age_s = max(0.0, time.time() - newest)
+    if step.state == "superseded":
+        before = "" if step.continues is None else f"continues step {step.continues.get('step')}, "
+        return _Row(step.step, "superseded", age_s, total, note=f"{before}restore-branch {step.name}")
+    return _Row(step.step, "set aside", age_s, total, note=f"was damaged: {step.path}; rm {step.name}")
 
 
 def _choose(root: CheckpointRoot, published: list[_Row], pending: list[UndecidedSave]) -> _Choice:

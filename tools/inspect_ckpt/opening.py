@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError
+from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import CheckpointRoot, parse_save_name
 from ckpt.storage.documents import unseal_root
-from ckpt.storage.locks import lock_shared
+from ckpt.storage.readers import StepReader
 from ckpt.validation import all_tensors, inside, read_index_inside
 
 __all__ = [
@@ -83,18 +83,26 @@ def open_step(path: str) -> Iterator[Step]:
     Raises what `step_path` and `read_index` raise.
     """
     where = step_path(path)
-    with reading(where):
+    with reading(where, None if where == path else path):
         yield _step(where)
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Keeps the retention of a running job from removing the step at `path`. CannotReadError if it just does."""
-    lock = lock_shared(path)
-    if lock is None:
-        raise CannotReadError(f"{path} is being removed")
-    with lock:
-        yield
+def reading(path: str, root: str | None = None) -> Iterator[None]:
+    """Keeps the retention of a running job from removing the step at `path`, as far as leases and locks reach.
+
+    CannotReadError if it was removed all the same: then what was read may be of another step.
+    """
+    try:
+        with StepReader(path, root, renewing=True) as reader:
+            try:
+                yield
+            except (CheckpointError, OSError):
+                reader.check()  # of a step that is gone, nothing is damaged
+                raise
+            reader.check()
+    except CheckpointNotFoundError as error:
+        raise CannotReadError(str(error)) from error
 
 
 def _step(where: str) -> Step:
@@ -197,6 +205,8 @@ def _check_directory(path: str) -> None:
 def _check_published(path: str) -> None:
     parent, name = os.path.split(os.path.abspath(path))
     if parse_save_name(name) is None:
+        return
+    if os.path.basename(parent) in (".superseded", ".damaged"):
         return
     if os.path.basename(parent) == ".abandoned":
         raise NotPublishedError(f"{path} is a save that was abandoned: it can never be published")

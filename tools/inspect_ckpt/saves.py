@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, SaveId
-from ckpt.storage.locks import try_lock_exclusive
+from ckpt.storage.ownership import OwnerState
 
 from .output import duration, plural
 
@@ -18,8 +18,8 @@ __all__ = ["UndecidedSave", "abandoned_saves", "pending_saves", "tree_bytes"]
 
 @dataclass(frozen=True)
 class UndecidedSave:
-    """A pending or abandoned save. `age_s` is the time since anything in it changed; `in_use`: somebody holds a lock on
-    it; `complete`: the parts of all ranks are there."""
+    """A pending or abandoned save. `age_s` is the time since anything in it changed; `in_use`: a writer of
+    its job is alive; `complete`: the parts of all ranks are there."""
 
     id: SaveId
     path: str
@@ -64,7 +64,7 @@ def _pending(root: CheckpointRoot, id_: SaveId) -> UndecidedSave | None:
     pending = PendingSave(root, id_)
     try:
         total, newest = tree_bytes(pending.path)
-        in_use = _in_use(pending.path)
+        in_use = root.ownership.state(id_.owner) is not OwnerState.GONE
     except (OSError, CheckpointError):
         return None  # decided meanwhile
     intent: dict[str, Any] | None = None
@@ -80,7 +80,7 @@ def _pending(root: CheckpointRoot, id_: SaveId) -> UndecidedSave | None:
         complete = not missing
         note = "all parts are there" if complete else f"{plural(len(missing), 'part')} missing: ranks {_some(missing)}"
     age_s = max(0.0, time.time() - newest)
-    note += ", being written" if in_use else f", nobody works on it since {duration(age_s)}"
+    note += ", being written" if in_use else f", unchanged for {duration(age_s)}"
     return UndecidedSave(id_, pending.path, "pending", age_s, total, world_size, in_use, complete, note)
 
 
@@ -88,7 +88,6 @@ def _abandoned(root: CheckpointRoot, id_: SaveId) -> UndecidedSave | None:
     path = os.path.join(root.abandoned_path, id_.name)
     try:
         total, newest = tree_bytes(path)
-        in_use = _in_use(path)
         outcome = PendingSave(root, id_).outcome()
     except (OSError, CheckpointError) as error:
         return UndecidedSave(id_, path, "abandoned", 0.0, 0, None, False, False, str(error))
@@ -96,15 +95,7 @@ def _abandoned(root: CheckpointRoot, id_: SaveId) -> UndecidedSave | None:
     if isinstance(outcome, Abandoned):
         where = "" if outcome.reason.rank is None else f"rank {outcome.reason.rank}: "
         note = f"{where}{outcome.reason.kind}: {outcome.reason.message}"
-    return UndecidedSave(id_, path, "abandoned", max(0.0, time.time() - newest), total, None, in_use, False, note)
-
-
-def _in_use(path: str) -> bool:
-    lock = try_lock_exclusive(path)
-    if lock is None:
-        return True
-    lock.close()
-    return False
+    return UndecidedSave(id_, path, "abandoned", max(0.0, time.time() - newest), total, None, False, False, note)
 
 
 def _some(ranks: list[int]) -> str:

@@ -49,7 +49,7 @@ def measure_planning(tensors: int, ranks: int, repeats: int) -> dict[str, list[f
         taken: dict[str, list[float]] = {"first": [], "cached": [], "first_replicated": [], "cached_replicated": []}
         for _ in range(repeats):
             for ending, state in (("", sharded), ("_replicated", replicated)):
-                planner = Planner(_Echo(), GridOptions(), None, None, 0)
+                planner = Planner(_Echo(), GridOptions(), None, None)
                 taken["first" + ending].append(_prepare(planner, state))
                 taken["cached" + ending].append(_prepare(planner, state))
         taken["memory"] = [1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ckpt.paths import display
-from ckpt.storage.documents import canonical, encode_value
+from ckpt.storage.documents import canonical
+from ckpt.values.codec import encode_value
 
 from ..blocks import boxes_of
 from ..output import Exit, Output

@@ -27,10 +27,11 @@ from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.shared_memory import SharedMemory
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
-from ckpt.storage.documents import encode_value
-from ckpt.storage.locks import DirectoryLock, lock_shared
+from ckpt.storage.leases import Process
+from ckpt.values.codec import encode_value
 
 from ..opening import CannotReadError
+from ..owning import owning
 from .state import ForeignState
 
 __all__ = ["write_step"]
@@ -49,9 +50,12 @@ def write_step(state: ForeignState, root: str, step: int, progress: Callable[[in
     """
     begin = time.time()
     part = _part(state)
-    save = SaveId(step, 0, secrets.token_hex(8))
-    pending = PendingSave(CheckpointRoot(root), save)
-    with SharedMemory.create("inspect-ckpt-convert", part.plan.slot_bytes + _FLAG_BYTES) as region:
+    owned = CheckpointRoot(root)
+    with (
+        owning(owned) as token,
+        SharedMemory.create("inspect-ckpt-convert", part.plan.slot_bytes + _FLAG_BYTES) as region,
+    ):
+        pending = PendingSave(owned, SaveId(step, token, secrets.token_hex(8)))
         try:
             _write_pieces(state, part, pending, region, begin, progress)
         except SaveAbandonedError as error:
@@ -62,7 +66,7 @@ def write_step(state: ForeignState, root: str, step: int, progress: Callable[[in
                 pending.abandon(Reason(0, type(error).__name__, str(error)))
                 pending.root.clean()
             raise
-    return pending.root.step_path(step)
+    return owned.step_path(step)
 
 
 def _part(state: ForeignState) -> Part:
@@ -95,34 +99,28 @@ def _write_pieces(
     flag_offset = region.size - _FLAG_BYTES
     region.buffer[flag_offset : flag_offset + 8] = _GENERATION.to_bytes(8, "little")
     earlier: list[tuple[str, str, int, int]] = []
-    lock: DirectoryLock | None = None
-    try:
-        for piece in range(part.plan.pieces):
-            _fill(state, part, piece, region, progress)
-            last = piece == part.plan.pieces - 1
-            staged_s = time.time() - begin
-            writer = PartWriter(
-                root=pending.root.path,
-                save=pending.save,
-                rank=0,
-                plan=plan_bytes,
-                region=region,
-                flag_offset=flag_offset,
-                generation=_GENERATION,
-                piece=piece,
-                last=last,
-                values=values if last else [],
-                times={"begin": begin, "wait_s": 0.0, "stage_s": staged_s, "stall_s": staged_s},
-                options=SaveOptions(),
-                earlier=earlier if last else [],
-                on_written=earlier.extend,
-            )
-            writer()
-            if lock is None and not last:  # a job that starts meanwhile must not take the save for one left behind
-                lock = lock_shared(pending.path)
-    finally:
-        if lock is not None:
-            lock.close()
+    for piece in range(part.plan.pieces):
+        _fill(state, part, piece, region, progress)
+        last = piece == part.plan.pieces - 1
+        staged_s = time.time() - begin
+        writer = PartWriter(
+            root=pending.root.path,
+            save=pending.save,
+            rank=0,
+            plan=plan_bytes,
+            region=region,
+            flag_offset=flag_offset,
+            generation=_GENERATION,
+            piece=piece,
+            last=last,
+            values=values if last else [],
+            times={"begin": begin, "wait_s": 0.0, "stage_s": staged_s, "stall_s": staged_s},
+            options=SaveOptions(),
+            trainer=Process.here(),
+            earlier=earlier if last else [],
+            on_written=earlier.extend,
+        )
+        writer()
 
 
 def _encoded(path: Path, value: Any) -> Any:

@@ -16,7 +16,6 @@ from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import flatten
-from ckpt.storage.documents import encode_value
 
 from ..opening import CannotReadError
 from .state import Bytes, ForeignState, ForeignTensor, ReadBox, check_dtype
@@ -98,10 +97,8 @@ def _storable(path: Path, node: Any, dropped: list[tuple[Path, str]]) -> Any:
         items = [_storable((*path, number), item, dropped) for number, item in enumerate(node)]
         return items if isinstance(node, list) else tuple(items)
     try:
-        flat = flatten({"leaf": node})
-        for leaf in flat.values.values():
-            encode_value(leaf.value)
-    except (StateError, TypeError) as error:
+        flatten({"leaf": node})
+    except StateError as error:
         dropped.append((path, str(error).removeprefix("leaf: ")))
         return None
     except Exception as error:  # a subclass of a tensor may need what is not there, such as a process group

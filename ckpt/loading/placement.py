@@ -1,0 +1,161 @@
+"""Put values in place and have objects load their state, first in a trial that can be undone.
+
+    trial: small tensors of objects that may refuse (the old ones are kept) -> values -> those objects load
+    read:  all tensors
+    end:   all objects load, in the order of the state
+
+An object's own `load_state_dict` may raise. So those that may are asked before the large tensors, of which there is no
+second copy, are overwritten. Modules and optimizers without code of their own for that cannot refuse: shapes and
+names fit by then. Runs in the trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt.errors import StateError
+from ckpt.loading.match import Assignment, Match, Read, is_below
+from ckpt.loading.optimizers import keep_dtypes
+from ckpt.paths import display
+from ckpt.planning.leaves import RngState
+from ckpt.planning.state_dict import Owner
+
+__all__ = ["Placement"]
+
+_KEPT_BYTES = 64 << 20
+"""Tensors of objects that may refuse are read for the trial if they are no more than this together: so much memory is
+needed for a copy of what they held before."""
+
+
+class Placement:
+    """What one restore does besides reading. Random number generators are set last: loading may use them."""
+
+    def __init__(self, match: Match, owners: list[Owner]) -> None:
+        self._match = match
+        self._owners = sorted(owners, key=lambda owner: isinstance(owner.stateful, RngState))
+        self._may_refuse = [owner for owner in self._owners if _may_refuse(owner.stateful)]
+        below = {owner.path for owner in self._may_refuse}
+        reads = [read for read in match.reads if is_below(read[0], below)]
+        self._early = reads if sum(_nbytes(read) for read in reads) <= _KEPT_BYTES else []
+        self._kept: list[tuple[Read, torch.Tensor]] = []
+        self._assigned: list[Assignment] = []
+        self._tried: list[Owner] = []
+
+    def try_objects(self, read: Callable[[list[Read]], object]) -> None:
+        """Put the values in place, and have the objects load that may refuse. `read` fills tensors.
+
+        Raises StateError, naming the object; then `put_back` is to be called, as after any other failure.
+        """
+        with torch.no_grad():
+            self._kept = [(early, early[2].local.clone()) for early in self._early]
+        if self._early:
+            read(self._early)
+            _written(self._early)
+        for assignment in self._match.assignments:
+            self._assigned.append(assignment)
+            _assign(assignment, assignment.value)
+        for owner in self._may_refuse:
+            self._tried.append(owner)
+            owner.load(_copied(owner.state_dict))  # it may take it apart
+
+    def put_back(self) -> list[str]:
+        """Undo the trial; returns what could not be undone, in words."""
+        with torch.no_grad():
+            for (_, _, leaf), kept in self._kept:
+                leaf.local.copy_(kept)
+        _written([early for early, _ in self._kept])
+        failed = []
+        for assignment in reversed(self._assigned):
+            try:
+                _assign(assignment, assignment.leaf.value)
+            except StateError as error:
+                failed.append(str(error))
+        for owner in self._tried:
+            try:
+                owner.load(owner.before)
+            except StateError as error:
+                failed.append(str(error))
+        self._kept, self._assigned, self._tried = [], [], []
+        return failed
+
+    def finish(self) -> None:
+        """Have all objects load: the tensors are filled. StateError says what has been restored and what has not."""
+        _written(self._match.reads)
+        for number, owner in enumerate(self._owners):
+            try:
+                owner.load(owner.state_dict)
+            except StateError as error:
+                left = ", ".join(display(other.path) for other in self._owners[number + 1 :]) or "none"
+                raise StateError(
+                    f"{error}. All tensors, values and the objects before it have been restored and stay so; it has "
+                    f"perhaps been changed in part. Objects after it that have not loaded: {left}"
+                ) from error.__cause__
+            keep_dtypes(owner.stateful, owner.state_dict)
+
+
+def _nbytes(read: Read) -> int:
+    return read[2].local.numel() * read[2].local.element_size()
+
+
+def _written(reads: list[Read]) -> None:
+    for _, _, leaf in reads:
+        if leaf.after is not None:
+            leaf.after()
+
+
+def _assign(assignment: Assignment, value: Any) -> None:
+    assert assignment.leaf.assign is not None
+    try:
+        assignment.leaf.assign(value)
+    except Exception as error:
+        raise StateError(
+            f"{display(assignment.path)}: the container does not take {value!r:.100}: {error!r}"
+        ) from error
+
+
+def _may_refuse(stateful: Any) -> bool:
+    """Whether its `load_state_dict` runs code that is not PyTorch's own, or its own idea of what fits."""
+    if isinstance(stateful, torch.nn.Module):
+        return not all(map(_is_plain_module, stateful.modules()))
+    if isinstance(stateful, torch.optim.Optimizer):
+        return not _is_plain_optimizer(stateful)
+    return not isinstance(stateful, RngState)
+
+
+def _is_plain_module(module: torch.nn.Module) -> bool:
+    kind, plain = type(module), torch.nn.Module
+    return (
+        kind.load_state_dict is plain.load_state_dict
+        and kind.set_extra_state is plain.set_extra_state
+        and (kind._load_from_state_dict is plain._load_from_state_dict or kind.__module__.startswith("torch.nn."))
+        and not module._load_state_dict_pre_hooks
+        and not module._load_state_dict_post_hooks
+        and "load_state_dict" not in vars(module)
+    )
+
+
+def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    kind, plain = type(optimizer), torch.optim.Optimizer
+    return (
+        kind.load_state_dict is plain.load_state_dict
+        and (kind.__setstate__ is plain.__setstate__ or kind.__module__.startswith("torch.optim."))
+        and not optimizer._optimizer_load_state_dict_pre_hooks
+        and not optimizer._optimizer_load_state_dict_post_hooks
+        and "load_state_dict" not in vars(optimizer)
+    )
+
+
+def _copied(node: Any) -> Any:
+    """Containers anew, leaves as they are."""
+    if isinstance(node, dict):
+        twin = copy.copy(node)
+        for key, item in node.items():
+            twin[key] = _copied(item)
+        return twin
+    if type(node) is list or type(node) is tuple:
+        return type(node)(map(_copied, node))
+    return node

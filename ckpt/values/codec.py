@@ -1,0 +1,301 @@
+"""Values as JSON documents, and back, without loss of value or type.
+
+A value that JSON has no form of is an object whose member ``$`` names its type: ``{"$": "tuple", "items": [1, 2]}``.
+docs/format.md lists all of them. Decoding makes values of the types in this package and of types that the program has
+registered; for any other name it gives an `Unregistered`, and nothing is looked up by that name.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError, StateError
+from ckpt.values.registry import Form, Unregistered, encoder_named, encoder_of, form_of, name_of
+from ckpt.values.standard import STANDARD, STANDARD_BY_NAME, TORCH
+
+__all__ = ["UnencodableError", "decode_value", "encode_value", "resolve", "unregistered_in"]
+
+_MAX_NESTING = 100
+_DICTIONARIES: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_SEQUENCES: Mapping[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class UnencodableError(TypeError):
+    """A value cannot be stored; `path` are the keys that lead to it inside of the value."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.path: list[str | int] = []
+
+
+def encode_value(value: Any) -> Any:
+    """Return the JSON form of `value`; `decode_value` returns an equal value of the same type.
+
+    Takes what docs/format.md lists: numbers (nan and its bits, infinity, -0.0), strings, containers with the order of
+    their keys, and standard types of Python, numpy and torch; any `enum.Enum` and named tuple; registered types; and
+    what `decode_value` returns. Raises `UnencodableError`, a `TypeError`, for anything else, also for subclasses: what
+    could not be given back must not be taken.
+    """
+    return _encode(value, 0, False)
+
+
+def decode_value(encoded: Any) -> Any:
+    """Return the value whose JSON form is `encoded`; `CheckpointCorruptError` if it is none.
+
+    A value of a type that is not registered comes as `Unregistered`. StateError if a registered ``from_json`` raises.
+    """
+    return _Decoder({}).decode(encoded, 0)
+
+
+def resolve(value: Any, like: Any) -> Any:
+    """Return the decoded `value` with those types known, too, that occur in `like`: enums and named tuples."""
+    if next(unregistered_in(value), None) is None:
+        return value
+    kinds = {name_of(type(part)): type(part) for part in _all_parts(like) if form_of(type(part)) is not None}
+    return _Decoder(kinds).decode(encode_value(value), 0)
+
+
+def unregistered_in(value: Any) -> Iterator[Unregistered]:
+    """What stands in `value` for values of types that this program does not know."""
+    return (part for part in _all_parts(value) if type(part) is Unregistered)
+
+
+def _all_parts(value: Any) -> Iterator[Any]:
+    yield value
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = (*value.keys(), *value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        parts = value
+    elif isinstance(value, Namespace):
+        parts = vars(value).values()
+    elif isinstance(value, Unregistered):
+        parts = (value.data,)
+    for part in parts:
+        yield from _all_parts(part)
+
+
+# -- encoding ----------------------------------------------------------------------------------------------------------
+
+
+def _encode(value: Any, depth: int, inside_registered: bool) -> Any:
+    """`inside_registered`: as part of what a registered type is made of, which must be known when that is made."""
+    if depth > _MAX_NESTING:
+        raise UnencodableError(f"nested deeper than {_MAX_NESTING}, or contains itself")
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**64 else {"$": "int", "hex": f"{value:x}"}
+    if kind is float:
+        return value if math.isfinite(value) else {"$": "float", "hex": struct.pack(">d", value).hex()}
+    if kind is str:
+        return value if _is_plain(value) else {"$": "str", "base64": _base64(value.encode("utf-8", "surrogatepass"))}
+    if kind is complex:
+        return {"$": "complex", "hex": struct.pack(">dd", value.real, value.imag).hex()}
+    if kind is bytes:
+        return {"$": "bytes", "base64": _base64(value)}
+    named = _encode_named(value, kind, depth, inside_registered)
+    if named is None:
+        named = _encode_container(value, kind, depth, inside_registered)
+    return _encode_other(value, kind, depth, inside_registered) if named is None else named
+
+
+def _encode_named(value: Any, kind: type[Any], depth: int, inside_registered: bool) -> Any:
+    """The form of a value of a type that the program names; None for others."""
+    data: Any
+    encoder = encoder_of(kind)
+    form: Form | None = "registered" if encoder is not None and encoder.to_json is not None else form_of(kind)
+    if form is None and kind is not Unregistered:
+        return None
+    name = name_of(kind)
+    if kind is Unregistered:
+        name, form, data = value.name, value.form, value.data
+    elif inside_registered and encoder is None:
+        raise UnencodableError(f"{name} is part of a registered type and must be registered, too")
+    elif encoder is not None and encoder.to_json is not None:
+        data, inside_registered = encoder.to_json(value), True
+    elif form == "namedtuple":
+        data = tuple(zip(kind._fields, value, strict=True))
+    else:
+        data = value._name_ if form == "enum" else value._value_
+    return {"$": form, "type": name, "value": _encode(data, depth + 1, inside_registered)}
+
+
+def _encode_container(value: Any, kind: type[Any], depth: int, inside_registered: bool) -> Any:
+    def items(of: Iterable[Any]) -> list[Any]:
+        return [_encode_item(number, item, depth, inside_registered) for number, item in enumerate(of)]
+
+    def pairs(of: Mapping[Any, Any]) -> list[Any]:
+        return [
+            [_encode(key, depth + 1, inside_registered), _encode_item(key, item, depth, inside_registered)]
+            for key, item in of.items()
+        ]
+
+    if kind is list:
+        return items(value)
+    if kind is tuple:
+        return {"$": "tuple", "items": items(value)}
+    if kind is set or kind is frozenset:  # equal sets have one form
+        encoded = [_encode_item(f"(in a {kind.__name__})", item, depth, inside_registered) for item in value]
+        return {"$": kind.__name__, "items": sorted(encoded, key=lambda item: json.dumps(item, sort_keys=True))}
+    if kind is deque:
+        return {"$": "deque", "items": items(value), "maxlen": value.maxlen}
+    if kind is Namespace:
+        return {"$": "Namespace", "items": pairs(vars(value))}
+    if kind not in _DICTIONARIES.values():
+        return None
+    keys = list(value)
+    plain = kind is dict and all(type(key) is str and _is_plain(key) and key != "$" for key in keys)
+    if plain and keys == sorted(keys):  # which is their order in the document
+        return {key: _encode_item(key, item, depth, inside_registered) for key, item in value.items()}
+    return {"$": kind.__name__, "items": pairs(value)}
+
+
+def _encode_item(key: Any, item: Any, depth: int, inside_registered: bool) -> Any:
+    try:
+        return _encode(item, depth + 1, inside_registered)
+    except UnencodableError as error:
+        error.path.insert(0, key if isinstance(key, str | int) else repr(key))
+        raise
+
+
+def _encode_other(value: Any, kind: type[Any], depth: int, inside_registered: bool) -> Any:
+    standard = STANDARD.get(kind)
+    if kind.__module__ == "torch":
+        if kind.__name__ == "dtype":
+            return {"$": "torch.dtype", "name": str(value).removeprefix("torch.")}
+        standard = TORCH.get(kind.__name__)
+    if standard is not None:
+        try:
+            parts = standard.to_value(value)
+        except ValueError as error:
+            raise UnencodableError(f"this {standard.name} cannot be stored: {error}") from error
+        return {"$": standard.name, "value": _encode(parts, depth + 1, inside_registered)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc" and value.dtype.isbuiltin == 1:
+        return {"$": "numpy", "dtype": value.dtype.str, "base64": _base64(value.tobytes())}
+    raise UnencodableError(
+        f"a {name_of(kind)} cannot be stored; a state holds tensors, numpy arrays, objects with state_dict() and "
+        f"load_state_dict(), dicts and lists of these, numbers, strings and other standard values (see "
+        f"docs/format.md), and types given to ckpt.register_encoder"
+    )
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+class _Decoder:
+    """Knows the registered types, and the enums and named tuples in `kinds`, by name."""
+
+    def __init__(self, kinds: Mapping[str, type[Any]]) -> None:
+        self._kinds = kinds
+
+    def decode(self, encoded: Any, depth: int) -> Any:
+        if depth > _MAX_NESTING:
+            raise CheckpointCorruptError(f"a value is nested deeper than {_MAX_NESTING}, which none was when written")
+        if isinstance(encoded, list):
+            return [self.decode(item, depth + 1) for item in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        if "$" not in encoded:
+            return {key: self.decode(item, depth + 1) for key, item in encoded.items()}
+        try:
+            return self._tagged(encoded["$"], encoded, depth + 1)
+        except (CheckpointError, ImportError):
+            raise
+        except Exception as error:  # constructors raise what they like
+            raise CheckpointCorruptError(f"not the form of a value of type {encoded['$']!r}: {error!r}") from error
+
+    def _tagged(self, tag: str, encoded: dict[str, Any], depth: int) -> Any:
+        if tag in STANDARD_BY_NAME:
+            return STANDARD_BY_NAME[tag].from_value(self.decode(encoded["value"], depth))
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](self.decode(item, depth) for item in encoded["items"])
+        if tag in _DICTIONARIES:
+            return _DICTIONARIES[tag](self._pairs(encoded, depth))
+        match tag:
+            case "deque":
+                return deque((self.decode(item, depth) for item in encoded["items"]), encoded["maxlen"])
+            case "Namespace":
+                return Namespace(**self._pairs(encoded, depth))
+            case "enum" | "flag" | "namedtuple" | "registered":
+                return self._named(tag, str(encoded["type"]), self.decode(encoded["value"], depth))
+            case "torch.dtype":
+                return _torch_dtype(encoded["name"])
+        return _decode_scalar(tag, encoded)
+
+    def _pairs(self, encoded: dict[str, Any], depth: int) -> dict[Any, Any]:
+        return {self.decode(key, depth): self.decode(item, depth) for key, item in encoded["items"]}
+
+    def _named(self, form: Form, name: str, data: Any) -> Any:
+        """The value, or what stands for it where the type is not known or does not have it any more."""
+        stand_in = Unregistered(name, data, form)
+        encoder = encoder_named(name)
+        if form == "registered":
+            if encoder is None or encoder.from_json is None or next(unregistered_in(data), None) is not None:
+                return stand_in
+            try:
+                return encoder.from_json(data)
+            except Exception as error:
+                raise StateError(
+                    f"the from_json that is registered for {name} raised {error!r} for what the checkpoint has: "
+                    f"{str(data)[:200]}"
+                ) from error
+        kind = encoder.kind if encoder is not None else self._kinds.get(name)
+        if kind is None or form_of(kind) != form:
+            return stand_in
+        if form == "namedtuple":
+            fields, values = (*zip(*data, strict=True),) or ((), ())
+            return kind._make(values) if fields == kind._fields else stand_in
+        try:
+            return kind[data] if form == "enum" else kind(data)
+        except (KeyError, ValueError):
+            return stand_in
+
+
+def _decode_scalar(tag: str, encoded: dict[str, Any]) -> Any:
+    match tag:
+        case "int":
+            return int(encoded["hex"], 16)
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(encoded["hex"]))[0]
+        case "complex":
+            return complex(*struct.unpack(">dd", bytes.fromhex(encoded["hex"])))
+        case "str":
+            return _bytes(encoded).decode("utf-8", "surrogatepass")
+        case "bytes":
+            return _bytes(encoded)
+        case "numpy":
+            return np.frombuffer(_bytes(encoded), np.dtype(encoded["dtype"]), count=1)[0]
+    raise ValueError("unknown type")
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"torch {torch.__version__} has no dtype {name!r}; a newer version may have")
+    return dtype
+
+
+def _is_plain(text: str) -> bool:
+    """Whether `text` survives JSON: escaped halves of a surrogate pair come back as one character."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(encoded: dict[str, Any]) -> bytes:
+    return base64.b64decode(encoded["base64"], validate=True)

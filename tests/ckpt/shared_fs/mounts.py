@@ -1,0 +1,76 @@
+"""The two mounts, and jobs on them."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpt
+from tests.crash.killers import KillingWriter, wait_until
+
+__all__ = ["Mounts", "Held", "state_of", "value_of"]
+
+ELEMENTS = 300_000  # several files
+
+
+@dataclass(frozen=True)
+class Mounts:
+    """`folder` itself, two mounts of it (the second writes slowly), and one that is read-only."""
+
+    folder: Path
+    one: Path
+    two: Path
+    read_only: Path
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"w": torch.full((ELEMENTS,), value), "v": torch.full((ELEMENTS,), value), "number": value}
+
+
+def value_of(state: dict[str, Any]) -> float:
+    """The value that all of the state has."""
+    values = {*state["w"].unique().tolist(), *state["v"].unique().tolist(), state["number"]}
+    assert len(values) == 1, f"of several steps: {values}"
+    return float(values.pop())
+
+
+@dataclass
+class Held(KillingWriter):
+    """A save that waits for the file `hold` at its point: "write" before this rank's part, "decide" behind it.
+
+    The file ``<hold>.<point>.<rank>`` says that it is there.
+    """
+
+    def _write(self, pending: Any, plan: Any) -> Any:
+        self._wait("write")
+        return super()._write(pending, plan)
+
+    def _decide(self, pending: Any, plan: Any, part: Any) -> Any:
+        self._wait("decide")
+        return super()._decide(pending, plan, part)
+
+    def _wait(self, point: str) -> None:
+        if self.point != point:
+            return
+        open(f"{self.hold}.{point}.{self.rank}", "w").close()
+        wait_until(lambda: os.path.exists(self.hold), "the signal to go on", 60)
+
+    def strike(self, point: str) -> None:
+        """It kills no process."""
+
+
+def held(checkpointer: ckpt.Checkpointer, value: float, step: int, point: str, hold: Path) -> None:
+    """Schedule a save that is held at `point`."""
+    request = checkpointer.save_request(state_of(value), step)
+    writer = Held.instead_of(request.async_fn, point=point, hold=str(hold))  # type: ignore[arg-type]
+    checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+
+
+def wait_for(path: Path, what: str) -> None:
+    wait_until(path.exists, what, 30)
+
+
+Job = Callable[..., Any]

@@ -1,0 +1,19 @@
+"""The crash matrix, with the ranks on two mounts."""
+
+import pytest
+
+from tests.ckpt.shared_fs.mounts import Mounts
+from tests.crash.test_matrix import Cell, play, selected
+
+_FEW = {
+    ("writer", "during write", 1, 2),
+    ("trainer", "during write", 0, 2),
+    ("both", "before publish", 0, 2),
+    ("both", "after staging", 1, 2),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("cell", selected(_FEW), ids=str)
+def test_kill(cell: Cell, mounts: Mounts) -> None:
+    play(cell, mounts.folder.parent, (mounts.one / "root", mounts.two / "root"))

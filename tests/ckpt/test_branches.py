@@ -1,0 +1,305 @@
+"""Damaged steps are replaced, older ones continued, single ones removed: by moves that a person can take back."""
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.saving import recover, write
+from ckpt.saving.publish import publish
+from ckpt.storage import files
+from ckpt.storage.commit import CheckpointRoot, PendingSave
+from ckpt.validation import validate
+from tests.support import LeakCheck, run_ranks
+from tools.inspect_ckpt.__main__ import main
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((50_000,), value), "number": value}
+
+
+def _restored(root: Path, step: int | None = None) -> tuple[int | None, float]:
+    with ckpt.Checkpointer(root, read_only=True) as checkpointer:
+        state = _state(-1.0)
+        found = checkpointer.restore(state, step)
+    assert state["w"].unique().tolist() == [state["number"]]
+    return found, state["number"]
+
+
+def _damage(root: Path, step: int) -> None:
+    file = max((root / f"step_{step:08d}" / "w").glob("c*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(name[:13] for name in os.listdir(path)) if path.exists() else []
+
+
+# -- damaged steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [2.0, 20.0], ids=["equal", "other"])
+def test_a_damaged_step_is_replaced_and_kept(tmp_path: Path, again: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """The new copy was thrown away if it was equal, and refused if it was not; the next start went back again."""
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(float(step)), step)
+    _damage(tmp_path, 2)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(_state(0.0)) == 1
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.damaged == (2,)
+        checkpointer.save(_state(again), 2)
+    assert _restored(tmp_path) == (2, again)
+    assert validate(str(tmp_path / "step_00000002")).whole
+    assert _names(tmp_path / ".damaged") == ["step_00000002"]
+    assert main(["ls", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "set aside" in text
+    assert "was damaged" in text
+    (kept,) = os.listdir(tmp_path / ".damaged")
+    assert main(["rm", str(tmp_path), kept, "--yes"]) == 0
+    assert _names(tmp_path / ".damaged") == []
+
+
+def test_a_step_damaged_twice_is_kept_twice(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        checkpointer.save(_state(2.0), 2)
+    for value in (3.0, 4.0):
+        _damage(tmp_path, 2)
+        (tmp_path / "step_00000002/intent.json").write_text("{")  # nothing says which save it was
+        with ckpt.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(_state(0.0)) == 1
+            checkpointer.save(_state(value), 2)
+        assert _restored(tmp_path) == (2, value)
+    assert _names(tmp_path / ".damaged") == ["step_00000002", "step_00000002"]
+
+
+def _two_ranks_replace(rank: int, world_size: int, root: Path) -> tuple[int | None, list[int]]:
+    with ckpt.Checkpointer(root) as checkpointer:
+        step = checkpointer.restore(_state(0.0))
+        checkpointer.save(_state(20.0), 2)
+        return step, checkpointer.all_steps()
+
+
+def test_two_ranks_replace_a_damaged_step(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(float(step)), step)
+    _damage(tmp_path, 2)
+    for result in run_ranks(_two_ranks_replace, 2, tmp_path):
+        assert result.value == (1, [1, 2])
+    assert _restored(tmp_path) == (2, 20.0)
+
+
+def test_a_job_that_only_restores_moves_nothing(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(float(step)), step)
+    _damage(tmp_path, 2)
+    for read_only in (False, True):
+        with ckpt.Checkpointer(tmp_path, read_only=read_only) as checkpointer:
+            assert checkpointer.restore(_state(0.0)) == 1
+    assert CheckpointRoot(str(tmp_path)).steps() == [1, 2]
+    assert CheckpointRoot(str(tmp_path)).ownership.newest() == 1
+
+
+def test_success_is_never_claimed_for_bytes_that_are_not_there(tmp_path: Path) -> None:
+    """Zeros of two dtypes had one digest."""
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"w": torch.zeros(1000)}, 1)
+        for state in (
+            {"w": torch.zeros(1000, dtype=torch.int32)},
+            {"w": torch.zeros(10, 100)},
+            {"w": torch.zeros(1000)},
+        ):
+            with pytest.raises(CheckpointExistsError, match="already published"):
+                checkpointer.save(state, 1)
+        checkpointer.delete(1)
+        checkpointer.save({"w": torch.zeros(1000, dtype=torch.int32)}, 1)
+    with ckpt.open(tmp_path) as opened:
+        assert opened["w"].dtype == "int32"
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+def _save_all(root: Path, steps: tuple[int, ...]) -> None:
+    with ckpt.Checkpointer(root) as checkpointer:
+        for step in steps:
+            checkpointer.save(_state(float(step)), step)
+
+
+def test_training_goes_on_from_an_older_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The next save of 30 failed, and the next start took the old 30."""
+    _save_all(tmp_path, (10, 20, 30))
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(_state(0.0), step=20) == 20
+        assert checkpointer.all_steps() == [10, 20, 30]  # nothing is moved before there is something new
+        checkpointer.save(_state(-25.0), 25)
+        assert checkpointer.all_steps() == [10, 20, 25]
+        checkpointer.save(_state(-30.0), 30)
+    assert _restored(tmp_path) == (30, -30.0)
+    assert _names(tmp_path / ".superseded") == ["step_00000030"]
+    main(["ls", str(tmp_path)])
+    assert "superseded" not in capsys.readouterr().out
+    main(["ls", str(tmp_path), "--all"])
+    assert "superseded" in capsys.readouterr().out
+
+    assert main(["restore-branch", str(tmp_path), "30"]) == 0
+    assert CheckpointRoot(str(tmp_path)).steps() == [10, 20, 30]
+    assert _restored(tmp_path) == (30, 30.0)
+    assert _names(tmp_path / ".superseded") == ["step_00000025", "step_00000030"]
+    assert main(["restore-branch", str(tmp_path), "30"]) == 0  # and back: with 25, which it continues
+    assert CheckpointRoot(str(tmp_path)).steps() == [10, 20, 25, 30]
+    assert _restored(tmp_path) == (30, -30.0)
+
+
+def test_one_job_goes_back_while_it_runs(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(_state(float(step)), step)
+        for again in range(2):
+            state = _state(0.0)
+            assert checkpointer.restore(state, step=1) == 1
+            for step in (2, 3):
+                checkpointer.save(_state(step + 10.0 * again), step)
+        assert checkpointer.all_steps() == [1, 2, 3]
+    assert _restored(tmp_path) == (3, 13.0)
+    assert (
+        _names(tmp_path / ".superseded") == ["step_00000002", "step_00000003"] * 2
+        or len(_names(tmp_path / ".superseded")) == 4
+    )
+
+
+def test_the_newest_step_continues_the_one_before(tmp_path: Path) -> None:
+    _save_all(tmp_path, (10, 20, 30))
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(_state(0.0), step=20)
+        checkpointer.save(_state(0.0), 40)
+    with ckpt.open(tmp_path) as opened, ckpt.open(tmp_path, 20) as before:
+        assert opened.summary["continues"] == {"step": 20, "save": before.summary["save"]}
+    with ckpt.open(tmp_path, 10) as first:
+        assert first.summary["continues"] is None
+
+
+def test_delete(tmp_path: Path) -> None:
+    _save_all(tmp_path, (1, 2))
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(_state(3.0), 3)
+        checkpointer.delete(1)
+        assert checkpointer.all_steps() == [2, 3]
+        with pytest.raises(CheckpointNotFoundError, match="no published step 1"):
+            checkpointer.delete(1)
+        with ckpt.open(tmp_path, 2), pytest.raises(StorageError, match="being read"):
+            checkpointer.delete(2)
+        checkpointer.delete(2)
+        checkpointer.save(_state(4.0), 4)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.delete(3)
+    assert _restored(tmp_path) == (4, 4.0)
+
+
+def test_rm_keeps_the_last_whole_step(tmp_path: Path) -> None:
+    _save_all(tmp_path, (1, 2))
+    assert main(["rm", str(tmp_path), "1", "2", "--yes"]) == 2
+    assert CheckpointRoot(str(tmp_path)).steps() == [1, 2]
+    assert main(["rm", str(tmp_path), "1"]) == 2  # it asks, and there is no terminal
+    assert main(["rm", str(tmp_path), "1", "--yes"]) == 0
+    assert CheckpointRoot(str(tmp_path)).steps() == [2]
+    assert main(["rm", str(tmp_path), "2", "--yes", "--force"]) == 0
+    assert CheckpointRoot(str(tmp_path)).steps() == []
+    assert main(["rm", str(tmp_path), "7", "--yes"]) == 2
+
+
+def test_tools_change_nothing_beside_a_job(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(float(step)), step)
+        for command in (["rm", "1", "--yes"], ["clean", "--yes"], ["restore-branch", "1"]):
+            arguments = [command[0], str(tmp_path), *command[1:]]
+            assert main(arguments) in (0, 2)
+        checkpointer.save(_state(3.0), 3)
+        assert checkpointer.all_steps() == [1, 2, 3]
+
+
+# -- starts that recover the same save ---------------------------------------------------------------------------------
+
+
+class _Stop(BaseException):
+    pass
+
+
+def _leave_complete(root: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> Any:
+        raise _Stop
+
+    with monkeypatch.context() as patch, contextlib.suppress(_Stop), ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        patch.setattr(write, "publish", stop)
+        checkpointer.save_request(_state(float(step)), step).execute_sync()
+
+
+def test_of_two_starts_that_recover_a_save_the_later_one_publishes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower one truncated documents of a step that the other had published."""
+    _leave_complete(tmp_path, 2, monkeypatch)
+    root = CheckpointRoot(str(tmp_path))
+    (save,) = root.pending()
+    token = root.ownership.claim(root.ownership.newest())
+    at_the_documents, go_on = threading.Event(), threading.Event()
+    write_document = files.write_document
+
+    def slow(path: str, data: bytes, scratch: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            at_the_documents.set()
+            assert go_on.wait(30)
+        write_document(path, data, scratch)
+
+    monkeypatch.setattr(files, "write_document", slow)
+    outcome: list[Exception] = []
+
+    def first() -> None:
+        try:
+            publish(PendingSave(root, save, token), lambda: None)
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert at_the_documents.wait(30)
+    later = root.ownership.claim(token)
+    recover.take_over(root, later, recover.Branch(), 0.0, print)
+    before = (tmp_path / "step_00000002/zarr.json").read_bytes()
+    go_on.set()
+    thread.join(30)
+    assert isinstance(outcome[0], (FencedError, StorageError))
+    assert (tmp_path / "step_00000002/zarr.json").read_bytes() == before
+    assert validate(str(tmp_path / "step_00000002")).whole
+    assert not [name for name in os.listdir(tmp_path / "step_00000002") if name.startswith(".")]
+
+
+def test_an_adoption_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _leave_complete(tmp_path, 2, monkeypatch)
+    root = CheckpointRoot(str(tmp_path))
+    (save,) = root.pending()
+    token = root.ownership.claim(root.ownership.newest())
+    root.ownership.claim(token)
+    for act in (
+        lambda: publish(PendingSave(root, save, token), lambda: None),
+        lambda: PendingSave(root, save, token).abandon(recover.Reason(None, "SaveAbandonedError", "late")),
+        lambda: recover.take_over(root, token, recover.Branch(0), 0.0, print),
+    ):
+        with pytest.raises(FencedError):
+            act()
+    assert root.pending() == [save]

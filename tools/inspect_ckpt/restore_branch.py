@@ -1,0 +1,57 @@
+"""`restore-branch`: make a step of another branch the newest one again."""
+
+from __future__ import annotations
+
+import argparse
+
+from ckpt.storage import files
+from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.files import Rename
+
+from .branches import Aside, find_aside, way_back
+from .opening import CannotReadError, root_of
+from .output import Exit, Output
+from .owning import owning
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "bring a superseded step back, with those it continues; what is newer on today's branch is superseded instead"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
+    parser.add_argument("name", metavar="STEP", help="the superseded step, as `ls --all` names it, or its number")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be moved")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    root = root_of(arguments.root)
+    if arguments.dry_run:
+        away, back = _moves(root, arguments.name)
+    else:
+        with owning(root) as token:
+            away, back = _moves(root, arguments.name)
+            for step in away:
+                root.ownership.check(token)
+                root.move_aside(step, root.superseded_path)
+            for one in back:
+                root.ownership.check(token)
+                if files.rename_directory(one.path, root.step_path(one.step)) is not Rename.DONE:
+                    raise CannotReadError(f"{one.path} cannot be moved to {root.step_path(one.step)}")
+    doing = "would be " if arguments.dry_run else ""
+    for step in away:
+        output.line(f"step {step}: {doing}superseded")
+    for one in back:
+        output.line(f"step {one.step}: {doing}published again ({one.name})")
+    moved = {"superseded": away, "published": [one.step for one in back], "dry_run": arguments.dry_run}
+    output.json({"root": root.path, **moved})
+    return Exit.WHOLE
+
+
+def _moves(root: CheckpointRoot, name: str) -> tuple[list[int], list[Aside]]:
+    """The steps that leave today's branch, newest first, and those that come back, oldest first."""
+    tip = find_aside(root, name, ("superseded",))
+    if tip is None:
+        raise CannotReadError(f"{root.path} has no superseded step {name!r}; `inspect_ckpt ls --all` lists them")
+    back, base = way_back(root, tip)
+    return [step for step in reversed(root.steps()) if step > base], back

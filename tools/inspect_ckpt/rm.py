@@ -1,0 +1,91 @@
+"""`rm`: remove steps, published ones or such that were moved aside."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from ckpt.storage import files
+from ckpt.storage.commit import CheckpointRoot
+from ckpt.validation import validate
+
+from .branches import Aside, find_aside
+from .opening import CannotReadError, root_of, steps_of
+from .output import Exit, Output, plural, size
+from .owning import agreed, owning
+from .saves import tree_bytes
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "remove steps: published ones by their number, superseded and damaged ones by the name that `ls --all` shows"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
+    parser.add_argument("names", metavar="STEP", nargs="+", help="a published step, or the name of one moved aside")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--force", action="store_true", help="also the last step that is whole")
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What a name means: a published step, or one that was moved aside."""
+
+    name: str
+    path: str
+    step: int
+    aside: Aside | None
+
+
+def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    root = root_of(arguments.root)
+    chosen = [_chosen(root, name) for name in dict.fromkeys(arguments.names)]
+    published = [one.step for one in chosen if one.aside is None]
+    if published and not arguments.force:
+        _check_one_is_left(root, published)
+    total = sum(tree_bytes(one.path)[0] for one in chosen)
+    for one in chosen:
+        output.line(f"{one.path}: {'published' if one.aside is None else one.aside.state}")
+    removed: list[str] = []
+    if not arguments.yes and not agreed(f"Remove {plural(len(chosen), 'step')}, {size(total)}? [y/N] ", output):
+        output.line("nothing was removed")
+    else:
+        removed = _remove(root, chosen)
+        output.line(f"removed {plural(len(removed), 'step')}, {size(total)}")
+    output.json({"root": root.path, "removed": removed, "freed_bytes": total if removed else 0})
+    return Exit.WHOLE
+
+
+def _chosen(root: CheckpointRoot, name: str) -> _Chosen:
+    if name.isascii() and name.isdigit() and int(name) in steps_of(root.path):
+        return _Chosen(name, root.step_path(int(name)), int(name), None)
+    found = find_aside(root, name)
+    if found is None:
+        raise CannotReadError(f"{root.path} has no step {name!r}; `inspect_ckpt ls --all` lists what there is")
+    return _Chosen(found.name, found.path, found.step, found)
+
+
+def _check_one_is_left(root: CheckpointRoot, removed: list[int]) -> None:
+    """CannotReadError unless a whole step stays, as far as can be seen without reading the arrays."""
+    for step in reversed([step for step in steps_of(root.path) if step not in removed]):
+        if validate(root.step_path(step), quick=True).restorable:
+            return
+    raise CannotReadError(f"{root.path} would have no whole step left; --force removes it all the same")
+
+
+def _remove(root: CheckpointRoot, chosen: list[_Chosen]) -> list[str]:
+    """What was moved aside is of no use to any job; a published step is the owner's to remove."""
+    removed = []
+    for one in chosen:
+        if one.aside is not None:
+            files.remove_tree(one.path)
+            removed.append(one.name)
+    published = [one for one in chosen if one.aside is None]
+    if published:
+        with owning(root) as token:
+            for one in published:
+                root.ownership.check(token)
+                if not root.remove_step(one.step):
+                    raise CannotReadError(f"{one.path} is being read; it was not removed")
+                removed.append(one.name)
+    return removed
