@@ -45,14 +45,20 @@ PartFile = tuple[dict[str, Any], int]
 """A part manifest, and the checksum of its file."""
 
 
-def publish(pending: PendingSave, tick: Callable[[], None], written: Mapping[int, PartFile] | None = None) -> Outcome:
+def publish(
+    pending: PendingSave,
+    tick: Callable[[], None],
+    written: Mapping[int, PartFile] | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Publish a save of which every part is there. Returns what was decided, by this or by another process.
 
     The parts of the ranks in `written` need not be read: the caller has just written them. Several processes may do
     this at once: they write the same documents, and one renames the directory.
 
     Raises CheckpointCorruptError when the parts do not make a whole, CheckpointExistsError when the step is published
-    by another save, and what `PendingSave.publish` raises. `tick` is called between steps, to show progress.
+    by another save, and what `PendingSave.publish` raises. `tick` is called between steps, to show progress,
+    and `before_commit` when all is durable.
     """
     intent = pending.intent()
     if intent is None:
@@ -71,6 +77,7 @@ def publish(pending: PendingSave, tick: Callable[[], None], written: Mapping[int
     made = [pending.path, *(os.path.join(pending.path, directory) for directory in directories)]
     files.sync_files([os.path.join(pending.path, name) for name in documents], made)
     tick()
+    before_commit()
     return pending.publish()
 
 
@@ -133,8 +140,8 @@ def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, 
     for step in retention.superfluous([step for step in root.steps() if step <= newest]):
         root.ownership.check(token)
         if retention.reuse_files:
-            retire_step(root, step, plan)
+            retire_step(root, step, plan, token)
         else:
-            root.remove_step(step)
+            root.remove_step(step, token)
     root.ownership.check(token)
     root.clean()

@@ -39,7 +39,7 @@ from ckpt.errors import (
 )
 from ckpt.saving.part import Image, PartPlan
 from ckpt.saving.publish import PartFile, Retention, publish, retain
-from ckpt.saving.recover import Branch, take_over
+from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.shared_memory import SharedMemory
 from ckpt.storage.commit import (
     Abandoned,
@@ -239,14 +239,16 @@ class PartWriter:
         if self.rank == _COORDINATOR and self.piece == 0:
             pending.root.make()
             pending.check_token()
+            others: list[int] = []
             if self.branch is not None:
                 warn = _log.warning
                 take_over(pending.root, self.save.owner, self.branch, self.options.commit_timeout_s, warn)
+                others = superseded(pending.root, self.save.owner, self.branch)
             if self.options.retention.reuse_files:
                 take_retired(pending, plan.plan_digest)
             else:
                 discard_retired(pending.root)
-            pending.begin(plan.world_size, plan.plan_digest)  # before the clean-up: the others wait for it
+            pending.begin(plan.world_size, plan.plan_digest, others)  # before the clean-up: the others wait for it
             with contextlib.suppress(CheckpointError):
                 pending.root.clean()
             return
@@ -322,8 +324,12 @@ class PartWriter:
                     pending.confirm()
                 return outcome
             if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
-                return publish(pending, _progress, {self.rank: part})
+                return publish(pending, _progress, {self.rank: part}, lambda: self._supersede(pending))
         raise AssertionError("unreachable")
+
+    def _supersede(self, pending: PendingSave) -> None:
+        if self.branch is not None:
+            supersede(pending.root, self.save.owner, self.branch, _log.warning)
 
     def _pauses(self, pending: PendingSave, what: str, awaited: Callable[[], Iterable[int]]) -> Iterator[None]:
         """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`.

@@ -1,9 +1,10 @@
 """The ownership protocol (docs/decisions/0023) as a state machine, small enough to look at every state.
 
-    trainers   look at the owner -> (its dead: claim, adopt or abandon, release) -> restore -> claim -> decide, move
-               newer steps aside -> save, save -> end
-    writers    make the pending directory, look at the token, make the intent / write a file, then the part / look at
-               the token, rename / remove the step before it: look, rename, look, delete or keep for the next save
+    trainers   look at the owner -> (it is dead: claim, adopt or abandon, release) -> restore -> claim -> decide ->
+               save, save -> end
+    writers    make the pending directory, look at the token, make the intent / write a file, then the part / move
+               newer steps aside, look at the token, rename / remove older steps: look at the token, rename, look at
+               what was renamed, delete it or keep it for the next save
     a reader   open the newest step, read one file, then the other, look at intent.json
     crashes    of every trainer and every writer, before every act
     stalls     every process may wait for ever before every act; the leases of a live one may be taken for expired
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tests.crash.exploration import Actor, Violation, explore
-from tests.crash.ownership_state import Bug, Dir, Life, Place, Root, Save, check
+from tests.crash.ownership_state import Bug, Dir, Life, Place, Root, Save, check, check_without_crashes
 from tests.crash.ownership_writers import Job, Writers
 
 __all__ = ["Setup", "Violation", "explore_ownership"]
@@ -80,7 +81,7 @@ class Trainer(Writers):
             yield "finds no owner alive", self._dead_owner(job, root), root
 
     def _dead_owner(self, job: Job, root: Root) -> Job:
-        if not (any(root.having(Place.PENDING)) or root.misplaced()):
+        if not any(root.having(Place.PENDING)):
             return job._replace(pc="picks", seen=root.top)
         without = Bug.ADOPT_WITHOUT_CLAIM in self.bugs
         return job._replace(pc="adopts" if without else "claims", seen=root.top)
@@ -141,18 +142,11 @@ class Trainer(Writers):
         return "releases the root", job._replace(pc="picks", token=0, seen=root.top, owed=frozenset()), after
 
     def _picks(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        """Where no step is published, there is one that was moved aside: it is read where it is."""
         steps = sorted(root.published())
-        aside = [(root.saves[d.save].token, root.saves[d.save].step) for _, d in root.having(Place.ASIDE)]
         for step in steps[0 if self.any_step else -1 :]:
             yield f"restores step {step}", job._replace(pc="trains", restored=step), root
-        if not steps and aside and Bug.NO_LOOK_ASIDE not in self.bugs:
-            step = max(aside)[1]
-            yield f"restores step {step}, which was moved aside", job._replace(pc="trains", restored=step), root
-        elif not steps:
-            pending = any(d.complete for _, d in root.having(Place.PENDING))
-            none = root.wrong("a restore finds nothing, though steps were published")
-            yield "finds no step", job._replace(pc="starts", seen=0), root if pending else none
+        if not steps:  # there is a complete save, about to take the place of those that were moved aside
+            yield "finds no step, and looks again", job._replace(pc="starts", seen=0), root
 
     # -- save ----------------------------------------------------------------------------------------------------------
 
@@ -160,8 +154,6 @@ class Trainer(Writers):
         yield "ends without a save", job.ended(), root
         life = root.lives[root.owner] if root.owner >= 0 else Life.GONE
         claimed = job._replace(pc="decides", token=root.top + 1, seen=0)
-        if Bug.DECIDE_LAST in self.bugs:
-            claimed = claimed._replace(pc="lists")
         if life is Life.GONE or root.top == job.seen:
             yield f"claims token {claimed.token}", claimed, self._claimed(root)
             return
@@ -170,48 +162,17 @@ class Trainer(Writers):
         yield f"claims token {claimed.token}, taking the owner for dead", claimed, self._claimed(stalled)
 
     def _decides(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        """Whatever is pending came after what this job has restored: it is given up."""
+        """Whatever is pending came after what this job has restored."""
         undecided = self._undecided(job, root)
         for number, d in undecided:
-            yield f"abandons save {d.save} of an earlier owner", job, root.moved(number, Place.GIVEN_UP)
+            if d.complete and root.saves[d.save].step not in root.published():
+                yield f"adopts save {d.save} of an earlier owner", job, root.publish(number, job.token)
+            else:
+                yield f"abandons save {d.save} of an earlier owner", job, root.moved(number, Place.GIVEN_UP)
         yield from self._puts_back(job, root)
         if not undecided and not root.misplaced():
             after = root._replace(settled=max(root.settled, job.token))
-            if Bug.DECIDE_LAST in self.bugs:
-                yield "has decided all", *self.next_save(job, after, 0)
-            else:
-                yield "has decided all", job._replace(pc="lists"), after
-
-    def _lists(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        newer = [step for step, n in root.published().items() if step > job.restored and self.is_foreign(root, n, job)]
-        if not newer and Bug.DECIDE_LAST in self.bugs:
-            yield "has nothing to move aside", job._replace(pc="decides"), root
-        elif not newer:
-            yield "has nothing to move aside, and saves", *self.next_save(job, root, 0)
-        elif root.top != job.token:
-            yield "is fenced", job.ended(), root
-        else:
-            step = max(newer)
-            listed = root.dirs[root.published()[step]].save
-            yield f"lists step {step}, and looks at the token", job._replace(pc="moves", listed=(step, listed)), root
-
-    def _moves(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        step, listed = job.listed
-        number = root.published().get(step)
-        if number is None:
-            yield f"finds no step {step}", job._replace(pc="lists", listed=(-1, -1)), root
-            return
-        after = self.superseded(root.moved(number, Place.ASIDE, job.token), listed, number)
-        yield f"moves step {step} aside", job._replace(pc="inspects", listed=(number, listed)), after
-
-    def _inspects(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        number, listed = job.listed
-        job = job._replace(pc="lists", listed=(-1, -1))
-        d = root.dirs[number]
-        if d.save != listed and d.place is Place.ASIDE:
-            yield f"has moved save {d.save}, not {listed}, and puts it back", job, root.put_back(number)
-        else:
-            yield "finds that it was the one listed", job, root
+            yield "has decided all, and saves", *self.next_save(job, after, 0)
 
     def _saves(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
         if "dead" in job.writers:
@@ -276,6 +237,7 @@ def explore_ownership(setup: Setup) -> int:
         for job in range(setup.jobs)
     ]
     own = [Job(writers=("idle",) * ranks)] * setup.jobs
+    invariants = check if setup.crashes else check_without_crashes
     if setup.reader:
-        return explore([*actors, _reader(setup.bugs)], [*own, Reading()], root, check)
-    return explore(actors, own, root, check)
+        return explore([*actors, _reader(setup.bugs)], [*own, Reading()], root, invariants)
+    return explore(actors, own, root, invariants)

@@ -117,7 +117,12 @@ class Writers:
         yield from getattr(self, f"_writer_{state}")(job, root)
 
     def _writer_called(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        if Bug.LOOK_BEFORE_MAKING not in self.bugs:
+        others = self._others(job, root) if Bug.SUPERSEDE_FIRST in self.bugs else []
+        if others:
+            number = root.published()[max(others)]
+            after = self.superseded(root.moved(number, Place.ASIDE, job.token), root.dirs[number].save, number)
+            yield f"moves step {max(others)} aside at once", job, after
+        elif Bug.LOOK_BEFORE_MAKING not in self.bugs:
             yield self._make(job, root, "made")
         elif root.top == job.token:
             yield "looks at the token too early", job.with_writer(0, "early"), root
@@ -171,12 +176,44 @@ class Writers:
             root = root.with_dir(number, root.dirs[number]._replace(intent=save))
         missing = set(range(len(job.writers))) - root.dirs[number].parts
         if not missing:
-            if root.top == job.token or Bug.NO_LOOK_AT_PUBLISH in self.bugs:
+            if others := self._others(job, root):
+                yield from self._lists(job, root, others)
+            elif root.top == job.token or Bug.NO_LOOK_AT_PUBLISH in self.bugs:
                 yield "looks at the token before the rename", job.with_writer(0, "commits"), root
             else:
                 yield from self._is_fenced(job, root)
         elif job.pc == "ended" and all(job.writers[rank] in ("dead", "idle") for rank in missing):
             yield "ends, nobody writes the rest", job.with_writer(0, "idle"), root
+
+    def _others(self, job: Job, root: Root) -> list[int]:
+        """The steps of other owners that are newer than what this job continues."""
+        return [step for step, n in root.published().items() if step > job.restored and self.is_foreign(root, n, job)]
+
+    def _lists(self, job: Job, root: Root, others: list[int]) -> Iterator[tuple[str, Job, Root]]:
+        step = max(others)
+        listed = step, root.dirs[root.published()[step]].save
+        if root.top == job.token:
+            yield f"lists step {step} to be moved aside", job.with_writer(0, "moves")._replace(listed=listed), root
+        else:
+            yield from self._is_fenced(job, root)
+
+    def _writer_moves(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
+        step, listed = job.listed
+        number = root.published().get(step)
+        if number is None:
+            yield f"finds no step {step}", job.with_writer(0, "waits")._replace(listed=(-1, -1)), root
+        else:
+            after = self.superseded(root.moved(number, Place.ASIDE, job.token), listed, number)
+            yield f"moves step {step} aside", job.with_writer(0, "checks")._replace(listed=(number, listed)), after
+
+    def _writer_checks(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
+        number, listed = job.listed
+        job = job.with_writer(0, "waits")._replace(listed=(-1, -1))
+        d = root.dirs[number]
+        if d.save != listed and d.place is Place.ASIDE:
+            yield f"has moved save {d.save}, not {listed}, and puts it back", job, root.put_back(number)
+        else:
+            yield "finds that it was the one listed", job, root
 
     def _writer_commits(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
         save = self.save_of(job)
@@ -192,7 +229,7 @@ class Writers:
             yield f"finds step {step} taken", job.with_writer(0, "idle"), after
         else:
             after = root.publish(number)
-            others = [s for s, n in root.published().items() if s > job.restored and self.is_foreign(root, n, job)]
+            others = self._others(job, root)
             if others:
                 after = after.wrong(f"step {step} continues {job.restored}, beside the steps {others} of other owners")
             yield f"publishes step {step}", job.with_writer(0, "keeps"), after._replace(told=root.told | {save})

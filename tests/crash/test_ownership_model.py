@@ -13,6 +13,7 @@ from tests.crash.ownership_state import Bug
 _FULL = os.environ.get("CKPT_RESTART_FAULTS") == "full"
 _SETUPS = {
     "two ranks": Setup(),
+    "two ranks that only stall": Setup(saves=2, crashes=False),
     "an incomplete save is left": Setup(ranks=1, left="incomplete"),
     "a reader": Setup(ranks=1, reader=True, reuse=True),
 }
@@ -27,12 +28,11 @@ _FOUND_IN = {
     Bug.ADOPT_WITHOUT_CLAIM: Setup(ranks=1, left="incomplete"),
     Bug.CLAIM_ON_AN_OLD_VIEW: Setup(ranks=1, left="incomplete"),
     Bug.DECIDE_EVERYTHING: Setup(ranks=1, left="incomplete"),
-    Bug.DECIDE_LAST: Setup(ranks=1),
+    Bug.SUPERSEDE_FIRST: Setup(ranks=1, crashes=False),
     Bug.VERIFY_BEFORE_READING: Setup(reader=True, reuse=True, crashes=False),
     Bug.OVERWRITE_WITH_INTENT: Setup(reader=True, reuse=True, crashes=False),
     Bug.FENCED_WRITER_ABANDONS: Setup(ranks=1),
     Bug.REMOVE_UNSEEN: Setup(ranks=1, saves=2, crashes=False),
-    Bug.NO_LOOK_ASIDE: Setup(jobs=3, ranks=1, crashes=False),
 }
 _LOOKS = [Bug.NO_LOOK_AT_PUBLISH, Bug.LOOK_BEFORE_MAKING]
 

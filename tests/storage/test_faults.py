@@ -67,11 +67,12 @@ def _kinds(call: Call) -> list[str]:
 
 def _cases(scenario: Scenario, template: Path, folder: Path) -> list[tuple[int, str]]:
     """All calls of the save, and how each can fail."""
-    copy = folder / "counted"
-    shutil.copytree(template, copy)
-    counted = _Fault()
-    with opened(copy, **scenario.options) as checkpointer, Syscalls().hooked(counted):
-        save(checkpointer, scenario.step)
+    for attempt in range(2):  # the first one finds out what is then known: the name of this host
+        copy = folder / f"counted_{attempt}"
+        shutil.copytree(template, copy)
+        counted = _Fault()
+        with opened(copy, **scenario.options) as checkpointer, Syscalls().hooked(counted):
+            save(checkpointer, scenario.step)
     return [(at, kind) for at, call in enumerate(counted.calls) for kind in _kinds(call)]
 
 

@@ -1,6 +1,6 @@
 """Two jobs on one root, and what the second one must never lose, in the orders of events that a model has found.
 
-See tests/crash/ownership_model.py. Both jobs run in this process; every act of one falls at a chosen point of the other.
+See tests/crash/ownership_model.py. Both jobs run in this process; one acts at a chosen point of the other.
 """
 
 import errno
