@@ -27,7 +27,7 @@ pytest: $(INSTALLED)
 # The crash matrix and the fault matrix by themselves: all of both (`make test` runs some of their cells), verbose.
 # The second one has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
 test-faults: $(INSTALLED)
-	CKPT_CRASH_MATRIX=full CKPT_RESTART_FAULTS=full $(PYTEST) -v tests/crash tests/ckpt/shared_fs tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
+	CKPT_CRASH_MATRIX=full CKPT_RESTART_FAULTS=full $(PYTEST) -v tests/crash tests/storage tests/ckpt/shared_fs tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
 	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
 	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/fault_tolerance tests/examples $(PYTEST_ARGS)
 

@@ -237,7 +237,7 @@ def explore_ownership(setup: Setup) -> int:
         for job in range(setup.jobs)
     ]
     own = [Job(writers=("idle",) * ranks)] * setup.jobs
-    invariants = check if setup.crashes else check_without_crashes
+    invariants = check if setup.crashes or setup.jobs > 2 else check_without_crashes
     if setup.reader:
         return explore([*actors, _reader(setup.bugs)], [*own, Reading()], root, invariants)
     return explore(actors, own, root, invariants)

@@ -171,7 +171,8 @@ def check(root: Root) -> str | None:
 def check_without_crashes(root: Root) -> str | None:
     """Like `check`; also, there is a step, or one about to be: a complete save, or one that will be put back.
 
-    Not if a writer dies between its last two renames. It has moved steps aside then, and not yet published its own.
+    Not if a writer dies between its last two renames, or if a third job claims the root between them. It has moved
+    steps aside then, and does not publish its own.
     """
     there = any(d.complete for place in (Place.PUBLISHED, Place.PENDING) for _, d in root.having(place))
     if not there and not root.misplaced():
