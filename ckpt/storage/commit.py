@@ -397,7 +397,10 @@ class PendingSave:
             raise self.already_published()
         if result is Rename.DONE:
             self._forget_reasons()
-        return self.outcome() or Abandoned(_vanished(self.save))
+        outcome = self.outcome() or Abandoned(_vanished(self.save))
+        if result is not Rename.DONE and isinstance(outcome, Published):
+            self.confirm()  # another process renamed it, or this one did, and the call was repeated
+        return outcome
 
     def confirm(self) -> None:
         """Make the publication durable as seen from here, by a rank that did not publish. NotDurableError."""

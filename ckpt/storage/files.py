@@ -430,9 +430,11 @@ def _rename_no_replace(source: str, target: str) -> None:
     at_fdcwd, no_replace = -100, 1
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
-        if renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), no_replace) == 0:
-            return
-        number = ctypes.get_errno()
+        number = errno.EINTR
+        while number == errno.EINTR:  # Python repeats the calls of `os` only
+            if renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), no_replace) == 0:
+                return
+            number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(number, os.strerror(number), source)
     if os.path.lexists(target):

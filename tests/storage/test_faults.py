@@ -142,3 +142,24 @@ def test_a_call_that_fails_loses_nothing(tmp_path: Path, name: str, share: int) 
         shutil.rmtree(root)
     print(f"{name}: {len(cases)} of {len(every)} faults")
     assert not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("kind", ["EINTR", "done, EINTR"])
+def test_a_commit_that_a_signal_interrupts_is_repeated(tmp_path: Path, kind: str) -> None:
+    """Python repeats the calls of `os`; this one is not of `os`. The step is durable before the one before is removed."""
+    scenario = SCENARIOS["retention"]
+    for name in ("counted", "root"):
+        (tmp_path / name).mkdir()
+        scenario.prepare(tmp_path / name)
+    counted = _Fault()
+    with opened(tmp_path / "counted", **scenario.options) as checkpointer, Syscalls().hooked(counted):
+        save(checkpointer, scenario.step)
+    commit = _commit(counted.calls, scenario.step)
+    fault = _Fault(commit, kind)
+    with opened(tmp_path / "root", **scenario.options) as checkpointer, Syscalls().hooked(fault):
+        save(checkpointer, scenario.step)
+    assert assert_whole(tmp_path / "root") == [scenario.step]
+    names = [call.name for call in fault.calls[commit:]]
+    assert names[:2] == ["renameat2", "renameat2"]
+    removal = names.index("renameat2", 2)
+    assert "fsync" in names[:removal]
