@@ -23,7 +23,7 @@ from tests.storage.small_saves import SCENARIOS, Scenario, assert_whole, opened,
 from tests.storage.syscalls import Call, Syscalls
 
 _FULL = os.environ.get("CKPT_CRASH_MATRIX") == "full"
-_CASES = 45  # of each scenario, unless all
+_CASES = 30  # of each scenario, unless all
 _SHARES = range(8) if _FULL else range(1)
 _CHANGING = {"link", "mkdir", "rename", "renameat2", "rmdir", "unlink"}
 
@@ -104,7 +104,8 @@ def _run(root: Path, scenario: Scenario, at: int, kind: str) -> None:
         except CheckpointError as error:
             failure = str(error)  # the error itself would keep what it has come through
         assert fault.happened, "the call was not made"
-        steps = assert_whole(root)
+        strays = fault.calls[at].name == "unlink"  # then a temporary file cannot be removed
+        steps = assert_whole(root, strays=strays)
         assert scenario.step in steps or failure, "the save is no error, and the step is not there"
         assert scenario.step in steps or scenario.earlier in [*steps, 0], f"nothing is left but {steps}"
         commit = _commit(fault.calls, scenario.step)
@@ -113,10 +114,10 @@ def _run(root: Path, scenario: Scenario, at: int, kind: str) -> None:
             assert scenario.earlier in [*steps, 0], "the step before was removed, and this one is not durable"
         with Syscalls().hooked(_Fault()):
             save(checkpointer, 9)
-        assert 9 in assert_whole(root), "the next save"
+        assert 9 in assert_whole(root, strays=strays), "the next save"
     assert CheckpointRoot(str(root)).pending() == [], "the next save has decided nothing"
     left = [str(path.relative_to(root)) for path in root.rglob(".*.tmp")]
-    assert not left or fault.calls[at].name == "unlink", f"temporary files are left: {left}"
+    assert strays or not left, f"temporary files are left: {left}"
     gc.collect()
     assert not (lost := _descriptors() - descriptors), f"descriptors are left open: {lost}"
 
@@ -146,7 +147,7 @@ def test_a_call_that_fails_loses_nothing(tmp_path: Path, name: str, share: int) 
 
 @pytest.mark.parametrize("kind", ["EINTR", "done, EINTR"])
 def test_a_commit_that_a_signal_interrupts_is_repeated(tmp_path: Path, kind: str) -> None:
-    """Python repeats the calls of `os`; this one is not of `os`. The step is durable before the one before is removed."""
+    """Python repeats the calls of `os`, and this one is not of `os`. It is durable before the older step is removed."""
     scenario = SCENARIOS["retention"]
     for name in ("counted", "root"):
         (tmp_path / name).mkdir()
