@@ -125,6 +125,11 @@ class Checkpointer:
         self._closed = False
 
     @property
+    def root(self) -> str:
+        """The absolute path of the root."""
+        return self._root.path
+
+    @property
     def queue(self) -> AsyncCallsQueue:
         """The queue that runs the saves."""
         return self._queue

@@ -196,7 +196,8 @@ class Saver:
         """Leave the root, give the arena back. The queue is the Checkpointer's."""
         if self._planner.owner is not None:
             with contextlib.suppress(CheckpointError):  # then its lease expires
-                self._root.ownership.release(self._planner.owner, self._ranks.rank)
+                done = not any(isinstance(fn, PartWriter) for fn in self._queue.functions())
+                self._root.ownership.release(self._planner.owner, self._ranks.rank, done=done)
         self.memory.close()
         if self._pieces_queue is not None:
             self._pieces_queue.close(abort=True)
