@@ -101,7 +101,7 @@ class Checkpointer:
         if layout not in ("arrays", "packed"):
             raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
         self._root = CheckpointRoot(_local_path(root))
-        self._ranks = Ranks(process_group)
+        self._ranks = Ranks(process_group, timeout.total_seconds())
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
@@ -177,6 +177,7 @@ class Checkpointer:
         ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
         """
         self._check_open()
+        self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
         with self._phase("ckpt.restore"):
             if self._ranks.rank == 0 and self._saver.recovers_first:
                 recover(self._root, self._timeout_s, _log.warning)

@@ -90,6 +90,7 @@ class Saver:
     def warmup(self, state: Any) -> None:
         """Plan, map and fault in the arena, and have the writers started. Collective, like the first save of a
         structure."""
+        self._ranks.doing = "warmup"
         self._queue.start()
         self._fit_arena(self._planner.prepare(state).planned)
 
@@ -102,6 +103,7 @@ class Saver:
         """Stage `state`; the request writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {step!r}")
+        self._ranks.doing = f"the save of step {step}"
         self._planner.begin_attempt(step)
         try:
             prepared = self._planner.prepare(state)
