@@ -69,6 +69,7 @@ class Checkpointer:
         pack_below_bytes: int = _GRID.pack_below_bytes,
         layout: Literal["arrays", "packed"] = "arrays",
         reuse_files: bool = False,
+        replicas: Literal["error", "warn", "ignore"] = "error",
     ) -> None:
         """Nothing is started or written yet.
 
@@ -86,6 +87,11 @@ class Checkpointer:
         instead of making new ones; until then, or `close`, they stay on the disk. `restore` and inspect_ckpt keep a
         step they read from being removed; another program that copies or maps the files of a step while it is removed
         can see bytes of a later one, unless it holds a shared flock on its directory. Not with `compression`.
+
+        `replicas` is about parameters and optimizer state that several ranks have, and have different, as far as
+        samples that are taken in each save show: "error" abandons the save on all ranks, "warn" publishes a mixture
+        and logs it, "ignore" does not look. Buffers, small tensors of unknown use and values are those of the lowest
+        rank that has them; of the latter two it is logged if they differ (see docs/guide.md).
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
@@ -100,6 +106,8 @@ class Checkpointer:
             )
         if layout not in ("arrays", "packed"):
             raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
+        if replicas not in ("error", "warn", "ignore"):
+            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {replicas!r}")
         self._root = CheckpointRoot(_local_path(root))
         self._ranks = Ranks(process_group, timeout.total_seconds())
         self._owns_queue = queue is None
@@ -107,7 +115,7 @@ class Checkpointer:
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files), recover=True)
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
-        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
+        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
         self._registered: dict[str, Any] = {}

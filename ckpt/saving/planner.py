@@ -13,18 +13,20 @@ import hashlib
 import logging
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.description import StateDescription, exchange
 from ckpt.planning.grid import GridOptions
+from ckpt.planning.replicas import replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
 from ckpt.saving.layout import make_part
 from ckpt.saving.part import LocalBoxes, Part
+from ckpt.saving.samples import Replicas
 from ckpt.storage.commit import SaveId
 from ckpt.storage.documents import encode_value
 
@@ -50,13 +52,16 @@ class Planned:
     plan_bytes: bytes
     value_owners: dict[Path, bool]
     nonce: bytes
+    replicas: Replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A state ready to be staged. `values` are the entries of the part manifest: path, rank or None, encoded value."""
+    """A state ready to be staged. `encoded` are all its values; `values` those that this rank writes, the entries of
+    the part manifest: path, rank or None, encoded value."""
 
     flat: FlatState
+    encoded: dict[Path, Any]
     values: list[Any]
     planned: Planned
 
@@ -91,7 +96,7 @@ class Planner:
         planned = self._plan(flat)
         rank = self._ranks.rank
         values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
-        return Prepared(flat, values, planned)
+        return Prepared(flat, encoded, values, planned)
 
     def begin_epoch(self, epoch: int) -> None:
         """Forget the plan: the ranks, and who they are, may be others from now on. The next save is planned anew."""
@@ -121,14 +126,17 @@ class Planner:
         if self._planned is not None and self._planned.description == description:
             return self._planned
         nonce = self._agree_on_nonce()
-        plan = make_save_plan(exchange(description, self._ranks), self._grid)
+        kinds = replica_kinds(flat)
+        from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
+        own = replace(description, from_lowest=from_lowest)
+        plan = make_save_plan(exchange(own, self._ranks), self._grid)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
         part = make_part(plan, rank, boxes, self._max_slot_bytes, self._compression)
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
         plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        self._planned = Planned(description, plan, boxes, part, plan_bytes, owned, nonce)
+        self._planned = Planned(description, plan, boxes, part, plan_bytes, owned, nonce, Replicas.of(flat, kinds))
         if part.plan.pieces > 1:
             _log.warning(
                 "rank %d: the state needs %d bytes of staging memory, and a slot may have %s: it is staged in %d "

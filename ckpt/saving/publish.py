@@ -7,6 +7,7 @@ that was complete but not yet published. Needs nothing but what is in the direct
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError
+from ckpt.saving.replicas import Warn, all_names, check_replicas
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import FORMAT_VERSION, Abandoned, CheckpointRoot, Outcome, PendingSave, Published, Reason
@@ -49,18 +51,24 @@ PartFile = tuple[dict[str, Any], int]
 """A part manifest, and the checksum of its file."""
 
 
-def publish(pending: PendingSave, tick: Callable[[], None], written: Mapping[int, PartFile] | None = None) -> Outcome:
+def publish(
+    pending: PendingSave,
+    tick: Callable[[], None],
+    written: Mapping[int, PartFile] | None = None,
+    warn: Warn = lambda names, mixed: None,
+) -> Outcome:
     """Publish a save of which every part is there. Returns what was decided, by this or by anybody else.
 
     The parts of the ranks in `written` need not be read: the caller has just written them.
 
     Raises CheckpointCorruptError when the parts do not make a whole, CheckpointExistsError when the step is published
-    with other content. `tick` is called between steps, to show progress.
+    with other content, StateError when ranks have parameters different. `tick` is called between steps, to show
+    progress; `warn` is told what else ranks have different.
     """
     intent = pending.intent()
     if intent is None:
         return pending.outcome()
-    summary, arrays, state = _merge(pending, intent, written or {}, tick)
+    summary, arrays, state = _merge(pending, intent, written or {}, tick, warn)
     tick()
     state_bytes = seal(state)
     summary["content"] = _content_digest(summary.pop("chunks"), state_bytes)
@@ -80,13 +88,14 @@ def publish(pending: PendingSave, tick: Callable[[], None], written: Mapping[int
 
 
 def _merge(
-    pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None]
+    pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
 ) -> tuple[dict[str, Any], dict[str, ArrayMeta], dict[str, Any]]:
     """The summary for the root, all arrays by directory, and the state document, from the parts of all ranks."""
     arrays: dict[str, ArrayMeta] = {}
     chunks: dict[str, int] = {}
     state: dict[str, Any] = {"values": [], "aliases": []}
     packed: list[EncodedList] = []
+    replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in ("format", "save", "step", "epoch", "world_size", "plan")}
     summary |= {"bytes": 0, "files": 0, "parts": []}
     for rank in range(intent["world_size"]):
@@ -109,10 +118,13 @@ def _merge(
         for kind in state:
             state[kind] += part[kind]
         packed.append(EncodedList.of(part["packed"]))
+        replicas.append(part.get("replicas", {}))
         summary["parts"].append(part_checksum)
         tick()
     _check_cover(pending, arrays, chunks)
     all_packed = EncodedList.joined(packed)
+    attributes = [meta.attributes for meta in arrays.values()]
+    check_replicas(replicas, lambda: all_names(attributes, json.loads(all_packed.data), state["values"]), warn)
     summary["tensors"] = len(arrays) + all_packed.items
     summary["chunks"] = chunks
     return summary, arrays, {**state, "packed": all_packed}
