@@ -7,7 +7,7 @@
     other       all other tensors                                          the lowest rank   said in a warning
 
 A parameter is divided among its ranks, so that each writes a part. A buffer is not: ranks of data-parallel training
-have running statistics of their own, and half of the ones of each rank make no sense.
+have running statistics of their own, and those of one rank must not be mixed with those of another.
 
 A dict of tensors, such as ``model.state_dict()``, does not say what is a parameter. What is small costs nothing if one
 rank writes it, so only large tensors are taken for parameters there.

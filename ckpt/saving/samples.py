@@ -2,9 +2,9 @@
 
 To look at all bytes of all replicas would cost as much as a save. A sample is a run of elements at a place that the
 identity of the save decides, so it is the same on all ranks and another one in each save. Their number and size are
-bounded: half a MB on the CPU; on a GPU, where each is an operation of the device, a few small ones, which are copied
-behind the page header of the slot and digested by the writer. A tensor that is no larger than a sample, and every
-value, is compared as a whole.
+bounded: a quarter of a MB on the CPU; on a GPU, where each is an operation of the device, a few small ones, which are
+copied behind the header of the slot and digested by the writer. Of a state with more tensors each save looks at others.
+A tensor no larger than a sample is looked at as a whole, and so are values.
 
 Runs in the trainer.
 """
@@ -32,7 +32,7 @@ __all__ = ["SAMPLES_BYTES", "Replicas"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_MOST = 256
+_MOST = 128
 _SAMPLE_BYTES = 2 << 10
 _MOST_ON_DEVICE = 24
 _DEVICE_SAMPLE_BYTES = 128
@@ -45,28 +45,35 @@ SAMPLES_BYTES = _MOST_ON_DEVICE * _DEVICE_SAMPLE_BYTES
 
 @dataclass(frozen=True)
 class Replicas:
-    """What of a planned state other ranks have, too. `names`, `boxes` and `elements` are columns, one row for each of
-    the `paths`; `values` are the keys of the names of values."""
+    """What of a planned state other ranks have, too: columns with a row for each of the `paths`.
+
+    `names` and `boxes` are keys of the name, and of where in the tensor this rank's box is. A sample has `counts`
+    elements on the CPU, and `device_counts` elsewhere. `values` are the keys of the names of values.
+    """
 
     paths: tuple[Path, ...]
-    is_parameter: tuple[bool, ...]
+    values: dict[Path, int]
+    is_parameter: Array
     names: Array
     boxes: Array
-    elements: tuple[int, ...]
-    values: dict[Path, int]
+    elements: Array
+    counts: Array
+    device_counts: Array
 
     @classmethod
     def of(cls, flat: FlatState, kinds: Mapping[Path, Kind]) -> Replicas:
         """Those tensors that are not buffers, and are one box here; and the values that are not per rank."""
-        rows = []
+        paths, rows = [], []
         for path, kind in kinds.items():
             leaf = flat.tensors[path]
-            if kind != "buffer" and len(leaf.boxes) == 1 and leaf.local.numel() == leaf.boxes[0][0].elements:
-                offset = leaf.boxes[0][0].offset
-                rows.append((path, kind == "parameter", name_key(path), name_key(offset), leaf.local.numel()))
-        paths, is_parameter, names, boxes, elements = zip(*rows, strict=True) if rows else ((),) * 5
+            elements, size = leaf.local.numel(), leaf.spec.itemsize
+            if kind != "buffer" and len(leaf.boxes) == 1 and elements == leaf.boxes[0][0].elements:
+                counts = (min(elements, max(1, most // size)) for most in (_SAMPLE_BYTES, _DEVICE_SAMPLE_BYTES))
+                paths.append(path)
+                rows.append((kind == "parameter", name_key(path), name_key(leaf.boxes[0][0].offset), elements, *counts))
+        columns = np.array(rows, np.uint64).reshape(-1, 6).T.copy()
         values = {path: name_key(path) for path, leaf in flat.values.items() if not leaf.per_rank}
-        return cls(paths, is_parameter, np.array(names, np.uint64), np.array(boxes, np.uint64), elements, values)
+        return cls(tuple(paths), values, columns[0].astype(bool), *columns[1:])
 
     def sample(
         self,
@@ -84,88 +91,68 @@ class Replicas:
         """
         seed = int.from_bytes(hashlib.blake2b(save_name.encode(), digest_size=8).digest(), "little")
         order = _mixed(self.names ^ _mixed(self.boxes) ^ np.uint64(seed))
-        taken = _Taken(slot[1])
-        for number in _first(order, _MOST).tolist():
-            leaf = flat.tensors[self.paths[number]]
-            most = _SAMPLE_BYTES if leaf.local.is_cpu else _DEVICE_SAMPLE_BYTES
-            elements = self.elements[number]
-            count = min(elements, max(1, most // leaf.spec.itemsize))
-            first = int(order[number]) % (elements - count + 1)
-            window = (int(self.boxes[number]) + first * 0x9E3779B97F4A7C15 + count) & _MASK
-            key = self.is_parameter[number], int(self.names[number]), window
-            taken.add(key, leaf.local, first, count, stream)
-        taken.queue(slot[0], stream)
-        parameters, others = taken.entries()
-        others += self._of_values(encoded, seed)
-        in_slot = tuple(taken.in_slot)
-        return Digests(tolerance, np.array(parameters, ENTRY).tobytes(), np.array(others, ENTRY).tobytes(), in_slot)
+        rows = _first(order, _MOST)
+        local = [flat.tensors[self.paths[row]].local for row in rows.tolist()]
+        on_cpu = np.fromiter((tensor.is_cpu for tensor in local), bool, len(local))
+        chosen = on_cpu | (np.cumsum(~on_cpu) <= _MOST_ON_DEVICE)
+        count = np.where(on_cpu, self.counts[rows], self.device_counts[rows])
+        first = order[rows] % (self.elements[rows] - count + np.uint64(1))
+        entries = np.zeros(len(rows), ENTRY)
+        entries["name"] = self.names[rows]
+        entries["window"] = _mixed(self.boxes[rows] ^ _mixed(first)) ^ count
+        runs = list(zip(local, first.tolist(), count.tolist(), strict=True))
+        is_parameter = self.is_parameter[rows]
+        here = chosen if stream is None else on_cpu
+        entries["digest"][here] = _digests([runs[number] for number in np.flatnonzero(here).tolist()])
+        in_slot: list[InSlot] = []
+        if stream is not None and not on_cpu.all():
+            there = np.flatnonzero(chosen & ~on_cpu).tolist()
+            offsets = _queue([runs[number] for number in there], *slot, stream)
+            for number, (offset, nbytes) in zip(there, offsets, strict=True):
+                name, window, _ = entries[number].tolist()
+                in_slot.append(InSlot(bool(is_parameter[number]), name, window, offset, nbytes))
+        values = self._of_values(encoded, seed)
+        others = entries[here & ~is_parameter].tobytes() + values.tobytes()
+        return Digests(tolerance, entries[here & is_parameter].tobytes(), others, tuple(in_slot))
 
-    def _of_values(self, encoded: Mapping[Path, Any], seed: int) -> list[tuple[int, int, int]]:
+    def _of_values(self, encoded: Mapping[Path, Any], seed: int) -> Array:
         paths = list(self.values)
         if len(paths) > _MOST_VALUES:
             keys = np.fromiter(self.values.values(), np.uint64, len(paths))
             paths = [paths[number] for number in _first(_mixed(keys ^ np.uint64(seed)), _MOST_VALUES).tolist()]
-        return [(self.values[path], 0, _digest(encoded[path])) for path in paths]
+        return np.array([(self.values[path], 0, _digest(encoded[path])) for path in paths], ENTRY)
 
 
-_Entry = tuple[int, int, int]
+_Run = tuple[torch.Tensor, int, int]
+"""Elements of a tensor, in C order: the first, and how many."""
 
 
-class _Taken:
-    """Collects samples: where the bytes of those on the CPU are, and the tensors of the others."""
-
-    def __init__(self, room: int) -> None:
-        self.in_slot: list[InSlot] = []
-        self._room = room
-        self._keys: list[tuple[bool, int, int]] = []
-        self._runs: list[tuple[int, int]] = []  # address and bytes
-        self._kept: list[torch.Tensor] = []
-        self._on_device: list[tuple[torch.Tensor, int, int]] = []
-
-    def add(
-        self, key: tuple[bool, int, int], local: torch.Tensor, first: int, count: int, stream: torch.cuda.Stream | None
-    ) -> None:
-        """Take elements `first` to ``first + count``, in C order."""
+def _digests(runs: list[_Run]) -> Array:
+    """Those of elements on the CPU, or on a device that there is no stream for."""
+    addresses, nbytes, kept = [], [], []
+    for local, first, count in runs:
         size = local.element_size()
         if local.is_cpu and is_plain(local):  # nearly always
-            self._keys.append(key)
-            self._runs.append((local.data_ptr() + first * size, count * size))
-            return
-        if not local.is_cpu:
-            if len(self._on_device) == _MOST_ON_DEVICE:
-                return
-            self._on_device.append((local, first, count))
-            if stream is not None:
-                self.in_slot.append(InSlot(*key, self._room, count * size))
-                self._room += count * size
-                return
-        part = some_bytes(local, first, count).cpu()
-        self._keys.append(key)
-        self._kept.append(part)
-        self._runs.append((part.data_ptr(), part.numel()))
+            addresses.append(local.data_ptr() + first * size)
+        else:
+            kept.append(some_bytes(local, first, count).cpu())
+            addresses.append(kept[-1].data_ptr())
+        nbytes.append(count * size)
+    return checksums_of(np.array(addresses, np.uint64), np.array(nbytes, np.uint64))
 
-    def queue(self, slot: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Copy the samples that are on a GPU to their room in the slot, behind what is queued there already."""
-        if stream is None or not self.in_slot:
-            return
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            parts = [some_bytes(*sample) for sample in self._on_device]
-            for local, _, _ in self._on_device:
-                memory_of(local).record_stream(stream)  # it is not given to others before the copy has run
-            joined = torch.cat(parts)
-            begin = self.in_slot[0].offset
-            slot[begin : begin + joined.numel()].copy_(joined, non_blocking=True)
 
-    def entries(self) -> tuple[list[_Entry], list[_Entry]]:
-        """Those of parameters, and those of others, as far as they are known now."""
-        found: dict[bool, list[_Entry]] = {True: [], False: []}
-        if self._runs:
-            addresses, nbytes = zip(*self._runs, strict=True)
-            digests = checksums_of(np.array(addresses, np.uint64), np.array(nbytes, np.uint64)).tolist()
-            for (is_parameter, name, window), digest in zip(self._keys, digests, strict=True):
-                found[is_parameter].append((name, window, digest))
-        return found[True], found[False]
+def _queue(runs: list[_Run], slot: torch.Tensor, room: int, stream: torch.cuda.Stream) -> list[tuple[int, int]]:
+    """Copy elements from a GPU to the slot, from offset `room` on; returns offset and bytes of each run there."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    offsets = []
+    with torch.cuda.stream(stream):
+        for local, _, count in runs:
+            memory_of(local).record_stream(stream)  # it is not given to others before the copy has run
+            offsets.append((room, count * local.element_size()))
+            room += offsets[-1][1]
+        joined = torch.cat([some_bytes(*run) for run in runs])
+        slot[offsets[0][0] : room].copy_(joined, non_blocking=True)
+    return offsets
 
 
 def _digest(encoded: Any) -> int:
