@@ -5,7 +5,10 @@ is of no use afterwards. Here the ranks first count themselves in the store, and
 
     arrive at a round --> the last one decides "go"           --> the collective
            |
-           +-- deadline of any rank, or it is interrupted: decides "given up" --> an error on all that had arrived
+           +-- deadline of any rank, a rank died, or is interrupted: "given up" --> an error on all that had arrived
+
+A rank that waits watches the process of the next rank, if that was on the same node when it came to an earlier round:
+one that died is not waited for.
 
 A decision is made by one atomic `compare_set`, so a rank that comes at the deadline is either in or late. A late rank
 arrives at the next round: with that, calls later on meet again.
@@ -13,7 +16,7 @@ arrives at the next round: with that, calls later on meet again.
 Keys of the store, below a prefix of ours and the name of the group:
 
     round            the number of the current round
-    at/RANK          the round that RANK arrived at last
+    at/RANK          the round that RANK arrived at last, and its node and process
     N/arrived        how many ranks have arrived at round N
     N/closing        how many ranks want to give up round N
     N/decision       "go", or why round N was given up
@@ -26,7 +29,9 @@ use as well, and logs a warning each time it ends without a key.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import time
 from typing import Any
 
@@ -36,6 +41,7 @@ _GO = "go"
 _CLOSING_S = 10.0  # for the first rank that gives up a round to find out who is missing
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
 _PAUSE = 0.1  # of the time waited: so all together wait at most that much longer than the last rank needs
+_WATCH_S = 1.0
 _SHOWN = 16
 
 
@@ -78,7 +84,7 @@ class _Round:
     def attend(self, deadline: float, timeout_s: float) -> str:
         """Arrive, and return the decision."""
         try:
-            self._store.set(f"at/{self._rank}", str(self._number))
+            self._store.set(f"at/{self._rank}", json.dumps([self._number, _node(), os.getpid(), _started(os.getpid())]))
             if self._store.add(self._key("arrived"), 1) == self._world_size:
                 return self._decide(_GO)
             return self._wait(deadline) or self._give_up(timeout_s)
@@ -93,12 +99,17 @@ class _Round:
         return f"{self._number}/{name}"
 
     def _wait(self, deadline: float) -> str | None:
-        """The decision; None if there is none by the deadline."""
+        """The decision; None if there is none by the deadline, or if the next rank died."""
         begin = time.monotonic()
+        watch_at = begin + _WATCH_S
         while not self._store.check([self._key("decision")]):
             now = time.monotonic()
             if now >= deadline:
                 return None
+            if now >= watch_at:
+                if self._has_died((self._rank + 1) % self._world_size):
+                    return None
+                watch_at = now + _WATCH_S
             pause_s = min(max(_FIRST_PAUSE_S, _PAUSE * (now - begin)), _LONGEST_PAUSE_S)
             time.sleep(min(pause_s, deadline - now))
         return str(self._store.get(self._key("decision")).decode())
@@ -109,14 +120,23 @@ class _Round:
             decision = self._wait(time.monotonic() + _CLOSING_S)
             if decision is not None:
                 return decision
-        missing = [rank for rank in range(self._world_size) if not self._is_here(rank)]
+        missing = [rank for rank in range(self._world_size) if self._last_of(rank)[0] != self._number]
+        dead = [rank for rank in range(self._world_size) if self._has_died(rank)]
+        if dead:
+            return self._decide(self._reason(f"{named(dead)} died", missing))
         late = f"the last rank came when {timeout_s:g} s were just over"
         why = f"{named(missing)} did not come within {timeout_s:g} s" if missing else late
         return self._decide(self._reason(why, missing))
 
-    def _is_here(self, rank: int) -> bool:
+    def _last_of(self, rank: int) -> list[Any]:
+        """The last round of a rank, and its node, process and when that started; None for all if there was none."""
         key = f"at/{rank}"
-        return bool(self._store.check([key])) and int(self._store.get(key)) == self._number
+        return list(json.loads(self._store.get(key))) if self._store.check([key]) else [None] * 4
+
+    def _has_died(self, rank: int) -> bool:
+        """Whether the process of a rank is known to have ended."""
+        _, node, process, started = self._last_of(rank)
+        return bool(node == _node() and _started(process) != started)
 
     def _reason(self, why: str, missing: list[int]) -> str:
         return json.dumps({"by": self._rank, "why": why, "missing": missing})
@@ -143,3 +163,23 @@ def named(ranks: list[int]) -> str:
     """Ranks as words: "ranks 1, 2"; not all of very many."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+@functools.cache
+def _node() -> str:
+    """Where the numbers of processes are the same as here: this boot of this node, and this PID namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            return f"{stream.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown, of process {os.getpid()}"
+
+
+def _started(process: int) -> int | None:
+    """When a process of this node started, in ticks; None if it has ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as stream:
+            state, *fields = stream.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +101,23 @@ def test_groups_of_some_ranks_and_groups_made_anew(tmp_path: Path) -> None:
     three, two = [b"!", b"x!", b"xx!"] * 2, [b"!", b"x!"] * 2
     results = [result.value for result in run_ranks(_meetings, 3, tmp_path)]
     assert results == [[three, two, three, three], [three, three, three], [three, two, three, three]]
+
+
+def test_a_rank_that_died_is_not_waited_for(tmp_path: Path) -> None:
+    def main(rank: int, world_size: int) -> Any:
+        import torch.distributed as dist
+
+        ranks = Ranks(timeout_s=50)
+        ranks(b"")
+        dist.barrier()
+        if rank == 1:
+            os._exit(7)
+        return str(_error_of(ranks, b""))
+
+    first, _, third = run_ranks(main, 3, returncodes={1: 7})
+    for result in (first, third):
+        assert "rank 1 died" in result.value
+        assert "cannot" not in result.value
 
 
 def test_over_a_tcp_store(tmp_path: Path) -> None:
