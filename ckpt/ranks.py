@@ -67,8 +67,9 @@ class Ranks:
     def __call__(self, payload: bytes) -> list[bytes]:
         """Give every rank the payloads of all ranks, by rank. Collective; raw bytes, nothing is unpickled.
 
-        CheckpointTimeoutError, naming who is missing, when not all ranks come in time, or one is known to have died; the
-        process group is as it was then. CheckpointError if the ranks do different things, if the process group is gone, or if it fails.
+        CheckpointTimeoutError, naming who is missing, when not all ranks come in time, or one is known to have died;
+        the process group is as it was then. CheckpointError if the ranks do different things, if the process group is
+        gone, or if it fails.
         """
         distributed = _distributed()
         if self.world_size == 1:
