@@ -71,6 +71,7 @@ class Checkpointer:
         layout: Literal["arrays", "packed"] = "arrays",
         reuse_files: bool = False,
         read_only: bool = False,
+        replicas: Literal["error", "warn", "ignore"] = "error",
     ) -> None:
         """Nothing is started or written yet.
 
@@ -92,6 +93,11 @@ class Checkpointer:
 
         With `read_only` nothing is ever written to the root, and nothing decided about it: for evaluation beside a
         training job, or where there is no write permission. Then there are no saves.
+
+        `replicas` is about parameters and optimizer state that several ranks have, and have different, as far as
+        samples that are taken in each save show: "error" abandons the save on all ranks, "warn" publishes a mixture
+        and logs it, "ignore" does not look. Buffers, small tensors of unknown use and values are those of the lowest
+        rank that has them; of the latter two it is logged if they differ (see docs/guide.md).
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
@@ -106,14 +112,16 @@ class Checkpointer:
             )
         if layout not in ("arrays", "packed"):
             raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
+        if replicas not in ("error", "warn", "ignore"):
+            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {replicas!r}")
         self._root = CheckpointRoot(_local_path(root))
-        self._ranks = Ranks(process_group)
+        self._ranks = Ranks(process_group, timeout.total_seconds())
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files))
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
-        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
+        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
         self._read_only = read_only
@@ -195,6 +203,7 @@ class Checkpointer:
         ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
         """
         self._check_open()
+        self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
         seen: int | None = None
 
         def recover() -> None:
