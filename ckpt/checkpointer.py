@@ -190,8 +190,9 @@ class Checkpointer:
         """Put the newest published step (or `step`) into `state`, in place, and return it; None when there is none.
 
         Collective. Works for any world size and sharding. Tensors are read into the memory they have, from staging
-        memory where that still holds the step (see `last_restore`), else from storage; numbers and
-        strings are replaced in their dicts and lists; objects get `load_state_dict`.
+        memory where that still holds the step (see `last_restore`), else from storage; numbers and strings are replaced
+        in their containers; objects get `load_state_dict`, those of other classes than PyTorch's twice: once before
+        large tensors are overwritten, to see whether they take it.
 
         Saves that a run left which is gone are decided first: those that are complete are published, the others
         abandoned; writers of it that still finish some are waited for, at most `timeout`. Saves of a job that is alive
@@ -200,7 +201,9 @@ class Checkpointer:
         another branch then, to ``.superseded/``. Nothing is removed.
 
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
-        ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
+        ``strict=False`` restores what fits and logs the rest); StateError, naming the object, when one does not take
+        what the checkpoint has, with the state as it was; CheckpointCorruptError, after which tensors may be
+        overwritten in part; CheckpointNotFoundError. All ranks raise together.
         """
         self._check_open()
         self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"

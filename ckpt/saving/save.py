@@ -119,6 +119,7 @@ class Saver:
         """Plan, map and fault in the arena, have the writers started, and `claim` the root. Collective, like the first
         save of a structure."""
         self._ranks.doing = "warmup"
+        Process.here()  # looks into /proc the first time
         self._queue.start()
         self._fit_arena(self._planner.prepare(state, self.claim if claim else None).planned)
 
