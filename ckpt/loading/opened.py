@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointNotFoundError
-from ckpt.loading.fetch import Fetch, Wanted
+from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.dtypes import stored
 
 __all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
 
@@ -41,10 +40,8 @@ class LazyTensor:
         probe = np.lib.stride_tricks.as_strided(np.zeros((), np.uint8), self.shape, (0,) * len(self.shape))
         shape = probe[key].shape
         box = _box_of(key, self.shape)
-        how = stored(self.dtype)
-        result = np.empty((*box.shape, *how.trailing), how.numpy_dtype)
-        Fetch(self._index).read([Wanted(self.name, self._stored, box, result)])
-        return result.reshape((*shape, *how.trailing))
+        result = Fetch(self._index).array(self.name, self._stored, box)
+        return result.reshape((*shape, *result.shape[len(box.shape) :]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         """`numpy.asarray` reads all of it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -21,11 +22,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ckpt.errors import CheckpointCorruptError
+from ckpt.errors import CheckpointCorruptError, StateError
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.dtypes import torch_dtype
 
 __all__ = [
+    "MAX_DOCUMENT_BYTES",
     "EncodedList",
     "canonical",
     "decode_value",
@@ -36,8 +38,15 @@ __all__ = [
     "unseal_root",
 ]
 
-_MAX_DOCUMENT_BYTES = 1 << 31
-_MAX_NESTING = 100
+MAX_DOCUMENT_BYTES = 1 << 30
+"""No document of a checkpoint is larger."""
+
+_MAX_NESTING = 100  # of a value; each level is at most three of the document
+_MAX_DEPTH = 400
+_ESCAPED, _STRING = re.compile(rb"\\.", re.DOTALL), re.compile(rb'"[^"]*"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+_CLOSES = 4  # the bit that tells ] and } from [ and {
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 _SEAL = "crc32c"
 _MAX_LOOKALIKES = 8
 _DICTIONARIES: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
@@ -122,7 +131,8 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(encoded: Any) -> Any:
-    """Return the value whose JSON form is `encoded`; `CheckpointCorruptError` if it is none."""
+    """Return the value whose JSON form is `encoded`; `CheckpointCorruptError` if it is none, or of a dtype that this
+    version of torch does not have."""
     if isinstance(encoded, list):
         return [decode_value(item) for item in encoded]
     if not isinstance(encoded, dict):
@@ -131,8 +141,8 @@ def decode_value(encoded: Any) -> Any:
         return {key: decode_value(item) for key, item in encoded.items()}
     try:
         return _decode_tagged(encoded)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise CheckpointCorruptError(f"not the form of a value of type {encoded['$']!r}: {error!r}") from error
+    except (KeyError, TypeError, ValueError, OverflowError, struct.error, StateError) as error:
+        raise CheckpointCorruptError(f"not the form of a value of type {encoded['$']!r:.80}: {error!r:.200}") from error
 
 
 def _encode(value: Any, depth: int) -> Any:
@@ -179,7 +189,7 @@ def _decode_tagged(encoded: dict[str, Any]) -> Any:
             return tuple(decode_value(item) for item in encoded["items"])
         case "dict" | "OrderedDict" | "Counter" as name:
             kind = next(kind for kind in _DICTIONARIES if kind.__name__ == name)
-            return kind({decode_value(key): decode_value(item) for key, item in encoded["items"]})
+            return kind(_distinct([(decode_value(key), decode_value(item)) for key, item in encoded["items"]]))
         case "int":
             return int(encoded["hex"], 16)
         case "float":
@@ -191,10 +201,23 @@ def _decode_tagged(encoded: dict[str, Any]) -> Any:
         case "bytes":
             return _bytes(encoded)
         case "numpy":
-            return np.frombuffer(_bytes(encoded), np.dtype(encoded["dtype"]), count=1)[0]
+            return _numpy_scalar(encoded["dtype"], _bytes(encoded))
         case "torch.dtype":
             return torch_dtype(encoded["name"])
     raise ValueError("unknown type")
+
+
+def _distinct(items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    result = dict(items)
+    if len(result) != len(items):
+        raise ValueError("a key is there twice")
+    return result
+
+
+def _numpy_scalar(dtype: str, data: bytes) -> Any:
+    if not _NUMPY_DTYPE.fullmatch(dtype) or len(data) != np.dtype(dtype).itemsize:
+        raise ValueError(f"{len(data)} bytes are no scalar of the dtype {dtype!r:.80}")
+    return np.frombuffer(data, dtype)[0]
 
 
 def _is_plain(text: str) -> bool:
@@ -211,10 +234,13 @@ def _bytes(encoded: dict[str, Any]) -> bytes:
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
-    if len(data) > _MAX_DOCUMENT_BYTES:
+    if len(data) > MAX_DOCUMENT_BYTES:
         _corrupt(where, f"it has {len(data)} bytes")
     try:
-        document = json.loads(data.decode("ascii"))
+        text = data.decode("ascii")
+        if _depth(data) > _MAX_DEPTH:
+            _corrupt(where, f"it is nested deeper than {_MAX_DEPTH}")
+        document = json.loads(text, parse_constant=_refuse_constant)
         if isinstance(document, dict):
             return document
     except (ValueError, RecursionError) as error:
@@ -222,9 +248,24 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     _corrupt(where, "it is not in the form it was written in")
 
 
+def _depth(data: bytes) -> int:
+    """How deep the lists and objects of a JSON document are nested. Whoever walks through it may do so by recursion."""
+    if b"\\" in data:
+        data = _ESCAPED.sub(b"", data)
+    brackets = data.translate(None, _NO_BRACKETS).replace(b'""', b"")
+    if b'"' in brackets:
+        brackets = _STRING.sub(b"", brackets)
+    steps = np.where(np.frombuffer(brackets, np.uint8) & _CLOSES, np.int8(-1), np.int8(1))
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _check(checksum: object, data: bytes, where: str) -> None:
     """Whether `data` has `checksum` without the member that says so, and without the comma before or behind that."""
-    if type(checksum) is not int:
+    if type(checksum) is not int or not 0 <= checksum < 1 << 32:
         _corrupt(where, "it has no seal")
     member = b'"%s":%d' % (_SEAL.encode(), checksum)
     at = -1
