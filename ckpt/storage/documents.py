@@ -135,6 +135,8 @@ def decode_value(encoded: Any) -> Any:
     version of torch does not have."""
     if isinstance(encoded, list):
         return [decode_value(item) for item in encoded]
+    if type(encoded) is float and math.isinf(encoded):  # 1e999 is JSON
+        raise CheckpointCorruptError("a number is too large for a float")
     if not isinstance(encoded, dict):
         return encoded
     if "$" not in encoded:
@@ -186,10 +188,10 @@ def _encode_scalar(value: Any) -> Any:
 def _decode_tagged(encoded: dict[str, Any]) -> Any:
     match encoded["$"]:
         case "tuple":
-            return tuple(decode_value(item) for item in encoded["items"])
+            return tuple(map(decode_value, _items(encoded)))
         case "dict" | "OrderedDict" | "Counter" as name:
             kind = next(kind for kind in _DICTIONARIES if kind.__name__ == name)
-            return kind(_distinct([(decode_value(key), decode_value(item)) for key, item in encoded["items"]]))
+            return kind(_distinct([(decode_value(key), decode_value(item)) for key, item in _items(encoded)]))
         case "int":
             return int(encoded["hex"], 16)
         case "float":
@@ -205,6 +207,13 @@ def _decode_tagged(encoded: dict[str, Any]) -> Any:
         case "torch.dtype":
             return torch_dtype(encoded["name"])
     raise ValueError("unknown type")
+
+
+def _items(encoded: dict[str, Any]) -> list[Any]:
+    items = encoded["items"]
+    if not isinstance(items, list):
+        raise ValueError("the items are no list")
+    return items
 
 
 def _distinct(items: list[tuple[Any, Any]]) -> dict[Any, Any]:

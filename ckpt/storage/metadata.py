@@ -47,6 +47,7 @@ MAX_DIMENSIONS = 64
 
 INDEX_ENTRY_BYTES = 16
 _MOST_SMALLER = 1 << 15  # a block of zstd: 128 KiB in 4 bytes
+_LEAST_LARGER, _FRAME_BYTES = 128, 1024  # more than zstd adds to what it cannot compress
 _MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -166,25 +167,34 @@ class ArrayMeta:
         inner = zip(self.chunk_shape, self.inner_chunk_shape, strict=True)
         return math.prod(size // part for size, part in inner) * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
 
+    @property
+    def piece_bytes(self) -> int:
+        """The bytes of the elements of a piece, padding included."""
+        return math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize
+
     def file_bytes(self, index: tuple[int, ...]) -> int:
         """Return the size of the image of a chunk without making its layout, which has a part for every piece."""
         full = self.inner_chunk_shape or self.chunk_shape
         first, last = self.box_of(index)
         pieces = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))
-        return pieces * (math.prod(full) * self.stored.itemsize + CHECKSUM_BYTES) + self.index_bytes
+        return pieces * (self.piece_bytes + CHECKSUM_BYTES) + self.index_bytes
 
     def misfit(self, index: tuple[int, ...], file_bytes: int) -> str | None:
         """Return what is wrong if the file of a chunk has this size; None if it can have it.
 
-        It has that of its image, or if it is compressed, not too few bytes for what is said to come out of them.
+        It has that of its image, or if it is compressed, neither too few bytes for what is said to come out of them,
+        nor more than zstd makes of bytes that cannot be compressed.
         """
         expected = self.file_bytes(index)
         if self.compression is None:
             return None if file_bytes == expected else f"has {file_bytes} bytes instead of {expected}"
-        piece_bytes = math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize
-        if piece_bytes <= (file_bytes - self.index_bytes) * _MOST_SMALLER:
-            return None
-        return f"has {file_bytes} bytes, which are too few for its array"
+        piece_bytes = self.piece_bytes
+        pieces = (expected - self.index_bytes) // (piece_bytes + CHECKSUM_BYTES)
+        if piece_bytes > (file_bytes - self.index_bytes) * _MOST_SMALLER:
+            return f"has {file_bytes} bytes, which are too few for its array"
+        if file_bytes > expected + pieces * (piece_bytes // _LEAST_LARGER + _FRAME_BYTES):
+            return f"has {file_bytes} bytes, which are too many for its array"
+        return None
 
     def box_of(self, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return from where to where in the array a chunk's elements are, without padding."""

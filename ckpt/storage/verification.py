@@ -44,18 +44,21 @@ def verify_chunk(
     return WrittenChunk(file, file_bytes, checksum)
 
 
-def check_size(root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...], tensor: str) -> None:
-    """Check that the chunk is there as a regular file, and of a size it can have. Raises as `verify_chunk` does."""
+def check_size(root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...], tensor: str) -> int:
+    """Check that the chunk is there as a regular file, of a size it can have, and return that. Raises as `verify_chunk`
+    does."""
     path = os.path.join(root, directory, meta.chunk_key(index))
     try:
         with storage_errors("read", path):
             fd = open_regular(root, f"{directory}/{meta.chunk_key(index)}")
-            misfit = meta.misfit(index, os.fstat(fd).st_size)
+            file_bytes = os.fstat(fd).st_size
             os.close(fd)
+        misfit = meta.misfit(index, file_bytes)
         if misfit is not None:
             raise DamagedFileError(misfit)
     except DamagedFileError as damage:
         raise _corrupt(path, index, tensor, damage) from None
+    return file_bytes
 
 
 def _corrupt(path: str, index: tuple[int, ...], tensor: str, damage: DamagedFileError) -> CheckpointCorruptError:

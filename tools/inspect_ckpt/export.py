@@ -187,7 +187,7 @@ def _runs(tensor: StoredTensor) -> Iterator[Box]:
     meta = tensor.boxes[0].meta
     unit = 1 if tensor.boxes[0].pack_offset is not None else (meta.inner_chunk_shape or meta.chunk_shape)[cut]
     rows = rows // unit * unit or rows
-    for lead in indices([range(size) for size in shape[:cut]]):
+    for lead in indices(list(map(range, shape[:cut]))):
         for start in range(0, shape[cut], rows):
             count = min(rows, shape[cut] - start)
             yield Box((*lead, start, *(0 for _ in shape[cut + 1 :])), (*(1 for _ in lead), count, *shape[cut + 1 :]))
