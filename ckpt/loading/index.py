@@ -83,8 +83,9 @@ def read_index(path: str) -> CheckpointIndex:
     """
     index = parse_index(path)
     for problem in disagreements(index):
-        what = "it" if problem.tensor is None else f"tensor {problem.tensor}"
-        raise CheckpointCorruptError(f"{os.path.join(path, problem.file)} is damaged: {what} {problem.message}")
+        what = "" if problem.tensor is None else f"tensor {problem.tensor}: "
+        where = os.path.join(path, problem.file)
+        raise CheckpointCorruptError(f"{where} is damaged: {what}{problem.message}; restore from another step or copy")
     return index
 
 
@@ -202,7 +203,10 @@ def _add_state(index: CheckpointIndex, state: dict[str, Any]) -> None:
         key: Any = path if owner is None else owner
         if key in known:
             raise ValueError(f"the value {display(path)} is there twice")
-        known[key] = decode_value(value)
+        try:
+            known[key] = decode_value(value)
+        except CheckpointCorruptError as error:
+            raise ValueError(f"the value {display(path)}: {error}") from None
     pack = index.arrays.get(PACK_DIRECTORY) or ArrayMeta((0,), "uint8", (1,))
     for entry in items(state["packed"]):
         shape = sizes(entry["shape"])

@@ -113,7 +113,8 @@ class ArrayMeta:
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        shape, chunk, inner = self.shape, self.chunk_shape, self.inner_chunk_shape or self.chunk_shape
+        shape, chunk = self.shape, self.chunk_shape
+        inner = chunk if self.inner_chunk_shape is None else self.inner_chunk_shape
         if not len(shape) == len(chunk) == len(inner) <= MAX_DIMENSIONS:
             raise ValueError(f"chunks {chunk} and {inner} do not have the dimensions of {shape}")
         sizes = shape + chunk + inner
