@@ -233,8 +233,7 @@ class Checkpointer:
             raise CheckpointNotFoundError(
                 f"{self._root.path} has no published step {step}; it has {self._root.steps() or 'none'}", step=step
             )
-        self._saver.own()
-        if not self._root.remove_step(step):
+        if not self._root.remove_step(step, self._saver.own()):
             raise StorageError(f"step {step} of {self._root.path} is being read: delete it when its readers are done")
 
     def warmup(self, state: Any) -> None:

@@ -51,7 +51,9 @@ def publish(
     pending: PendingSave,
     tick: Callable[[], None],
     written: Mapping[int, PartFile] | None = None,
+    *,
     warn: Warn = lambda names, mixed: None,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Publish a save of which every part is there. Returns what was decided, by this or by another process.
 
@@ -60,7 +62,8 @@ def publish(
 
     Raises CheckpointCorruptError when the parts do not make a whole, CheckpointExistsError when the step is published
     by another save, StateError when ranks have parameters different, and what `PendingSave.publish` raises. `tick` is
-    called between steps, to show progress; `warn` is told what else ranks have different.
+    called between steps, to show progress; `warn` is told what else ranks have different; `before_commit` is called
+    when all is durable.
     """
     intent = pending.intent()
     if intent is None:
@@ -79,6 +82,7 @@ def publish(
     made = [pending.path, *(os.path.join(pending.path, directory) for directory in directories)]
     files.sync_files([os.path.join(pending.path, name) for name in documents], made)
     tick()
+    before_commit()
     return pending.publish()
 
 
@@ -145,8 +149,8 @@ def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, 
     for step in retention.superfluous([step for step in root.steps() if step <= newest]):
         root.ownership.check(token)
         if retention.reuse_files:
-            retire_step(root, step, plan)
+            retire_step(root, step, plan, token)
         else:
-            root.remove_step(step)
+            root.remove_step(step, token)
     root.ownership.check(token)
     root.clean()

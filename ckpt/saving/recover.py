@@ -20,12 +20,11 @@ from ckpt.storage.commit import (
     CheckpointRoot,
     PendingSave,
     Reason,
-    intent_of_step,
-    parse_save_name,
+    owner_of_step,
 )
 from ckpt.storage.ownership import OwnerState
 
-__all__ = ["Branch", "recover_for_restore", "take_over"]
+__all__ = ["Branch", "recover_for_restore", "supersede", "superseded", "take_over"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -68,33 +67,40 @@ def recover_for_restore(root: CheckpointRoot, seen: int, timeout_s: float, warn:
 
 def take_over(root: CheckpointRoot, token: int, branch: Branch, timeout_s: float, warn: Callable[[str], None]) -> None:
     """Before the first save of the owner with `token`: decide about the saves of earlier owners, then move damaged
-    steps, and those that are newer than what is continued and of an earlier owner, aside.
+    steps aside.
 
     Waits at most `timeout_s` for writers that outlived their trainers. Whatever is done already is not done again.
     """
     _decide_pending(root, token, timeout_s, warn)
     for step in branch.damaged:
-        if _owner_of(root, step) < token:
+        if owner_of_step(root.step_path(step)) < token:
             _move_aside(root, token, step, root.damaged_path, "is damaged", warn)
+
+
+def superseded(root: CheckpointRoot, token: int, branch: Branch) -> list[int]:
+    """The published steps that are newer than what the owner with `token` continues, and of earlier owners."""
     if branch.step is None:
-        return
-    for step in root.steps():
-        if step > branch.step and _owner_of(root, step) < token:
-            why = f"is of another branch: training went on from step {branch.step}"
-            _move_aside(root, token, step, root.superseded_path, why, warn)
+        return []
+    newer = [step for step in root.steps() if step > branch.step]
+    return [step for step in newer if owner_of_step(root.step_path(step)) < token]
+
+
+def supersede(root: CheckpointRoot, token: int, branch: Branch, warn: Callable[[str], None]) -> None:
+    """Move the `superseded` steps aside. Just before the first save of the owner is published, not earlier: an earlier
+    owner may have removed what is continued, and then these are the only steps there are."""
+    for step in superseded(root, token, branch):
+        why = f"is of another branch: training went on from step {branch.step}"
+        _move_aside(root, token, step, root.superseded_path, why, warn)
 
 
 def _move_aside(root: CheckpointRoot, token: int, step: int, where: str, why: str, warn: Callable[[str], None]) -> None:
     root.ownership.check(token)
     target = root.move_aside(step, where)
-    if target is not None:
+    if target is not None and owner_of_step(target) > token:  # a later owner has saved this step since that look
+        files.rename_directory(target, root.step_path(step))
+        root.ownership.check(token)
+    elif target is not None:
         warn(f"step {step} {why}; moved to {target}. `inspect_ckpt ls --all` lists it, `inspect_ckpt rm` removes it")
-
-
-def _owner_of(root: CheckpointRoot, step: int) -> int:
-    """The token of the owner that published a step; 0 if its documents are so damaged that they do not tell."""
-    save = parse_save_name(str((intent_of_step(root.step_path(step)) or {}).get("save", "")))
-    return 0 if save is None else save.owner
 
 
 def _when_finished(root: CheckpointRoot, token: int, deadline: float) -> OwnerState:

@@ -102,12 +102,12 @@ class Saver:
         """Whether this job has the root's newest token, as far as storage tells."""
         return self._seen is not None and self._seen == self._root.ownership.newest()
 
-    def own(self) -> None:
-        """Claim the root unless this job owns it. FencedError."""
+    def own(self) -> int:
+        """Claim the root unless this job owns it; returns the token. FencedError."""
         if self._planner.owner is None:
-            self.claim()
-        else:
-            self._root.ownership.check(self._planner.owner)
+            return self.claim()
+        self._root.ownership.check(self._planner.owner)
+        return self._planner.owner
 
     def continue_from(self, branch: Branch, seen: int | None) -> None:
         """The next save claims the root anew, and its step continues that of `branch`. `seen`: a token seen since."""

@@ -39,7 +39,7 @@ from ckpt.errors import (
 )
 from ckpt.saving.part import Image, PartPlan
 from ckpt.saving.publish import PartFile, Retention, publish, retain
-from ckpt.saving.recover import Branch, take_over
+from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.replicas import Digests
 from ckpt.shared_memory import SharedMemory
 from ckpt.storage.commit import (
@@ -247,14 +247,16 @@ class PartWriter:
         if self.rank == _COORDINATOR and self.piece == 0:
             pending.root.make()
             pending.check_token()
+            others: list[int] = []
             if self.branch is not None:
                 warn = _log.warning
                 take_over(pending.root, self.save.owner, self.branch, self.options.commit_timeout_s, warn)
+                others = superseded(pending.root, self.save.owner, self.branch)
             if self.options.retention.reuse_files:
                 take_retired(pending, plan.plan_digest)
             else:
                 discard_retired(pending.root)
-            pending.begin(plan.world_size, plan.plan_digest)  # before the clean-up: the others wait for it
+            pending.begin(plan.world_size, plan.plan_digest, others)  # before the clean-up: the others wait for it
             with contextlib.suppress(CheckpointError):
                 pending.root.clean()
             return
@@ -332,8 +334,18 @@ class PartWriter:
                     pending.confirm()
                 return outcome
             if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
-                return publish(pending, _progress, {self.rank: part}, self._report_differing)
+                return publish(
+                    pending,
+                    _progress,
+                    {self.rank: part},
+                    warn=self._report_differing,
+                    before_commit=lambda: self._supersede(pending),
+                )
         raise AssertionError("unreachable")
+
+    def _supersede(self, pending: PendingSave) -> None:
+        if self.branch is not None:
+            supersede(pending.root, self.save.owner, self.branch, _log.warning)
 
     def _report_differing(self, names: list[str], mixed: bool) -> None:
         _report_or(self.on_event, {"differing": names, "mixed": mixed})

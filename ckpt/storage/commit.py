@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ __all__ = [
     "Reason",
     "SaveId",
     "intent_of_step",
+    "owner_of_step",
     "parse_save_name",
     "read_part_of_step",
 ]
@@ -57,6 +59,8 @@ _MAX_DOCUMENT_BYTES = 1 << 31
 
 _STEP = re.compile(r"step_(\d{8,18})")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
+_TAKEN = re.compile(r"(step_\d{8,18})-removed-(\d+)-[0-9a-f]+")
+_NO_TOKEN = 10**18  # of a mover that is not told from the owner
 
 
 class NotDurableError(StorageError):
@@ -187,23 +191,49 @@ class CheckpointRoot:
         except OSError as error:
             raise StorageError(f"cannot list {path}: {error.strerror} (check its permissions and owner)") from error
 
-    def tip(self) -> dict[str, Any] | None:
-        """The newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none."""
-        steps = self.steps()
+    def tip(self, besides: Collection[int] = ()) -> dict[str, Any] | None:
+        """The newest published step `besides` these, and its save, ``{"step": 20, "save": ...}``; or None."""
+        steps = [step for step in self.steps() if step not in besides]
         if not steps:
             return None
         return {"step": steps[-1], "save": (intent_of_step(self.step_path(steps[-1])) or {}).get("save")}
 
-    def remove_step(self, step: int) -> bool:
-        """Remove a published step; False if it is being read. A crash leaves it whole, or gone. For the owner."""
-        target = os.path.join(self.abandoned_path, f"{step_name(step)}-removed-{secrets.token_hex(4)}")
-        if not self.rename_step(step, target):
+    def remove_step(self, step: int, token: int | None = None) -> bool:
+        """Remove a published step; False if it is being read. A crash leaves it whole, or gone.
+
+        For the owner; with its `token` FencedError instead if the step is of a later one.
+        """
+        target = self.take_step(step, self.abandoned_path, token)
+        if target is None:
             return False
         files.remove_tree(target)
         return True
 
-    def rename_step(self, step: int, target: str) -> bool:
-        """Take a published step, if it is there, from all who read; False if it is being read, as far as is known."""
+    def take_step(self, step: int, where: str, token: int | None = None) -> str | None:
+        """Move a published step, if it is there, to directory `where`, from all who read; its path there. None if it is
+        being read, as far as is known.
+
+        Since its owner has looked at the token another may have claimed the root, and saved the same step. So what was
+        moved is looked at: with a `token` smaller than that of its owner it is moved back, and this raises FencedError.
+        """
+        mover = _NO_TOKEN if token is None else token
+        target = os.path.join(where, f"{step_name(step)}-removed-{mover}-{secrets.token_hex(4)}")
+        if not self._rename_step(step, target):
+            return None
+        if self.give_back(target):
+            self.ownership.check(mover)
+        return target
+
+    def give_back(self, path: str) -> bool:
+        """Publish what `take_step` has moved to `path` again, if an owner did that to a step of a later one; whether
+        that is so. It may have died before it could do that itself."""
+        taken = _TAKEN.fullmatch(os.path.basename(path))
+        if taken is None or owner_of_step(path) <= int(taken[2]):
+            return False
+        files.rename_directory(path, os.path.join(self.path, taken[1]))
+        return True
+
+    def _rename_step(self, step: int, target: str) -> bool:
         path = self.step_path(step)
         try:
             lock = try_lock_exclusive(path)
@@ -249,7 +279,7 @@ class CheckpointRoot:
                 old = time.time() - os.stat(path).st_mtime > _RECORDS_STAY_S
                 if is_record and not old:
                     _strip(path)
-                else:
+                elif not self.give_back(path):
                     files.remove_tree(path)
             except (OSError, StorageError):
                 continue  # removed meanwhile, or by the next clean-up
@@ -281,21 +311,22 @@ class PendingSave:
         """Raise FencedError if a later job owns the root."""
         self.root.ownership.check(self._token)
 
-    def begin(self, world_size: int, plan_digest: str) -> None:
+    def begin(self, world_size: int, plan_digest: str, superseded: Collection[int] = ()) -> None:
         """Make the directory and its intent. Coordinator only, once, before any other writer starts.
 
-        StorageError if it has been begun or abandoned before, CheckpointExistsError if the step is published.
+        The steps `superseded` are moved aside before the save is published. StorageError if it has been begun or
+        abandoned before, CheckpointExistsError if the step is published.
         """
         if os.path.lexists(self._abandoned_path):
             raise StorageError(f"save {self.save.name} was abandoned before it began")
-        if os.path.lexists(self.root.step_path(self.save.step)):
+        if self.save.step not in superseded and os.path.lexists(self.root.step_path(self.save.step)):
             raise self.already_published()
         self.root.make()
         files.make_directories(self.root.pending_path, f"{self.save.name}/parts")
         files.fsync_directory(self.path)
         self.check_token()  # only now: whoever claims later sees the directory
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
-        intent |= {"world_size": world_size, "plan": plan_digest, "continues": self.root.tip()}
+        intent |= {"world_size": world_size, "plan": plan_digest, "continues": self.root.tip(superseded)}
         if not files.create_exclusive(os.path.join(self.path, _INTENT), seal(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         files.fsync_directory(self.root.pending_path)
@@ -467,6 +498,12 @@ def intent_of_step(path: str) -> dict[str, Any] | None:
         return _read_sealed(os.path.join(path, _INTENT))
     except CheckpointError:
         return None
+
+
+def owner_of_step(path: str) -> int:
+    """The token of the owner that published the step in directory `path`; 0 if nothing tells."""
+    save = parse_save_name(str((intent_of_step(path) or {}).get("save", "")))
+    return 0 if save is None else save.owner
 
 
 def part_name(rank: int) -> str:

@@ -30,20 +30,21 @@ def retired_path(root: CheckpointRoot) -> str:
     return os.path.join(root.path, ".retired")
 
 
-def retire_step(root: CheckpointRoot, step: int, plan: str) -> bool:
+def retire_step(root: CheckpointRoot, step: int, plan: str, token: int | None = None) -> bool:
     """Remove a published step, and keep its files if a save with the digest `plan` can write over them; False if it is
     being read.
 
     They are not kept if there are some already, or if the step has another plan, links, or files with a second name:
-    what somebody has linked elsewhere must not change.
+    what somebody has linked elsewhere must not change. `token` is that of the owner; FencedError if the step is of a
+    later one.
     """
     ready = os.path.join(retired_path(root), plan)
     if os.path.lexists(ready) or (intent_of_step(root.step_path(step)) or {}).get("plan") != plan:
-        return root.remove_step(step)
+        return root.remove_step(step, token)
     for made in files.make_directories(root.path, ".retired"):
         files.fsync_directory(made)
-    unready = f"{retired_path(root)}/{os.path.basename(root.step_path(step))}-{secrets.token_hex(4)}"
-    if not root.rename_step(step, unready):
+    unready = root.take_step(step, retired_path(root), token)
+    if unready is None:
         return False
     if _is_plain(unready):
         _forget_step(unready)
@@ -72,6 +73,8 @@ def discard_retired(root: CheckpointRoot) -> None:
 
 def _discard(root: CheckpointRoot, path: str) -> None:
     """Only what has a name that no save takes is removed."""
+    if root.give_back(path):
+        return
     target = os.path.join(root.abandoned_path, f"{os.path.basename(path)}-retired-{secrets.token_hex(4)}")
     if files.rename_directory(path, target) is Rename.DONE:
         files.remove_tree(target)

@@ -6,7 +6,7 @@
     storage    a save is pending, published or abandoned; who renames it first decides
 
 A transition is one atomic act: a rename, a look at storage, the death of a process. `explore` takes all of them in
-every order. The invariants are those of a restart:
+every order; ranks that have the same part in everything are not told apart. The invariants are those of a restart:
 
     C1  all ranks that look after the same epoch see the same newest step
     C2  that is the newest step published when the last of them looks
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Bug", "Model", "Violation", "explore"]
 
@@ -44,8 +45,7 @@ RUNNING, FENCING, LOOKED, DEAD = "running", "fencing", "looked", "dead"
 IDLE, HAS_CALL, WROTE, GONE = "idle", "has call", "wrote", "gone"
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(NamedTuple):
     """One save as storage has it. `parts` are the ranks whose part is there."""
 
     step: int
@@ -55,8 +55,7 @@ class Save:
     parts: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """A trainer and its writer. `step` is the last one scheduled, `saw` what it restored after the epoch; `doubts`: it
     has seen its save unpublished, and is about to abandon it (only with `ABANDON_IN_TWO_ACTS`)."""
 
@@ -70,15 +69,15 @@ class Rank:
     doubts: bool = False
 
 
-@dataclass(frozen=True)
-class State:
-    """All there is. `faulted`: the running epoch is to end."""
+class State(NamedTuple):
+    """All there is. `base` is the newest step published in earlier epochs; `faulted`: the running epoch is to end."""
 
     ranks: tuple[Rank, ...]
     saves: tuple[Save, ...] = ()
     epoch: int = 0
-    faulted: bool = False
     crashes: int = 0
+    base: int = 0
+    faulted: bool = False
     looked_at: frozenset[int] = frozenset()  # what was published when the first rank looked, this epoch
     somebody_looked: bool = False
 
@@ -101,7 +100,7 @@ class Model:
 
     def transitions(self, state: State) -> Iterator[tuple[str, State]]:
         if not state.faulted:
-            yield "a fault", replace(state, faulted=True)
+            yield "a fault", state._replace(faulted=True)
         if state.crashes < self.crashes:
             yield from self._crash(state)
         for number, rank in enumerate(state.ranks):
@@ -112,17 +111,17 @@ class Model:
         yield from self._next_epoch(state)
 
     def _crash(self, state: State) -> Iterator[tuple[str, State]]:
-        more = replace(state, crashes=state.crashes + 1)
+        more = state._replace(crashes=state.crashes + 1)
         living = sum(rank.trainer != DEAD for rank in state.ranks)
         for number, rank in enumerate(state.ranks):
             if rank.trainer != DEAD and living > 1:
                 # A writer outlives its trainer while it has work.
                 writer = GONE if rank.writer == IDLE else rank.writer
-                dead = replace(rank, trainer=DEAD, writer=writer, saw=None, settled=False)
-                yield f"trainer {number} dies", replace(_with(more, number, dead), faulted=True)
+                dead = rank._replace(trainer=DEAD, writer=writer, saw=None, settled=False)
+                yield f"trainer {number} dies", _with(more, number, dead)._replace(faulted=True)
             if rank.writer in (HAS_CALL, WROTE):
                 writer = GONE if rank.trainer == DEAD else IDLE
-                yield f"writer {number} dies", _with(more, number, replace(rank, writer=writer, call=None))
+                yield f"writer {number} dies", _with(more, number, rank._replace(writer=writer, call=None))
 
     def _trainer(self, state: State, number: int, rank: Rank) -> Iterator[tuple[str, State]]:
         if rank.trainer == RUNNING and rank.step < self.steps * (state.epoch + 1) and rank.writer == IDLE:
@@ -130,7 +129,7 @@ class Model:
         if rank.trainer == RUNNING and state.faulted:
             writer = IDLE if not self.drain else rank.writer
             call = None if not self.drain else rank.call
-            yield f"{number} is fenced", _with(state, number, replace(rank, trainer=FENCING, writer=writer, call=call))
+            yield f"{number} is fenced", _with(state, number, rank._replace(trainer=FENCING, writer=writer, call=call))
         if rank.trainer == FENCING:
             yield from self._fenced(state, number, rank)
 
@@ -139,9 +138,9 @@ class Model:
         epoch = 0 if self.bug is Bug.SAME_SAVE_ID else state.epoch
         names = [(save.step, save.epoch) for save in state.saves]
         if (step, epoch) not in names:
-            state = replace(state, saves=(*state.saves, Save(step, epoch)))
+            state = state._replace(saves=(*state.saves, Save(step, epoch)))
             names.append((step, epoch))
-        changed = replace(rank, step=step, writer=HAS_CALL, call=names.index((step, epoch)))
+        changed = rank._replace(step=step, writer=HAS_CALL, call=names.index((step, epoch)))
         return _with(state, number, changed)
 
     def _fenced(self, state: State, number: int, rank: Rank) -> Iterator[tuple[str, State]]:
@@ -158,7 +157,7 @@ class Model:
                 yield from self._abandon(state, number, rank, index)
                 yield from self._publish_in_place(state, number, index)
             if not undecided:
-                yield f"{number} has settled", _with(state, number, replace(rank, settled=True))
+                yield f"{number} has settled", _with(state, number, rank._replace(settled=True))
         if rank.settled or self.bug is Bug.LOOK_BEFORE_DRAIN:
             yield f"{number} looks", self._look(state, number, rank)
 
@@ -166,12 +165,12 @@ class Model:
         if self.bug is not Bug.ABANDON_IN_TWO_ACTS:
             yield f"{number} abandons {index}", _decide(state, index, ABANDONED)
         elif not rank.doubts:
-            yield f"{number} finds {index} unpublished", _with(state, number, replace(rank, doubts=True))
+            yield f"{number} finds {index} unpublished", _with(state, number, rank._replace(doubts=True))
         else:
             # It believes that the save is over, and goes on; the mark does not keep anybody from publishing.
             yield (
                 f"{number} believes {index} abandoned",
-                _with(state, number, replace(rank, settled=True, doubts=False)),
+                _with(state, number, rank._replace(settled=True, doubts=False)),
             )
 
     def _publish_in_place(self, state: State, number: int, index: int) -> Iterator[tuple[str, State]]:
@@ -181,26 +180,26 @@ class Model:
 
     def _look(self, state: State, number: int, rank: Rank) -> State:
         published = frozenset(i for i, save in enumerate(state.saves) if save.decided == PUBLISHED)
-        newest = max((state.saves[i].step for i in published), default=0)
-        looked = replace(rank, trainer=LOOKED, saw=newest, settled=True)
+        newest = max([state.base, *(state.saves[i].step for i in published)])
+        looked = rank._replace(trainer=LOOKED, saw=newest, settled=True)
         if not state.somebody_looked:
-            state = replace(state, somebody_looked=True, looked_at=published)
+            state = state._replace(somebody_looked=True, looked_at=published)
         return _with(state, number, looked)
 
     def _writer(self, state: State, number: int, rank: Rank) -> Iterator[tuple[str, State]]:
         index = rank.call
         assert index is not None
         save = state.saves[index]
-        done = replace(rank, writer=GONE if rank.trainer == DEAD else IDLE, call=None)
+        done = rank._replace(writer=GONE if rank.trainer == DEAD else IDLE, call=None)
         decided = save.decided != PENDING
         if decided and not (self.bug is Bug.PUBLISH_UNSEEN and number == 0 and rank.writer == WROTE):
             yield f"writer {number} learns the outcome of {index}", _with(state, number, done)
             return
         if rank.writer == HAS_CALL and number == 0 and not save.begun:
-            yield f"writer 0 begins {index}", _save(state, index, replace(save, begun=True))
+            yield f"writer 0 begins {index}", _save(state, index, save._replace(begun=True))
         elif rank.writer == HAS_CALL and save.begun:
-            written = _save(state, index, replace(save, parts=save.parts | {number}))
-            yield f"writer {number} writes its part of {index}", _with(written, number, replace(rank, writer=WROTE))
+            written = _save(state, index, save._replace(parts=save.parts | {number}))
+            yield f"writer {number} writes its part of {index}", _with(written, number, rank._replace(writer=WROTE))
         elif rank.writer == WROTE and number == 0 and len(save.parts) == self.world:
             overwrite = self.bug is Bug.PUBLISH_UNSEEN
             yield f"writer 0 publishes {index}", _with(_decide(state, index, PUBLISHED, overwrite), 0, done)
@@ -219,17 +218,8 @@ class Model:
             if orphan and self.bug is not Bug.SAME_SAVE_ID:
                 return  # what an orphan can still do is explored in this epoch
             ranks.append(Rank(began_at=step, step=step))
-        yield (
-            "the next epoch",
-            replace(
-                state,
-                ranks=tuple(ranks),
-                epoch=state.epoch + 1,
-                faulted=False,
-                somebody_looked=False,
-                looked_at=frozenset(),
-            ),
-        )
+        after = State(tuple(ranks), state.saves, state.epoch + 1, state.crashes, state.base)
+        yield "the next epoch", after if self.bug is Bug.SAME_SAVE_ID else _without_the_past(after)
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
@@ -240,7 +230,7 @@ class Model:
         if len(saw) > 1:
             return f"C1: ranks go on from different steps {sorted(s or 0 for s in saw)}"
         published = frozenset(i for i, save in enumerate(state.saves) if save.decided == PUBLISHED)
-        newest = max((state.saves[i].step for i in published), default=0)
+        newest = max([state.base, *(state.saves[i].step for i in published)])
         if looked and saw != {newest}:
             return f"C2: {saw} is not the newest published step {newest}"
         if state.somebody_looked and not published <= state.looked_at:
@@ -260,6 +250,7 @@ def explore(model: Model) -> int:
         following = []
         for state in layer:
             for name, reached in model.transitions(state):
+                reached = _alike(reached)
                 if reached in came_from:
                     continue
                 came_from[reached] = state, name
@@ -279,15 +270,42 @@ def _way(came_from: dict[State, tuple[State, str] | None], state: State) -> list
     return names[::-1]
 
 
+def _without_the_past(state: State) -> State:
+    """Only the newest step and the saves that can still be decided matter in the next epoch."""
+    steps = [save.step for save in state.saves if save.decided == PUBLISHED]
+    undecided = tuple(save for save in state.saves if save.decided == PENDING and save.begun)
+    return state._replace(saves=undecided, base=max([state.base, *steps]))
+
+
+def _alike(state: State) -> State:
+    """The state with the ranks in a fixed order. All but the coordinator have the same part in everything."""
+    order = sorted(
+        range(1, len(state.ranks)),
+        key=lambda number: (
+            state.ranks[number]._replace(call=_or(state.ranks[number].call), saw=_or(state.ranks[number].saw)),
+            [number in save.parts for save in state.saves],
+        ),
+    )
+    if order == list(range(1, len(state.ranks))):
+        return state
+    order.insert(0, 0)
+    saves = [save._replace(parts=frozenset(order.index(number) for number in save.parts)) for save in state.saves]
+    return state._replace(ranks=tuple(state.ranks[number] for number in order), saves=tuple(saves))
+
+
+def _or(number: int | None) -> int:
+    return -1 if number is None else number
+
+
 def _with(state: State, number: int, rank: Rank) -> State:
-    return replace(state, ranks=(*state.ranks[:number], rank, *state.ranks[number + 1 :]))
+    return state._replace(ranks=(*state.ranks[:number], rank, *state.ranks[number + 1 :]))
 
 
 def _save(state: State, index: int, save: Save) -> State:
-    return replace(state, saves=(*state.saves[:index], save, *state.saves[index + 1 :]))
+    return state._replace(saves=(*state.saves[:index], save, *state.saves[index + 1 :]))
 
 
 def _decide(state: State, index: int, how: str, overwrite: bool = False) -> State:
     """The rename: the first one wins."""
     save = state.saves[index]
-    return _save(state, index, replace(save, decided=how)) if overwrite or save.decided == PENDING else state
+    return _save(state, index, save._replace(decided=how)) if overwrite or save.decided == PENDING else state

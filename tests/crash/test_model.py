@@ -15,7 +15,7 @@ _MODELS = {
 _LARGE = {
     "three ranks, three crashes": Model(world=3, epochs=1, crashes=3),
     "two epochs, two crashes": Model(world=2, epochs=2, crashes=2),
-    "three ranks, two epochs": Model(world=3, epochs=2, crashes=1),
+    "three ranks, two epochs": Model(world=3, epochs=2, crashes=2),
 }
 
 
