@@ -71,6 +71,7 @@ class Checkpointer:
         layout: Literal["arrays", "packed"] = "arrays",
         reuse_files: bool = False,
         read_only: bool = False,
+        replicas: Literal["error", "warn", "ignore"] = "error",
     ) -> None:
         """Nothing is started or written yet.
 
@@ -92,6 +93,11 @@ class Checkpointer:
 
         With `read_only` nothing is ever written to the root, and nothing decided about it: for evaluation beside a
         training job, or where there is no write permission. Then there are no saves.
+
+        `replicas` is about parameters and optimizer state that several ranks have, and have different, as far as
+        samples that are taken in each save show: "error" abandons the save on all ranks, "warn" publishes a mixture
+        and logs it, "ignore" does not look. Buffers, small tensors of unknown use and values are those of the lowest
+        rank that has them; of the latter two it is logged if they differ (see docs/guide.md).
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
@@ -106,14 +112,16 @@ class Checkpointer:
             )
         if layout not in ("arrays", "packed"):
             raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
+        if replicas not in ("error", "warn", "ignore"):
+            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {replicas!r}")
         self._root = CheckpointRoot(_local_path(root))
-        self._ranks = Ranks(process_group)
+        self._ranks = Ranks(process_group, timeout.total_seconds())
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files))
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
-        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid)
+        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
         self._read_only = read_only
@@ -123,6 +131,11 @@ class Checkpointer:
         self._last_restore: RestoreReport | None = None
         self._finalized: list[int] = []  # steps whose finalize function has run, not yet reported by maybe_finalize
         self._closed = False
+
+    @property
+    def root(self) -> str:
+        """The absolute path of the root."""
+        return self._root.path
 
     @property
     def queue(self) -> AsyncCallsQueue:
@@ -177,8 +190,9 @@ class Checkpointer:
         """Put the newest published step (or `step`) into `state`, in place, and return it; None when there is none.
 
         Collective. Works for any world size and sharding. Tensors are read into the memory they have, from staging
-        memory where that still holds the step (see `last_restore`), else from storage; numbers and
-        strings are replaced in their dicts and lists; objects get `load_state_dict`.
+        memory where that still holds the step (see `last_restore`), else from storage; numbers and strings are replaced
+        in their containers; objects get `load_state_dict`, those of other classes than PyTorch's twice: once before
+        large tensors are overwritten, to see whether they take it.
 
         Saves that a run left which is gone are decided first: those that are complete are published, the others
         abandoned; writers of it that still finish some are waited for, at most `timeout`. Saves of a job that is alive
@@ -187,9 +201,12 @@ class Checkpointer:
         another branch then, to ``.superseded/``. Nothing is removed.
 
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
-        ``strict=False`` restores what fits and logs the rest), CheckpointCorruptError, CheckpointNotFoundError.
+        ``strict=False`` restores what fits and logs the rest); StateError, naming the object, when one does not take
+        what the checkpoint has, with the state as it was; CheckpointCorruptError, after which tensors may be
+        overwritten in part; CheckpointNotFoundError. All ranks raise together.
         """
         self._check_open()
+        self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
         seen: int | None = None
 
         def recover() -> None:
@@ -216,8 +233,7 @@ class Checkpointer:
             raise CheckpointNotFoundError(
                 f"{self._root.path} has no published step {step}; it has {self._root.steps() or 'none'}", step=step
             )
-        self._saver.own()
-        if not self._root.remove_step(step):
+        if not self._root.remove_step(step, self._saver.own()):
             raise StorageError(f"step {step} of {self._root.path} is being read: delete it when its readers are done")
 
     def warmup(self, state: Any) -> None:

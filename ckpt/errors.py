@@ -38,7 +38,8 @@ class CheckpointError(Exception):
 
 
 class StateError(CheckpointError):
-    """The state handed to a save cannot be stored: a leaf of an unknown type, or ranks that contradict each other."""
+    """The state cannot be stored (a leaf of an unknown type, ranks that contradict each other), or an object in it does
+    not load what a checkpoint has."""
 
 
 class StateMismatchError(CheckpointError):

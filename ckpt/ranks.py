@@ -1,14 +1,17 @@
 """The ranks of the job, and the one collective that checkpoints need: everybody's bytes to everybody.
 
-Used when a state is planned and when one is restored; never in a training step.
+Used when a state is planned and when one is restored; never in a training step. The ranks meet before each, with a
+deadline (see `meeting`), so that one that does not come costs the others this call and nothing more.
 """
 
 from __future__ import annotations
 
 import sys
+import zlib
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, CheckpointTimeoutError
+from ckpt.meeting import MeetingError, meet, named
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +24,13 @@ class Ranks:
     """This rank among all ranks of a process group (the default one if None). Without torch.distributed: one rank.
 
     Who had a group keeps his rank when it is destroyed, until `forget`: the abort of a restart destroys it on another
-    thread, while this one may be anywhere.
+    thread, while this one may be anywhere. `timeout_s` bounds the wait for the other ranks in each collective. `doing`
+    is what the ranks are called for now: it is in messages, and all ranks must do the same.
     """
 
-    def __init__(self, process_group: ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
+        self.doing = "a checkpoint operation"
+        self._timeout_s = timeout_s
         self._group = process_group
         self._last: tuple[int, int] | None = None  # rank and world size, when `rank` was asked for
 
@@ -61,7 +67,9 @@ class Ranks:
     def __call__(self, payload: bytes) -> list[bytes]:
         """Give every rank the payloads of all ranks, by rank. Collective; raw bytes, nothing is unpickled.
 
-        CheckpointError if the process group is gone.
+        CheckpointTimeoutError, naming who is missing, when not all ranks come in time, or one is known to have died;
+        the process group is as it was then. CheckpointError if the ranks do different things, if the process group is
+        gone, or if it fails.
         """
         distributed = _distributed()
         if self.world_size == 1:
@@ -72,19 +80,68 @@ class Ranks:
                 "and restore before it is destroyed, or after it is made again",
                 rank=self.rank,
             )
+        try:
+            self._meet(distributed)
+            doing = self.doing.encode()
+            sizes, checks = zip(*self._exchange_sizes(distributed, len(payload), zlib.crc32(doing)), strict=True)
+            if len(set(checks)) > 1:
+                sizes = tuple(size for size, _ in self._exchange_sizes(distributed, len(doing), 0))
+                self._refuse(self._exchange(distributed, doing, sizes))
+            return self._exchange(distributed, payload, sizes)
+        except RuntimeError as error:  # of PyTorch, which has many
+            raise CheckpointError(
+                f"rank {self.rank}: the ranks cannot agree on {self.doing}, the process group or its store failed; a "
+                f"rank died, or the group was destroyed meanwhile: {error}",
+                rank=self.rank,
+            ) from error
+
+    def _meet(self, distributed: Any) -> None:
+        """Wait until all ranks are here."""
+        groups = distributed.distributed_c10d
+        group = distributed.group.WORLD if self._group is None else self._group
+        store = distributed.PrefixStore(f"ckpt/{group.group_name}", groups._get_default_store())
+        try:
+            meet(store, self.rank, self.world_size, self._timeout_s)
+        except MeetingError as error:
+            raise CheckpointTimeoutError(
+                f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "
+                "warmup and restore, in the same order and for a state of the same structure; look for a rank that "
+                "died, is slow or calls them under a condition, or raise `timeout`. Nothing was begun, and the next "
+                "call is not affected",
+                rank=self.rank,
+            ) from None
+
+    def _refuse(self, doing: list[bytes]) -> None:
+        """Raise, on all ranks alike, that they do different things."""
+        by_what: dict[bytes, list[int]] = {}
+        for rank, what in enumerate(doing):
+            by_what.setdefault(what, []).append(rank)
+        said = "; ".join(f"{what.decode()} on {named(ranks)}" for what, ranks in by_what.items())
+        raise CheckpointError(
+            f"the ranks call different things, nothing was begun: {said}. Every rank must call save, warmup and "
+            "restore in the same order and with the same steps",
+            rank=self.rank,
+        )
+
+    def _exchange_sizes(self, distributed: Any, size: int, check: int) -> list[tuple[int, int]]:
         import torch
 
-        device = self._device(distributed)
-        own = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-        sizes = [torch.zeros_like(own) for _ in range(self.world_size)]
-        distributed.all_gather(sizes, own, group=self._group)
-        longest = max(int(size) for size in sizes)
+        own = torch.tensor([size, check], dtype=torch.int64, device=self._device(distributed))
+        received = [torch.zeros_like(own) for _ in range(self.world_size)]
+        distributed.all_gather(received, own, group=self._group)
+        return [(int(size), int(check)) for size, check in (pair.tolist() for pair in received)]
+
+    def _exchange(self, distributed: Any, payload: bytes, sizes: tuple[int, ...]) -> list[bytes]:
+        import torch
+
+        longest = max(sizes)
         if longest == 0:
             return [b""] * self.world_size
-        padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+        own = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+        padded = own.to(self._device(distributed))
         received = [torch.empty_like(padded) for _ in range(self.world_size)]
         distributed.all_gather(received, padded, group=self._group)
-        return [data.cpu().numpy().tobytes()[: int(size)] for data, size in zip(received, sizes, strict=True)]
+        return [data.cpu().numpy().tobytes()[:size] for data, size in zip(received, sizes, strict=True)]
 
     def _device(self, distributed: Any) -> torch.device:
         """Where the backend of the group wants its tensors."""

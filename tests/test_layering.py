@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
 FOUNDATION = {"errors", "shared_memory", "threads"}
-BASE = FOUNDATION | {"collection", "native", "paths", "ranks", "values"}
+BASE = FOUNDATION | {"collection", "meeting", "native", "paths", "ranks", "values"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
 ALLOWED: dict[str, set[str]] = {
@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "collection": set(),
     "native": set(),
     "paths": {"errors"},
-    "ranks": {"errors"},
+    "meeting": set(),
+    "ranks": {"errors", "meeting"},
     "values": {"errors"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),

@@ -81,6 +81,25 @@ class Fetch:
         self._timeout_s = timeout_s
         self.bytes_read = 0
 
+    def array(self, name: str, tensor: StoredTensor, box: Box) -> Array:
+        """Return the elements `box` of a stored tensor as a new array of its stored dtype. Raises as `read` does.
+
+        MemoryError if there is no room for it and its files are of the size that they should have.
+        """
+        how = stored(tensor.dtype)
+        try:
+            result: Array = np.empty((*box.shape, *how.trailing), how.numpy_dtype)
+        except (MemoryError, ValueError):  # ValueError: more bytes than there are addresses
+            for part in tensor.boxes:
+                overlap = box.intersection(Box(part.box_offset, part.shape))
+                if overlap is not None:
+                    inside = tuple(o - b for o, b in zip(overlap.offset, part.box_offset, strict=True))
+                    offset, shape = (inside, overlap.shape) if part.pack_offset is None else ((0,), part.meta.shape)
+                    self._reader.check_sizes(part.meta, part.directory, name, offset, shape)
+            raise MemoryError(f"{name}: no room for {list(box.shape)} elements of {tensor.dtype}") from None
+        self.read([Wanted(name, tensor, box, result)])
+        return result
+
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill every destination. Raises CheckpointCorruptError naming tensor, chunk and file; destinations are
         undefined then. Nothing writes to them any more when this returns or raises."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StorageError
+from ckpt.loading.agreement import disagreements
+from ckpt.loading.forms import dtype_name, items, key_path, rank_of, sizes, whole_number
 from ckpt.paths import Path, display
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import FORMAT_VERSION
-from ckpt.storage.documents import unseal, unseal_root
-from ckpt.storage.files import under
-from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, unseal, unseal_root
+from ckpt.storage.metadata import MAX_DIMENSIONS, ArrayMeta
 from ckpt.storage.names import PACK_DIRECTORY
+from ckpt.storage.regular_files import DamagedFileError, MissingFileError, read_regular
 from ckpt.values.codec import decode_value
 
-__all__ = ["CheckpointIndex", "StoredBox", "StoredTensor", "read_index"]
+__all__ = ["ILL_FORMED", "CheckpointIndex", "StoredBox", "StoredTensor", "checked_summary", "parse_index", "read_index"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,116 +74,175 @@ class CheckpointIndex:
 
 
 def read_index(path: str) -> CheckpointIndex:
-    """Read the metadata of the published step in directory `path`.
+    """Read the metadata of the published step in directory `path`, and check that they agree.
+
+    Every element of every tensor is then in exactly one box, and every name leads to something: what is left to find is
+    whether the bytes are those that were written. Nothing but two regular files of the step is opened.
 
     Raises CheckpointNotFoundError, FormatVersionError (before anything else is believed), CheckpointCorruptError,
     StorageError.
     """
+    index = parse_index(path)
+    for problem in disagreements(index):
+        what = "" if problem.tensor is None else f"tensor {problem.tensor}: "
+        where = os.path.join(path, problem.file)
+        raise CheckpointCorruptError(f"{where} is damaged: {what}{problem.message}; restore from another step or copy")
+    return index
+
+
+def parse_index(path: str) -> CheckpointIndex:
+    """Read the metadata as `read_index` does, but do not check that they agree: see `disagreements`."""
     root_path = os.path.join(path, "zarr.json")
-    data = _read(root_path, path)
+    data = _read(path, "zarr.json", MAX_DOCUMENT_BYTES)
     try:
         document = unseal_root(data, root_path)
     except CheckpointCorruptError:
-        _check_version(data, root_path)  # a newer version may seal its documents in another way
+        _check_version(_version(data), root_path)  # a newer version may seal its documents in another way
         raise
-    _check_version(data, root_path, document)
+    where = root_path
     try:
-        summary = document["attributes"]["ckpt"]
+        summary = checked_summary(document["attributes"]["ckpt"], root_path)
         nodes = document["consolidated_metadata"]["metadata"]
         arrays = {
             directory: ArrayMeta.from_document(node, f"{root_path}, array {directory}")
             for directory, node in nodes.items()
             if node["node_type"] == "array"
         }
-        state_path = os.path.join(path, "state.json")
-        state_data = _read(state_path, path)
-        if summary["state"] != {"bytes": len(state_data), "crc32c": crc32c(state_data)}:
-            raise CheckpointCorruptError(f"{state_path} is not the one that belongs to this step")
         index = CheckpointIndex(path, summary, arrays)
         _add_arrays(index)
-        _add_state(index, unseal(state_data, state_path))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointCorruptError(f"{root_path} does not describe a checkpoint: {error!r}") from error
+        where = os.path.join(path, "state.json")
+        state_data = _read(path, "state.json", whole_number(summary["state"]["bytes"]))
+        if summary["state"] != {"bytes": len(state_data), "crc32c": crc32c(state_data)}:
+            raise CheckpointCorruptError(f"{where} is not the one that belongs to this step")
+        _add_state(index, unseal(state_data, where))
+    except ILL_FORMED as error:
+        why = str(error) if type(error) is ValueError else repr(error)
+        raise CheckpointCorruptError(f"{where} does not describe a checkpoint: {why:.300}") from error
     return index
 
 
-def _read(path: str, step_path: str) -> bytes:
+ILL_FORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What code raises that takes a sealed document at its word, when that describes no checkpoint."""
+
+
+def _read(step: str, name: str, most_bytes: int) -> bytes:
+    path = os.path.join(step, name)
     try:
-        with open(path, "rb") as stream:
-            return stream.read()
-    except (FileNotFoundError, NotADirectoryError):
-        if os.path.isfile(os.path.join(step_path, "intent.json")):
+        return read_regular(step, name, most_bytes)
+    except MissingFileError:
+        is_step = re.fullmatch(r"step_\d{8,18}", os.path.basename(os.path.abspath(step)))
+        if os.path.isdir(step) and (is_step or os.path.lexists(os.path.join(step, "intent.json"))):
             raise CheckpointCorruptError(f"{path} is missing; restore from another step") from None
-        raise CheckpointNotFoundError(
-            f"{step_path} is not a published checkpoint: it has no {os.path.basename(path)}"
-        ) from None
+        raise CheckpointNotFoundError(f"{step} is not a published checkpoint: it has no {name}") from None
+    except DamagedFileError as damage:
+        raise CheckpointCorruptError(f"{path} {damage}; restore from another step") from None
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _check_version(data: bytes, where: str, document: dict[str, Any] | None = None) -> None:
+def _version(data: bytes) -> Any:
+    """The format of a root that is not sealed as it should be; None if it does not tell."""
     try:
-        version = (document or json.loads(data))["attributes"]["ckpt"]["format"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return
-    if isinstance(version, int) and version > FORMAT_VERSION:
+        return json.loads(data)["attributes"]["ckpt"]["format"]
+    except ILL_FORMED:
+        return None
+
+
+def _check_version(version: Any, where: str) -> None:
+    if type(version) is int and version > FORMAT_VERSION:
         raise FormatVersionError(
             f"{where} is in format {version}; this version of ckpt reads formats up to {FORMAT_VERSION}. Install a "
-            f"newer version "
-            "of ckpt-inprocess to read it"
+            f"newer version of ckpt-inprocess to read it"
         )
 
 
+def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
+    """The summary of a step, the attribute ``ckpt`` of its root in the file `where`.
+
+    FormatVersionError if it is of a newer format; one of `ILL_FORMED` if a member is missing or not what it should be.
+    """
+    _check_version(summary["format"], where)
+    if type(summary["format"]) is not int or summary["format"] != FORMAT_VERSION:
+        raise ValueError(f"there is no format {summary['format']!r:.80}")
+    for name in ("step", "world_size", "owner", "bytes", "files", "tensors"):
+        whole_number(summary[name])
+    for name in ("save", "plan"):
+        if type(summary[name]) is not str:
+            raise ValueError(f"{name} is {summary[name]!r:.80}")
+    before = summary["continues"]
+    if before is not None:
+        whole_number(before["step"])
+        if not isinstance(before["save"], str | None):
+            raise ValueError(f"it continues {before!r:.80}")
+    if len(sizes(summary["parts"])) != summary["world_size"] or not summary["parts"]:
+        raise ValueError(f"there are {len(summary['parts'])} parts of {summary['world_size']} ranks")
+    return summary
+
+
+_MAX_ELEMENTS = 1 << 58  # so that no number of bytes is too large for numpy and the file system
+_INSIDE = re.compile(r"(?!(.*/)?\.{0,2}(/|$))[A-Za-z0-9_.~%/-]+")
+"""A path below the step, of the characters that names are made of (see `ckpt.storage.names`)."""
+
+
 def _add_arrays(index: CheckpointIndex) -> None:
+    world_size = index.world_size
     for directory, meta in index.arrays.items():
-        try:
-            under(index.path, directory)
-        except StorageError:
-            raise CheckpointCorruptError(
-                f"{os.path.join(index.path, 'zarr.json')} describes {directory!r}, which is not inside the step"
-            ) from None
+        if not _INSIDE.fullmatch(directory):
+            raise ValueError(f"{directory!r:.80} is not inside the step")
         about = meta.attributes["ckpt"]
-        if about.get("pack"):
+        if directory == PACK_DIRECTORY or "pack" in about:
+            if directory != PACK_DIRECTORY or about != {"pack": True} or (meta.dtype, len(meta.shape)) != ("uint8", 1):
+                raise ValueError(f"{directory!r:.80} is not the array of packed tensors")
             continue
-        path = _path(about["name"])
-        offset = tuple(about.get("box_offset") or (0,) * len(meta.shape))
-        shape = tuple(about.get("tensor_shape") or meta.shape)
-        _tensor(index, path, about.get("rank"), meta.dtype, shape).boxes.append(
+        offset, shape = _place(about, meta.shape)
+        rank = rank_of(about.get("rank"), world_size)
+        _tensor(index, key_path(about["name"]), rank, meta.dtype, shape).boxes.append(
             StoredBox(offset, meta.shape, directory, meta)
         )
 
 
 def _add_state(index: CheckpointIndex, state: dict[str, Any]) -> None:
-    for name, rank, value in state["values"]:
-        if rank is None:
-            index.values[_path(name)] = decode_value(value)
-        else:
-            index.per_rank_values.setdefault(_path(name), {})[rank] = decode_value(value)
-    for entry in state["packed"]:
-        shape = tuple(entry["shape"])
-        whole = tuple(entry.get("tensor_shape", shape))
-        offset = tuple(entry.get("box_offset", (0,) * len(shape)))
-        meta = index.arrays.get(PACK_DIRECTORY)
-        if meta is None:
-            if 0 not in shape:
-                raise CheckpointCorruptError(
-                    f"{index.path}: {display(_path(entry['path']))} is packed, but there is no pack"
-                )
-            meta = ArrayMeta((0,), "uint8", (1,))
-        stored = StoredBox(offset, shape, PACK_DIRECTORY, meta, entry["offset"])
-        _tensor(index, _path(entry["path"]), entry.get("rank"), entry["dtype"], whole).boxes.append(stored)
-    index.aliases.update((_path(name), _path(target)) for name, target in state["aliases"])
+    world_size = index.world_size
+    for name, rank, value in items(state["values"]):
+        path, owner = key_path(name), rank_of(rank, world_size)
+        known = index.values if owner is None else index.per_rank_values.setdefault(path, {})
+        key: Any = path if owner is None else owner
+        if key in known:
+            raise ValueError(f"the value {display(path)} is there twice")
+        try:
+            known[key] = decode_value(value)
+        except CheckpointCorruptError as error:
+            raise ValueError(f"the value {display(path)}: {error}") from None
+    pack = index.arrays.get(PACK_DIRECTORY) or ArrayMeta((0,), "uint8", (1,))
+    for entry in items(state["packed"]):
+        shape = sizes(entry["shape"])
+        offset, whole = _place(entry, shape)
+        stored = StoredBox(offset, shape, PACK_DIRECTORY, pack, whole_number(entry["offset"]))
+        rank = rank_of(entry.get("rank"), world_size)
+        _tensor(index, key_path(entry["path"]), rank, dtype_name(entry["dtype"]), whole).boxes.append(stored)
+    for name, target in items(state["aliases"]):
+        if index.aliases.setdefault(key_path(name), key_path(target)) != tuple(target):
+            raise ValueError(f"{display(key_path(name))} is an alias of two names")
+
+
+def _place(about: dict[str, Any], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where in its tensor a box of this shape begins, and the shape of the tensor."""
+    if "box_offset" not in about and "tensor_shape" not in about:
+        return (0,) * len(shape), shape
+    offset, whole = sizes(about["box_offset"]), sizes(about["tensor_shape"])
+    if not len(offset) == len(whole) == len(shape):
+        raise ValueError(f"a box of shape {shape} at {offset} in a tensor of shape {whole}")
+    return offset, whole
 
 
 def _tensor(index: CheckpointIndex, path: Path, rank: int | None, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
-    if rank is None:
-        tensor = index.tensors.setdefault(path, StoredTensor(dtype, shape))
-    else:
-        tensor = index.per_rank_tensors.setdefault(path, {}).setdefault(rank, StoredTensor(dtype, shape))
-    if (tensor.dtype, tensor.shape) != (dtype, shape):
-        raise CheckpointCorruptError(f"{index.path}: {display(path)} is stored in two different shapes or dtypes")
+    by_key: dict[Any, StoredTensor] = index.tensors if rank is None else index.per_rank_tensors.setdefault(path, {})
+    key: Any = path if rank is None else rank
+    tensor = by_key.get(key)
+    if tensor is None:
+        if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) > _MAX_ELEMENTS:
+            raise ValueError(f"{display(path)} has the shape {list(shape)!r:.80}")
+        tensor = by_key[key] = StoredTensor(dtype, shape)
+    elif (tensor.dtype, tensor.shape) != (dtype, shape):
+        raise ValueError(f"{display(path)} is stored in two different shapes or dtypes")
     return tensor
-
-
-def _path(name: list[str | int]) -> Path:
-    return tuple(name)

@@ -35,7 +35,7 @@ from ckpt.loading.match import Match, Read, known_to_nobody, match_state
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.placement import Placement
 from ckpt.loading.sources import Alone, Gather, MemorySource, RestoreReport
-from ckpt.loading.together import Together
+from ckpt.loading.together import Together, error_of
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import flatten
@@ -109,10 +109,10 @@ def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: C
                 before()
             payload = json.dumps(root.steps()).encode()
         except CheckpointError as error:
-            payload = json.dumps(str(error)).encode()
+            payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
     steps = json.loads(ranks(payload)[0])
-    if isinstance(steps, str):
-        raise CheckpointError(steps)
+    if isinstance(steps, dict):
+        raise error_of(steps["kind"])(steps["text"])
     if step is None:
         return sorted(steps, reverse=True)
     if step not in steps:

@@ -11,12 +11,11 @@ from typing import Any, Self
 import numpy as np
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError
-from ckpt.loading.fetch import Fetch, Wanted
+from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.dtypes import stored
 from ckpt.storage.readers import StepReader
 
 __all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
@@ -47,15 +46,13 @@ class LazyTensor:
         probe = np.lib.stride_tricks.as_strided(np.zeros((), np.uint8), self.shape, (0,) * len(self.shape))
         shape = probe[key].shape
         box = _box_of(key, self.shape)
-        how = stored(self.dtype)
-        result = np.empty((*box.shape, *how.trailing), how.numpy_dtype)
         try:
-            Fetch(self._index).read([Wanted(self.name, self._stored, box, result)])
+            result = Fetch(self._index).array(self.name, self._stored, box)
         except CheckpointError:
             self._reader.check()  # of a step that is gone, nothing is damaged
             raise
         self._reader.check()
-        return result.reshape((*shape, *how.trailing))
+        return result.reshape((*shape, *result.shape[len(box.shape) :]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         """`numpy.asarray` reads all of it."""

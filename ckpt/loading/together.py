@@ -17,7 +17,7 @@ from ckpt.errors import (
 )
 from ckpt.loading.sources import Gather
 
-__all__ = ["Together"]
+__all__ = ["Together", "error_of"]
 
 
 class Together:
@@ -46,7 +46,12 @@ class Together:
         if error is not None and type(error).__name__ == name:
             return
         message = f"rank {rank} could not {self._what} step {self._step}: {name}: {text}"
-        raise _SAID.get(name, CheckpointError)(message, rank=rank, step=self._step) from error
+        raise error_of(name)(message, rank=rank, step=self._step) from error
+
+
+def error_of(name: str) -> type[CheckpointError]:
+    """The class of the error that another rank told by its name."""
+    return _SAID.get(name, CheckpointError)
 
 
 _SAID: dict[str, type[CheckpointError]] = {

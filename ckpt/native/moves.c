@@ -1,6 +1,7 @@
 /* What Python calls: many copies, or one read, in a single call without the interpreter's lock. */
 #include <errno.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "crc32c.h"
@@ -80,12 +81,9 @@ static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, u
 
 enum { PIECE_ENDS = -1, PIECE_DIFFERS = -2 };
 
-/* Read piece `number`, and the checksum (little-endian) behind it.
- *
- * In blocks that stay in a core's cache between the kernel's copy and ours. They are on the stack, of which a thread of
- * Python has 8 MB. */
-static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segments *left) {
-    _Alignas(64) uint8_t block[BLOCK_BYTES];
+/* Read piece `number`, and the checksum (little-endian) behind it, in blocks that stay in a core's cache between the
+ * kernel's copy and ours. */
+static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segments *left, uint8_t *block) {
     uint64_t all = piece_bytes + CHECKSUM_BYTES;
     uint32_t found = 0, expected = 0;
     for (uint64_t at = 0; at < all;) {
@@ -102,12 +100,17 @@ static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segm
 
 /* Read `count` segments of a file that begins with pieces of `piece_bytes` bytes, each with its checksum behind it.
  * Segments are in order and do not overlap. Each piece that they touch is read once, as a whole. Returns 0, the number
- * of an error, PIECE_ENDS or PIECE_DIFFERS. */
+ * of an error, PIECE_ENDS or PIECE_DIFFERS.
+ *
+ * The block is not on the stack: a thread of Python may have as little as 32 KiB of that. */
 int ckpt_read_pieces(int fd, uint64_t piece_bytes, const struct segment *segments, uint64_t count) {
+    uint8_t *block = aligned_alloc(64, BLOCK_BYTES);
+    if (!block) return ENOMEM;
     struct segments left = {segments, segments + count, 0};
     int error = 0;
     for (skip_empty(&left); !error && left.next < left.end;)
-        error = read_piece(fd, (left.next->at + left.done) / piece_bytes, piece_bytes, &left);
+        error = read_piece(fd, (left.next->at + left.done) / piece_bytes, piece_bytes, &left, block);
+    free(block);
     return error;
 }
 

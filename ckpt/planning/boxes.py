@@ -9,10 +9,15 @@ describes a dimension that tensor parallelism had divided before.
 from __future__ import annotations
 
 import math
+import random
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import product
 
-__all__ = ["Box", "Placement", "Sharding", "local_boxes", "position_of"]
+__all__ = ["Box", "Placement", "Sharding", "local_boxes", "make_up", "position_of"]
+
+_PRIME = (1 << 61) - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,6 +49,27 @@ class Box:
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """Index this box in an array whose first element is at `origin`."""
         return tuple(slice(o - a, o - a + n) for o, a, n in zip(self.offset, origin, self.shape, strict=True))
+
+
+def make_up(shape: tuple[int, ...], boxes: Collection[Box]) -> bool:
+    """Whether every element of a tensor of `shape` is in exactly one of `boxes`, and no other element is.
+
+    Takes time in proportion to the number of boxes. Give every coordinate of every dimension a random number r. The
+    product over the dimensions of r(end) - r(start) is a sum with one term for each corner of a box. Where boxes are
+    put together exactly, all terms but those of the whole cancel. Otherwise the sums differ as polynomials of the
+    random numbers, which modulo a prime of 61 bits are equal by chance at most once in 2**54 times (Schwartz and
+    Zippel). The sizes of the boxes must not be negative.
+    """
+    generator = random.SystemRandom()
+    weights = [defaultdict[int, int](lambda: generator.randrange(_PRIME)) for _ in shape]
+
+    def volume(box: Box) -> int:
+        result = 1
+        for weight, start, size in zip(weights, box.offset, box.shape, strict=True):
+            result = result * (weight[start + size] - weight[start]) % _PRIME
+        return result
+
+    return sum(map(volume, boxes)) % _PRIME == volume(Box.whole(shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,14 @@ class StateDescription:
     """All that planning needs to know of one rank's state.
 
     `values` maps the path of each leaf that is not a tensor to whether it is per rank; `aliases` maps the path of a
-    tensor that is the same memory as an earlier one to that one's path.
+    tensor that is the same memory as an earlier one to that one's path. Tensors in `from_lowest` are written by the
+    lowest rank that has them, whatever others have.
     """
 
     tensors: Mapping[Path, TensorSpec] = field(default_factory=dict)
     values: Mapping[Path, bool] = field(default_factory=dict)
     aliases: Mapping[Path, Path] = field(default_factory=dict)
+    from_lowest: frozenset[Path] = frozenset()
 
     def to_bytes(self) -> bytes:
         """A canonical JSON form; equal descriptions have equal bytes."""
@@ -58,6 +60,7 @@ class StateDescription:
             "shardings": [[s.mesh_shape, s.ranks, [[p.dim, p.split_factor] for p in s.placements]] for s in shardings],
             "values": list(self.values.items()),
             "aliases": list(self.aliases.items()),
+            "from_lowest": [path for path in self.tensors if path in self.from_lowest],
         }
         return json.dumps(document, separators=(",", ":")).encode()
 
@@ -74,7 +77,8 @@ class StateDescription:
             for path, dtype, itemsize, shape, w, per_rank in document["tensors"]
         }
         values = {tuple(path): per_rank for path, per_rank in document["values"]}
-        return cls(tensors, values, {tuple(path): tuple(target) for path, target in document["aliases"]})
+        aliases = {tuple(path): tuple(target) for path, target in document["aliases"]}
+        return cls(tensors, values, aliases, frozenset(map(tuple, document["from_lowest"])))
 
     @cached_property
     def digest(self) -> bytes:

@@ -91,6 +91,8 @@ class SavePlan:
 def make_save_plan(descriptions: Sequence[StateDescription], options: GridOptions) -> SavePlan:
     """Cut every tensor into chunks and give each to one of the ranks that hold it, evenly by bytes.
 
+    Of a tensor that is `from_lowest` on any rank, each box goes to the lowest rank that holds it.
+
     `descriptions` are by rank, with equal ones being one object. Deterministic. Raises StateError when the ranks' boxes
     of a tensor overlap partly or leave a gap.
     """
@@ -98,8 +100,9 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     tensors = _holders(descriptions)
     boxes_of = _Boxes()
     aliases = _aliases(descriptions, tensors, boxes_of)
+    from_lowest = frozenset().union(*{each.from_lowest for each in descriptions})
     units = [
-        (path, spec, boxes_of.all_of(path, spec, holders))
+        (path, spec, boxes_of.all_of(path, spec, holders, only_lowest=path in from_lowest))
         for (path, spec), holders in tensors.items()
         if path not in aliases
     ]
@@ -171,10 +174,13 @@ class _Boxes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[dict[Box, tuple[int, ...]], int]] = {}  # and their elements
+        self._lowest: dict[int, dict[Box, tuple[int, ...]]] = {}
 
-    def all_of(self, path: Path, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
-        """The distinct boxes of a tensor with the ranks that hold each. A per-rank tensor is a whole one, for each of
-        its ranks."""
+    def all_of(
+        self, path: Path, spec: TensorSpec, holders: _Holders, *, only_lowest: bool
+    ) -> dict[Box, tuple[int, ...]]:
+        """The distinct boxes of a tensor with the ranks that hold each, or with the lowest one alone. A per-rank tensor
+        is a whole one, for each of its ranks."""
         if spec.per_rank:
             return {Box.whole(spec.shape): _everyone(holders)}
         boxes, covered = self._find(spec, holders)
@@ -183,7 +189,13 @@ class _Boxes:
                 f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(spec.shape)} "
                 "elements; every rank of its mesh must save it"
             )
-        return boxes or {Box.whole(spec.shape): _everyone(holders)}
+        if not boxes:
+            return {Box.whole(spec.shape): _everyone(holders)}
+        if not only_lowest:
+            return boxes
+        if id(boxes) not in self._lowest:
+            self._lowest[id(boxes)] = {box: ranks[:1] for box, ranks in boxes.items()}
+        return self._lowest[id(boxes)]
 
     def distinct(self, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
         """The boxes that have elements, in order."""

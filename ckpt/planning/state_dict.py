@@ -180,8 +180,7 @@ class _Walk:
 
     def _container(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
         if isinstance(node, Namespace):
-            for key, item in vars(node).items():
-                self.visit((*path, key), item, per_rank, partial(setattr, node, key))
+            self._mapping(path, vars(node), per_rank, assign)
             return
         put = _tuple_setter(node, assign) if isinstance(node, tuple) else partial(operator.setitem, node)
         for number, item in enumerate(node):

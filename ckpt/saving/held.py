@@ -5,6 +5,7 @@ A slot keeps a step until it is staged over. Its last page says which save is in
     word 0          the generation, set behind the copies
     word 1          the generation that word 0 must have for the slot to be complete
     byte 64 on      the name of the save
+    byte 1024 on    samples of tensors on a GPU (see `samples`)
 
 The bytes are believed only when their checksums, of which the writer recorded one for each file, are found again while
 they are copied. Runs in the trainer; makes no collective, except for `share`.
@@ -39,13 +40,14 @@ from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
 from ckpt.storage.commit import SaveId, read_part_of_step
 from ckpt.storage.images import checksums_behind
 
-__all__ = ["HEADER_BYTES", "HeldMemory"]
+__all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "HeldMemory"]
 
 _log = logging.getLogger("ckpt")
 Array = np.ndarray[Any, np.dtype[Any]]
 HEADER_BYTES = 4096  # a page behind the images
 _NAME_OFFSET = 64
 _NAME_BYTES = 256
+SAMPLES_OFFSET = 1024
 
 
 @dataclass(frozen=True, slots=True)

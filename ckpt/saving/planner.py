@@ -15,18 +15,20 @@ import os
 import pickle
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
 from ckpt.paths import Path
 from ckpt.planning.description import StateDescription, exchange
 from ckpt.planning.grid import GridOptions
+from ckpt.planning.replicas import replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
 from ckpt.saving.layout import make_part
 from ckpt.saving.part import LocalBoxes, Part
+from ckpt.saving.samples import Replicas
 from ckpt.storage.commit import SaveId
 
 __all__ = ["Planned", "Planner", "Prepared"]
@@ -60,13 +62,16 @@ class Planned:
     part: Part
     plan_bytes: bytes
     value_owners: dict[Path, bool]
+    replicas: Replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A state ready to be staged. `values` are the entries of the part manifest: path, rank or None, encoded value."""
+    """A state ready to be staged. `encoded` are all its values; `values` those that this rank writes, the entries of
+    the part manifest: path, rank or None, encoded value."""
 
     flat: FlatState
+    encoded: dict[Path, Any]
     values: list[Any]
     planned: Planned
 
@@ -110,10 +115,9 @@ class Planner:
             self._agree(claim)
         planned = self._planned
         rank = self._ranks.rank
-        values = [
-            [list(path), rank if own else None, flat.values[path].encoded] for path, own in planned.value_owners.items()
-        ]
-        return Prepared(flat, values, planned)
+        encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
+        values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
+        return Prepared(flat, encoded, values, planned)
 
     def end_session(self) -> None:
         """The next save claims the root anew; the plan stays."""
@@ -143,7 +147,10 @@ class Planner:
         return SaveId(self._last_step, self._session.owner, nonce)
 
     def _plan(self, flat: FlatState, description: StateDescription) -> Planned:
-        plan = make_save_plan(exchange(description, self._ranks), self._grid)
+        kinds = replica_kinds(flat)
+        from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
+        own = replace(description, from_lowest=from_lowest)
+        plan = make_save_plan(exchange(own, self._ranks), self._grid)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
         part = make_part(plan, rank, boxes, self._max_slot_bytes, self._compression)
@@ -159,7 +166,7 @@ class Planner:
                 self._max_slot_bytes,
                 part.plan.pieces,
             )
-        return Planned(description, plan, boxes, part, plan_bytes, owned)
+        return Planned(description, plan, boxes, part, plan_bytes, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claim: Callable[[], int] | None) -> None:
         """Collective: begin a session if the state is to be saved; with one, give it a new nonce.

@@ -6,12 +6,14 @@ one that recovers what an earlier start left. Needs nothing but what is in the d
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
+from ckpt.saving.replicas import Warn, all_names, check_replicas
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import CheckpointRoot, Outcome, PendingSave
@@ -49,6 +51,8 @@ def publish(
     pending: PendingSave,
     tick: Callable[[], None],
     written: Mapping[int, PartFile] | None = None,
+    *,
+    warn: Warn = lambda names, mixed: None,
     before_commit: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Publish a save of which every part is there. Returns what was decided, by this or by another process.
@@ -57,13 +61,14 @@ def publish(
     this at once: they write the same documents, and one renames the directory.
 
     Raises CheckpointCorruptError when the parts do not make a whole, CheckpointExistsError when the step is published
-    by another save, and what `PendingSave.publish` raises. `tick` is called between steps, to show progress,
-    and `before_commit` when all is durable.
+    by another save, StateError when ranks have parameters different, and what `PendingSave.publish` raises. `tick` is
+    called between steps, to show progress; `warn` is told what else ranks have different; `before_commit` is called
+    when all is durable.
     """
     intent = pending.intent()
     if intent is None:
         return pending.outcome()
-    summary, arrays, state = _merge(pending, intent, written or {}, tick)
+    summary, arrays, state = _merge(pending, intent, written or {}, tick, warn)
     tick()
     state_bytes = seal(state)
     summary["state"] = {"bytes": len(state_bytes), "crc32c": crc32c(state_bytes)}
@@ -82,13 +87,14 @@ def publish(
 
 
 def _merge(
-    pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None]
+    pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
 ) -> tuple[dict[str, Any], dict[str, ArrayMeta], dict[str, Any]]:
     """The summary for the root, all arrays by directory, and the state document, from the parts of all ranks."""
     arrays: dict[str, ArrayMeta] = {}
     chunks: set[str] = set()
     state: dict[str, Any] = {"values": [], "aliases": []}
     packed: list[EncodedList] = []
+    replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
     summary |= {"bytes": 0, "files": 0, "parts": []}
     for rank in range(intent["world_size"]):
@@ -111,10 +117,13 @@ def _merge(
         for kind in state:
             state[kind] += part[kind]
         packed.append(EncodedList.of(part["packed"]))
+        replicas.append(part.get("replicas", {}))
         summary["parts"].append(part_checksum)
         tick()
     _check_cover(pending, arrays, chunks)
     all_packed = EncodedList.joined(packed)
+    attributes = [meta.attributes for meta in arrays.values()]
+    check_replicas(replicas, lambda: all_names(attributes, json.loads(all_packed.data), state["values"]), warn)
     summary["tensors"] = len(arrays) + all_packed.items
     return summary, arrays, {**state, "packed": all_packed}
 

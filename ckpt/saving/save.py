@@ -24,10 +24,11 @@ from ckpt.planning.grid import GridOptions
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
-from ckpt.saving.held import HEADER_BYTES, HeldMemory
+from ckpt.saving.held import HEADER_BYTES, SAMPLES_OFFSET, HeldMemory
 from ckpt.saving.part import Part
 from ckpt.saving.planner import Planned, Planner, Prepared
 from ckpt.saving.recover import Branch
+from ckpt.saving.replicas import Digests, Tolerance
 from ckpt.saving.side_stream import SideStream
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
@@ -43,7 +44,8 @@ _WAIT_SLICE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StagingOptions:
-    """How state gets into shared memory. `slot_timeout_s` bounds the wait for a free slot."""
+    """How state gets into shared memory. `slot_timeout_s` bounds the wait for a free slot; `replicas` says what
+    parameters are that ranks have different."""
 
     slots: int = 2
     max_host_bytes: int | None = None
@@ -51,6 +53,7 @@ class StagingOptions:
     slot_timeout_s: float = 600.0
     compression: str | None = None
     grid: GridOptions = field(default_factory=GridOptions)
+    replicas: Tolerance = "error"
 
 
 class Saver:
@@ -77,6 +80,7 @@ class Saver:
         self.memory = HeldMemory(self._arena)
         self._shared_for: Planned | None = None
         self.on_begun: Callable[[int], CallTimer | None] | None = None  # of every call that writes
+        self._warned: set[str] = set()  # of names that ranks have different
         self._in_flight: dict[SaveId, InFlight] = {}  # noted before anything is staged, so that no fault can lose one
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
@@ -98,12 +102,12 @@ class Saver:
         """Whether this job has the root's newest token, as far as storage tells."""
         return self._seen is not None and self._seen == self._root.ownership.newest()
 
-    def own(self) -> None:
-        """Claim the root unless this job owns it. FencedError."""
+    def own(self) -> int:
+        """Claim the root unless this job owns it; returns the token. FencedError."""
         if self._planner.owner is None:
-            self.claim()
-        else:
-            self._root.ownership.check(self._planner.owner)
+            return self.claim()
+        self._root.ownership.check(self._planner.owner)
+        return self._planner.owner
 
     def continue_from(self, branch: Branch, seen: int | None) -> None:
         """The next save claims the root anew, and its step continues that of `branch`. `seen`: a token seen since."""
@@ -114,6 +118,8 @@ class Saver:
     def warmup(self, state: Any, *, claim: bool = True) -> None:
         """Plan, map and fault in the arena, have the writers started, and `claim` the root. Collective, like the first
         save of a structure."""
+        self._ranks.doing = "warmup"
+        Process.here()  # looks into /proc the first time
         self._queue.start()
         self._fit_arena(self._planner.prepare(state, self.claim if claim else None).planned)
 
@@ -126,6 +132,7 @@ class Saver:
         """Stage `state`; the request writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {step!r}")
+        self._ranks.doing = f"the save of step {step}"
         self._planner.begin_attempt(step)
         try:
             prepared = self._planner.prepare(state, self.claim)
@@ -196,7 +203,8 @@ class Saver:
         """Leave the root, give the arena back. The queue is the Checkpointer's."""
         if self._planner.owner is not None:
             with contextlib.suppress(CheckpointError):  # then its lease expires
-                self._root.ownership.release(self._planner.owner, self._ranks.rank)
+                done = not any(isinstance(fn, PartWriter) for fn in self._queue.functions())
+                self._root.ownership.release(self._planner.owner, self._ranks.rank, done=done)
         self.memory.close()
         if self._pieces_queue is not None:
             self._pieces_queue.close(abort=True)
@@ -257,7 +265,9 @@ class Saver:
             waited = time.perf_counter()
             self._generation += 1
             self.memory.clear(slot)
-            staged = self._copy(planned.part, prepared.flat, slot, piece)
+            stream = self._side_stream.stream_for(prepared.flat)
+            replicas = self._sample(prepared, save, slot, stream) if last else None
+            staged = self._copy(planned.part, prepared.flat, slot, piece, stream)
             self.memory.label(slot, save, self._generation)
             done = time.perf_counter()
         except BaseException:
@@ -287,13 +297,35 @@ class Saver:
             trainer=Process.here(),
             branch=self._branch,
             sealed=staged.sealed,
+            replicas=replicas,
             on_slot_free=lambda: setattr(slot, "state", SlotState.FREE),
             on_begun=self.on_begun,
+            on_differing=lambda names, mixed: self._warn_of_replicas(save.step, names, mixed),
         )
 
-    def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int) -> Staged:
+    def _sample(self, prepared: Prepared, save: SaveId, slot: Slot, stream: torch.cuda.Stream | None) -> Digests | None:
+        """Samples of what other ranks have, too."""
+        tolerance = self._staging.replicas
+        if prepared.planned.save_plan.world_size == 1 or tolerance == "ignore":
+            return None
+        room = slot.tensor, self._arena.slot_bytes - HEADER_BYTES + SAMPLES_OFFSET
+        return prepared.planned.replicas.sample(prepared.flat, prepared.encoded, save.name, tolerance, room, stream)
+
+    def _warn_of_replicas(self, step: int, names: list[str], mixed: bool) -> None:
+        """Once for each name."""
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new:
+            _log.warning(
+                "step %d: ranks have different values of %s; the step holds %s. What each rank has of its own belongs "
+                "into ckpt.PerRank",
+                step,
+                "; ".join(new),
+                "parts of each rank's" if mixed else "those of the lowest rank that has them",
+            )
+
+    def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int, stream: torch.cuda.Stream | None) -> Staged:
         tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
-        stream = self._side_stream.stream_for(flat)
         if slot.cleared_for is not part.gaps[piece]:
             if slot.cleared_for is not None:  # new memory is zero
                 part.clear_gaps(piece, slot.region.buffer)

@@ -40,6 +40,7 @@ from ckpt.errors import (
 from ckpt.saving.part import Image, PartPlan
 from ckpt.saving.publish import PartFile, Retention, publish, retain
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
+from ckpt.saving.replicas import Digests
 from ckpt.shared_memory import SharedMemory
 from ckpt.storage.commit import (
     Abandoned,
@@ -90,6 +91,7 @@ class PartWriter:
     at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `sealed` are the offsets in
     the region of what has its checksum behind it. `earlier` are the chunks that were written with earlier pieces. With
     a `branch` the coordinator first takes over what earlier owners of the root left.
+    `replicas` are the digests of what other ranks have, too.
     """
 
     root: str
@@ -108,14 +110,17 @@ class PartWriter:
     branch: Branch | None = None
     sealed: frozenset[int] = frozenset()
     earlier: list[tuple[str, str, int, int]] = field(default_factory=list)
+    replicas: Digests | None = None
     on_slot_free: Callable[[], None] | None = None
     on_written: Callable[[list[tuple[str, str, int, int]]], None] | None = None
     on_decided: Callable[[], Any] | None = None
     on_begun: Callable[[int], CallTimer | None] | None = None
+    on_differing: Callable[[list[str], bool], None] | None = None
     reported: Reason | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         callbacks = {"on_slot_free": None, "on_written": None, "on_decided": None, "on_begun": None}
+        callbacks |= {"on_differing": None}
         return {**self.__dict__, **callbacks, "sealed": _offsets_as_bytes(self.sealed)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,9 +166,12 @@ class PartWriter:
             retain(pending.root, self.options.retention, self.save.owner, self.save.step, plan.plan_digest)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """Trainer: the writer said what it has written, that nothing reads the slot any more, or why it gave up."""
+        """Trainer: the writer said what it has written, what ranks have different, that nothing reads the slot any
+        more, or why it gave up."""
         if self.on_written is not None and "written" in event:
             self.on_written([(str(d), str(key), int(size), int(crc)) for d, key, size, crc in event["written"]])
+        if self.on_differing is not None and "differing" in event:
+            self.on_differing([str(name) for name in event["differing"]], bool(event["mixed"]))
         if "slot_free" in event:
             self.free_slot()
         if "failed" in event:
@@ -297,6 +305,7 @@ class PartWriter:
         chunks: dict[str, list[list[Any]]] = {}
         for directory, key, file_bytes, crc32c in [*self.earlier, *map(_record, written)]:
             chunks.setdefault(directory, []).append([key, file_bytes, crc32c])
+        replicas = {} if self.replicas is None else {"replicas": self.replicas.document(self.region.buffer)}
         return {
             "save": self.save.name,
             "rank": self.rank,
@@ -308,6 +317,7 @@ class PartWriter:
             "packed": plan.packed,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
             "times": {**self.times, **times},
+            **replicas,
         }
 
     def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile) -> Outcome:
@@ -324,12 +334,21 @@ class PartWriter:
                     pending.confirm()
                 return outcome
             if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
-                return publish(pending, _progress, {self.rank: part}, lambda: self._supersede(pending))
+                return publish(
+                    pending,
+                    _progress,
+                    {self.rank: part},
+                    warn=self._report_differing,
+                    before_commit=lambda: self._supersede(pending),
+                )
         raise AssertionError("unreachable")
 
     def _supersede(self, pending: PendingSave) -> None:
         if self.branch is not None:
             supersede(pending.root, self.save.owner, self.branch, _log.warning)
+
+    def _report_differing(self, names: list[str], mixed: bool) -> None:
+        _report_or(self.on_event, {"differing": names, "mixed": mixed})
 
     def _pauses(self, pending: PendingSave, what: str, awaited: Callable[[], Iterable[int]]) -> Iterator[None]:
         """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`.

@@ -17,7 +17,7 @@ from ckpt.staging.copies import RowTable
 from ckpt.staging.copy_op import CopyOp
 from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
 
-__all__ = ["copy_boxes", "is_plain", "take_box"]
+__all__ = ["copy_boxes", "is_plain", "memory_of", "some_bytes", "take_box"]
 
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
@@ -36,7 +36,7 @@ def copy_boxes(
     for op in ops:
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
-            _memory_of(tensor).record_stream(stream)  # it is not given to others before the copy has run
+            memory_of(tensor).record_stream(stream)  # it is not given to others before the copy has run
         if op.flat is not None and is_plain(tensor):
             start = op.flat[0] * op.itemsize
             source = flat_bytes.get(op.path)
@@ -91,7 +91,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+def some_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The bytes of elements `first` to ``first + count``, in C order, where the tensor is; perhaps its own memory."""
+    size = tensor.element_size()
+    if is_plain(tensor):
+        return _bytes_of(tensor)[first * size : (first + count) * size]
+    as_integer = _INTEGERS.get(size)
+    if as_integer is not None and not tensor.is_conj() and not tensor.is_neg():
+        tensor = tensor.view(as_integer)  # there are dtypes that cannot be indexed
+    index = torch.unravel_index(torch.arange(first, first + count, device=tensor.device), tensor.shape)
+    elements = tensor[index] if tensor.dim() else tensor
+    return _bytes_of(elements.resolve_conj().resolve_neg())
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same memory that is not conjugated: for one that is, `record_stream` takes PyTorch's way around
     operators that do not know conjugation, and with that, in PyTorch 2.11, saves ended with a corrupted heap."""
     if not (tensor.is_conj() or tensor.is_neg()):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, crc32c_of_checksums
-from ckpt.storage.metadata import INDEX_ENTRY_BYTES, ArrayMeta
+from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["READ_BYTES", "DamagedFileError", "check_chunk_file"]
+__all__ = ["READ_BYTES", "check_chunk_file"]
 
 _BLOCK_BYTES = 4 << 20
 
@@ -21,26 +22,24 @@ Read = Callable[[int, int], bytes | memoryview]
 the next call."""
 
 
-class DamagedFileError(Exception):
-    """What is wrong with a file, as the end of a sentence that begins with its path."""
-
-
 def check_chunk_file(meta: ArrayMeta, index: tuple[int, ...], file_bytes: int, read: Read) -> int:
     """Check every byte of a chunk's file and return the checksum of its pieces' checksums, as its writer did.
 
     Reads in blocks. `DamagedFileError` if anything is not as it was written.
     """
-    layout = meta.layout(index)
-    if meta.compression is None and file_bytes != layout.file_bytes:
-        raise DamagedFileError(f"has {file_bytes} bytes instead of {layout.file_bytes}")
+    misfit = meta.misfit(index, file_bytes)
+    if misfit is not None:
+        raise DamagedFileError(misfit)
     file = _File(file_bytes, read)
     if not meta.sharded:
         return crc32c_of_checksums([file.check(0, file_bytes)])
-    index_bytes = layout.index_entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
-    index_offset = file_bytes - index_bytes
-    file.check(index_offset, index_bytes)
-    entries = list(struct.iter_unpack("<QQ", file.read(index_offset, index_bytes - CHECKSUM_BYTES)))
-    return crc32c_of_checksums([file.check(*entries[piece.position]) for piece in layout.pieces])
+    index_offset = file_bytes - meta.index_bytes
+    file.check(index_offset, meta.index_bytes)
+    entries = list(struct.iter_unpack("<QQ", file.read(index_offset, meta.index_bytes - CHECKSUM_BYTES)))
+    used = [entries[piece.position] for piece in meta.layout(index).pieces]
+    if sum(size for _, size in used) > index_offset:  # so that no byte is read twice
+        raise DamagedFileError("has an index in which inner chunks overlap")
+    return crc32c_of_checksums([file.check(*entry) for entry in used])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, product
+from itertools import groupby
 from types import EllipsisType
 from typing import Any
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from ckpt.native import SEGMENT, read_pieces
 from ckpt.storage.checksums import CHECKSUM_BYTES
-from ckpt.storage.files import under
-from ckpt.storage.metadata import ArrayMeta, FileLayout, Piece
+from ckpt.storage.metadata import ArrayMeta, FileLayout, Piece, indices
+from ckpt.storage.regular_files import DamagedFileError, open_regular
 
 __all__ = ["read_box", "read_runs"]
 
@@ -32,11 +32,10 @@ def read_box(root: str, directory: str, meta: ArrayMeta, offset: tuple[int, ...]
     another way will tell why.
     """
     shape = destination.shape[: len(offset)]
-    chunks = (range(o // c, -(-(o + n) // c)) for o, n, c in zip(offset, shape, meta.chunk_shape, strict=True))
-    folder = under(root, directory)
+    chunks = [range(o // c, -(-(o + n) // c)) for o, n, c in zip(offset, shape, meta.chunk_shape, strict=True)]
     try:
-        return all(_read_chunk(folder, meta, index, offset, destination) for index in product(*chunks))
-    except OSError:
+        return all(_read_chunk(root, directory, meta, index, offset, destination) for index in indices(chunks))
+    except (OSError, DamagedFileError):
         return False
 
 
@@ -46,37 +45,37 @@ def read_runs(root: str, directory: str, meta: ArrayMeta, runs: Sequence[tuple[i
     In order, and none across two chunks. Returns the same as `read_box`.
     """
     (chunk_bytes,) = meta.chunk_shape
-    folder = under(root, directory)
     try:
         for chunk, group in groupby(runs, key=lambda run: run[0] // chunk_bytes):
             segments = [(offset - chunk * chunk_bytes, _address(array), array.nbytes) for offset, array in group]
-            with _opened(folder, meta, (chunk,)) as (fd, layout):
-                if fd is None or not read_pieces(fd, layout.piece_bytes, np.array(segments, SEGMENT)):
+            with _opened(root, directory, meta, (chunk,)) as (fd, layout):
+                if not read_pieces(fd, layout.piece_bytes, np.array(segments, SEGMENT)):
                     return False
-    except OSError:
+    except (OSError, DamagedFileError):
         return False
     return True
 
 
 @contextmanager
-def _opened(folder: str, meta: ArrayMeta, index: tuple[int, ...]) -> Iterator[tuple[int | None, FileLayout]]:
-    """A chunk's file; none unless its size and the places of its pieces are what this package makes them."""
-    layout = meta.layout(index)
-    fd = os.open(os.path.join(folder, meta.chunk_key(index)), os.O_RDONLY | os.O_CLOEXEC)
+def _opened(root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...]) -> Iterator[tuple[int, FileLayout]]:
+    """A chunk's file. DamagedFileError unless its size and the places of its pieces are what this package makes them:
+    the size first, for the number of pieces is whatever the metadata say."""
+    fd = open_regular(root, f"{directory}/{meta.chunk_key(index)}")
     try:
-        sound = os.fstat(fd).st_size == layout.file_bytes
-        sound = sound and os.pread(fd, len(layout.index), layout.index_offset) == layout.index
-        yield fd if sound else None, layout
+        if os.fstat(fd).st_size != meta.file_bytes(index):
+            raise DamagedFileError("has another size")
+        layout = meta.layout(index)
+        if os.pread(fd, len(layout.index), layout.index_offset) != layout.index:
+            raise DamagedFileError("has another index")
+        yield fd, layout
     finally:
         os.close(fd)
 
 
 def _read_chunk(
-    folder: str, meta: ArrayMeta, index: tuple[int, ...], offset: tuple[int, ...], destination: Array
+    root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...], offset: tuple[int, ...], destination: Array
 ) -> bool:
-    with _opened(folder, meta, index) as (fd, layout):
-        if fd is None:
-            return False
+    with _opened(root, directory, meta, index) as (fd, layout):
         origin, _ = meta.box_of(index)
         overlap = _overlap(origin, meta.chunk_shape, offset, destination)
         if overlap is None:

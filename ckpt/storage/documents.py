@@ -8,16 +8,25 @@ place that a JSON parser would shrug off.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
+
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.checksums import crc32c
 
-__all__ = ["EncodedList", "canonical", "seal", "seal_root", "unseal", "unseal_root"]
+__all__ = ["MAX_DOCUMENT_BYTES", "EncodedList", "canonical", "seal", "seal_root", "unseal", "unseal_root"]
 
-_MAX_DOCUMENT_BYTES = 1 << 31
+MAX_DOCUMENT_BYTES = 1 << 30
+"""No document of a checkpoint is larger."""
+
+_MAX_DEPTH = 400  # a value is nested 100 deep at most; each level is up to three of the document
+_ESCAPED, _STRING = re.compile(rb"\\.", re.DOTALL), re.compile(rb'"[^"]*"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+_CLOSES = 4  # the bit that tells ] and } from [ and {
 _SEAL = "crc32c"
 _MAX_LOOKALIKES = 8
 
@@ -91,10 +100,13 @@ def unseal_root(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
-    if len(data) > _MAX_DOCUMENT_BYTES:
+    if len(data) > MAX_DOCUMENT_BYTES:
         _corrupt(where, f"it has {len(data)} bytes")
     try:
-        document = json.loads(data.decode("ascii"))
+        text = data.decode("ascii")
+        if _depth(data) > _MAX_DEPTH:
+            _corrupt(where, f"it is nested deeper than {_MAX_DEPTH}")
+        document = json.loads(text, parse_constant=_refuse_constant)
         if isinstance(document, dict):
             return document
     except (ValueError, RecursionError) as error:
@@ -102,9 +114,24 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     _corrupt(where, "it is not in the form it was written in")
 
 
+def _depth(data: bytes) -> int:
+    """How deep the lists and objects of a JSON document are nested. Whoever walks through it may do so by recursion."""
+    if b"\\" in data:
+        data = _ESCAPED.sub(b"", data)
+    brackets = data.translate(None, _NO_BRACKETS).replace(b'""', b"")
+    if b'"' in brackets:
+        brackets = _STRING.sub(b"", brackets)
+    steps = np.where(np.frombuffer(brackets, np.uint8) & _CLOSES, np.int8(-1), np.int8(1))
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _check(checksum: object, data: bytes, where: str) -> None:
     """Whether `data` has `checksum` without the member that says so, and without the comma before or behind that."""
-    if type(checksum) is not int:
+    if type(checksum) is not int or not 0 <= checksum < 1 << 32:
         _corrupt(where, "it has no seal")
     member = b'"%s":%d' % (_SEAL.encode(), checksum)
     at = -1

@@ -102,7 +102,7 @@ def torch_dtype(dtype_name: str) -> torch.dtype:
     """Return the dtype with this name; `StateError` if this version of torch has none. Imports torch."""
     import torch
 
-    dtype = getattr(torch, dtype_name, None)
+    dtype = vars(torch).get(dtype_name)  # not getattr: some attributes of torch are modules that it would import
     if not isinstance(dtype, torch.dtype):
         raise StateError(f"torch {torch.__version__} has no dtype {dtype_name!r}; a newer version may have")
     return dtype

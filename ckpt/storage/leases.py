@@ -2,7 +2,8 @@
 
     <directory>/<host>-<device>     one file for each host; its time is renewed while a process there is alive
         {"rank": 0, "writer": [71, 512], "trainer": [70, 500]}     a writer process registered (pid, start time)
-        {"rank": 0, "left": [70, 500]}                             its trainer is gone, or is done with the root
+        {"rank": 0, "left": [70, 500], "done": false}              its trainer is gone, or has left the root to writers;
+                                                                   done: there is nothing left to do for these, either
 
 A process of the same host (boot id and pid namespace) is looked up in /proc, so its death is known at once, whatever
 the file system. Of other hosts only the time of their file is known: all on it are taken for dead when that is older
@@ -43,7 +44,7 @@ class Process:
     @classmethod
     def here(cls) -> Process:
         """The calling process."""
-        return cls(_host(), os.getpid(), _start_of(os.getpid()) or 0)
+        return _process(os.getpid())
 
     @property
     def is_here(self) -> bool:
@@ -81,9 +82,12 @@ class Leases:
         self._append({"rank": rank, "writer": [own.pid, own.start], "trainer": [trainer.pid, trainer.start]})
         return Lease(self, own, rank, trainer, trainer_gone)
 
-    def leave(self, rank: int, trainer: Process) -> None:
-        """Note that a trainer of this host does nothing more here. StorageError when the directory is gone."""
-        self._append({"rank": rank, "left": [trainer.pid, trainer.start]})
+    def leave(self, rank: int, trainer: Process, *, done: bool) -> None:
+        """Note that a trainer of this host does nothing more here; if all is `done`, nor do its writers.
+
+        StorageError when the directory is gone.
+        """
+        self._append({"rank": rank, "left": [trainer.pid, trainer.start], "done": done})
 
     def writers(self) -> list[Writer]:
         """All writers that registered, the last of each process. StorageError when they cannot be read."""
@@ -113,15 +117,14 @@ class Leases:
         fresh = not here and is_fresh(os.path.join(self.path, name), now)
         lines = self._lines(name)
         left = {tuple(line["left"]) for line in lines if "left" in line}
+        done = {tuple(line["left"]) for line in lines if "left" in line and line.get("done")}
         for line in lines:
             if "writer" not in line:
                 continue
             process, trainer = Process(host, *line["writer"]), Process(host, *line["trainer"])
-            has_left = tuple(line["trainer"]) in left
-            has_trainer = not has_left and (trainer.alive if here else fresh)
-            alive = process.alive if here else fresh
-            if process == trainer:  # a save that its trainer runs itself
-                alive = alive and not has_left
+            has_trainer = tuple(line["trainer"]) not in left and (trainer.alive if here else fresh)
+            is_done = tuple(line["trainer"]) in (left if process == trainer else done)
+            alive = not is_done and (process.alive if here else fresh)
             yield Writer(int(line["rank"]), process, alive, has_trainer)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
@@ -154,7 +157,7 @@ class Lease:
         self._leases = leases
         self._own = own
         self._rank = rank
-        self._trainer = trainer
+        self._trainer = trainer  # the end of its connection is not always that of the process
         self._trainer_gone = trainer_gone
         self._over = threading.Event()
         threading.Thread(target=self._keep, name="ckpt-lease", daemon=True).start()
@@ -169,7 +172,7 @@ class Lease:
         while not self._over.wait(_LOOK_S):
             try:
                 if not said and self._trainer_gone():
-                    self._leases.leave(self._rank, self._trainer)
+                    self._leases.leave(self._rank, self._trainer, done=False)
                     said = True
                 if time.monotonic() - renewed >= RENEW_S:
                     renewed = time.monotonic()
@@ -208,6 +211,12 @@ def _host_of(name: str) -> str:
 
 def _host() -> str:
     return _host_seen_by(os.getpid())
+
+
+@functools.lru_cache(maxsize=2)
+def _process(pid: int) -> Process:
+    """The calling process, which has this `pid`."""
+    return Process(_host(), pid, _start_of(pid) or 0)
 
 
 @functools.lru_cache(maxsize=2)

@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from operator import mod
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
@@ -26,12 +27,27 @@ from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, packed
 from ckpt.storage.documents import canonical
 from ckpt.storage.dtypes import StoredDtype, native_name, stored
 
-__all__ = ["PAGE_BYTES", "ArrayMeta", "FileLayout", "Piece", "group_document", "groups", "root_document"]
+__all__ = [
+    "MAX_DIMENSIONS",
+    "PAGE_BYTES",
+    "ArrayMeta",
+    "FileLayout",
+    "Piece",
+    "group_document",
+    "groups",
+    "indices",
+    "root_document",
+]
 
 PAGE_BYTES = 4096
 """Chunk images in memory are aligned and padded to this: what O_DIRECT asks for, and the page size of shared memory."""
 
+MAX_DIMENSIONS = 64
+"""Of a tensor: torch and numpy have no more."""
+
 INDEX_ENTRY_BYTES = 16
+_MOST_SMALLER = 1 << 15  # a block of zstd: 128 KiB in 4 bytes
+_LEAST_LARGER, _FRAME_BYTES = 128, 1024  # more than zstd adds to what it cannot compress
 _MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -97,13 +113,17 @@ class ArrayMeta:
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        inner = self.inner_chunk_shape or self.chunk_shape
-        if not len(self.shape) == len(self.chunk_shape) == len(inner):
-            raise ValueError(f"chunks {self.chunk_shape} and {inner} do not have the dimensions of {self.shape}")
-        if any(size < 0 for size in self.shape) or any(size < 1 for size in (*self.chunk_shape, *inner)):
-            raise ValueError(f"shape {self.shape}, chunks {self.chunk_shape} or {inner} are out of range")
-        if any(outer % size for outer, size in zip(self.chunk_shape, inner, strict=True)):
-            raise ValueError(f"inner chunks {inner} do not divide chunks {self.chunk_shape}")
+        shape, chunk = self.shape, self.chunk_shape
+        inner = chunk if self.inner_chunk_shape is None else self.inner_chunk_shape
+        if not len(shape) == len(chunk) == len(inner) <= MAX_DIMENSIONS:
+            raise ValueError(f"chunks {chunk} and {inner} do not have the dimensions of {shape}")
+        sizes = shape + chunk + inner
+        if sizes and (set(map(type, sizes)) != {int} or min(sizes) < 0 or max(sizes) >= 1 << 63):
+            raise ValueError(f"shape {shape}, chunks {chunk} or {inner} are no sizes")
+        if 0 in chunk or 0 in inner:
+            raise ValueError(f"chunks {chunk} or {inner} have no elements")
+        if any(map(mod, chunk, inner)):
+            raise ValueError(f"inner chunks {inner} do not divide chunks {chunk}")
         if self.compression not in (None, "zstd"):
             raise ValueError(f"unknown compression {self.compression!r}")
 
@@ -120,11 +140,11 @@ class ArrayMeta:
     @property
     def grid_shape(self) -> tuple[int, ...]:
         """How many chunks there are along each dimension."""
-        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+        return tuple([-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True)])
 
     def chunk_indices(self) -> Iterable[tuple[int, ...]]:
         """Return the index of each chunk, in C order. An array without elements has none."""
-        return product(*map(range, self.grid_shape))
+        return indices(tuple(map(range, self.grid_shape)))
 
     def chunk_key(self, index: tuple[int, ...]) -> str:
         """Return the name of a chunk's file in the directory of the array."""
@@ -139,6 +159,43 @@ class ArrayMeta:
             raise ValueError(f"chunk {index} is outside the grid {self.grid_shape}")
         inner = self.inner_chunk_shape
         return _layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
+
+    @functools.cached_property
+    def index_bytes(self) -> int:
+        """The size of the index of a shard, its checksum included; 0 where chunks are no shards."""
+        if self.inner_chunk_shape is None:
+            return 0
+        inner = zip(self.chunk_shape, self.inner_chunk_shape, strict=True)
+        return math.prod(size // part for size, part in inner) * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
+
+    @property
+    def piece_bytes(self) -> int:
+        """The bytes of the elements of a piece, padding included."""
+        return math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize
+
+    def file_bytes(self, index: tuple[int, ...]) -> int:
+        """Return the size of the image of a chunk without making its layout, which has a part for every piece."""
+        full = self.inner_chunk_shape or self.chunk_shape
+        first, last = self.box_of(index)
+        pieces = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))
+        return pieces * (self.piece_bytes + CHECKSUM_BYTES) + self.index_bytes
+
+    def misfit(self, index: tuple[int, ...], file_bytes: int) -> str | None:
+        """Return what is wrong if the file of a chunk has this size; None if it can have it.
+
+        It has that of its image, or if it is compressed, neither too few bytes for what is said to come out of them,
+        nor more than zstd makes of bytes that cannot be compressed.
+        """
+        expected = self.file_bytes(index)
+        if self.compression is None:
+            return None if file_bytes == expected else f"has {file_bytes} bytes instead of {expected}"
+        piece_bytes = self.piece_bytes
+        pieces = (expected - self.index_bytes) // (piece_bytes + CHECKSUM_BYTES)
+        if piece_bytes > (file_bytes - self.index_bytes) * _MOST_SMALLER:
+            return f"has {file_bytes} bytes, which are too few for its array"
+        if file_bytes > expected + pieces * (piece_bytes // _LEAST_LARGER + _FRAME_BYTES):
+            return f"has {file_bytes} bytes, which are too many for its array"
+        return None
 
     def box_of(self, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return from where to where in the array a chunk's elements are, without padding."""
@@ -225,9 +282,19 @@ class ArrayMeta:
             dtype=dtype,
             chunk_shape=tuple(document["chunk_grid"]["configuration"]["chunk_shape"][:dimensions]),
             inner_chunk_shape=inner,
-            compression="zstd" if any(codec["name"] == "zstd" for codec in codecs) else None,
+            compression="zstd" if _ZSTD in codecs else None,
             attributes=attributes,
         )
+
+
+def indices(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """Yield every index of a grid, in C order; `itertools.product` would make a list of each range first."""
+    if not ranges:
+        yield ()
+    elif all(ranges):
+        for first in indices(ranges[:-1]):
+            for last in ranges[-1]:
+                yield (*first, last)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # the tensors of all layers of a model are alike

@@ -100,9 +100,10 @@ class Ownership:
                 return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
 
-    def release(self, token: int, rank: int = 0) -> None:
-        """Note that this process, a trainer, does nothing more as the owner with this token."""
-        self.leases(token).leave(rank, Process.here())
+    def release(self, token: int, rank: int = 0, *, done: bool = True) -> None:
+        """Note that this process, a trainer, does nothing more as the owner with this token; if not all is `done`, its
+        writers go on."""
+        self.leases(token).leave(rank, Process.here(), done=done)
 
     def state(self, token: int) -> OwnerState:
         """What is left of the owner that has, or had, this token. StorageError when that cannot be read."""

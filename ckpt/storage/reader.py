@@ -7,19 +7,18 @@ through tensorstore.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ckpt.errors import CheckpointTimeoutError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointTimeoutError, StorageError
 from ckpt.storage.direct_reads import read_box, read_runs
-from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.metadata import ArrayMeta, indices
 from ckpt.storage.tensorstores import new_context, open_array
-from ckpt.storage.verification import verify_chunk
+from ckpt.storage.verification import check_size, verify_chunk
 
 __all__ = ["ArrayRead", "ArrayReader"]
 
@@ -63,6 +62,7 @@ class ArrayReader:
         box = _Box(self._root, directory, meta, tensor, offset, shape)
         through_tensorstore = functools.partial(self._through_tensorstore, box, destination)
         if not self._is_direct(meta):
+            box.check_room()
             return ArrayRead(box, None, through_tensorstore())
         direct = self._pool.submit(read_box, self._root, directory, meta, offset, destination)
         return ArrayRead(box, direct, through_tensorstore)
@@ -83,9 +83,16 @@ class ArrayReader:
             return _Scattered(self._through_tensorstore(box, block), block, start, runs)
 
         if not self._is_direct(meta):
+            box.check_room()
             return ArrayRead(box, None, through_tensorstore())
         direct = self._pool.submit(read_runs, self._root, directory, meta, runs)
         return ArrayRead(box, direct, through_tensorstore)
+
+    def check_sizes(
+        self, meta: ArrayMeta, directory: str, tensor: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> None:
+        """Check that the files of a box can have what the metadata say, without reading them. Raises as a read does."""
+        _Box(self._root, directory, meta, tensor, offset, shape).check_sizes()
 
     def _is_direct(self, meta: ArrayMeta) -> bool:
         return meta.compression is None and "://" not in self._root
@@ -133,13 +140,24 @@ class ArrayRead:
             if self._direct is None:
                 self._otherwise.result(timeout=timeout_s)
             elif not self._direct.result(timeout_s):
+                self._box.verify()  # tensorstore believes more than this
+                self._box.check_room()
                 self._otherwise().result(timeout=timeout_s)
         except TimeoutError as error:
             raise CheckpointTimeoutError(
                 f"tensor {self._box.tensor}: not read from {self._box.root} in {timeout_s} s; is the store overloaded?"
             ) from error
+        except MemoryError:
+            self._box.verify()
+            raise
         except (ValueError, RuntimeError, OSError) as error:
             self._box.verify()
+            if isinstance(error, ValueError) and "://" not in self._box.root:
+                raise CheckpointCorruptError(
+                    f"tensor {self._box.tensor}: the files in {self._box.root}/{self._box.directory} have the "
+                    f"checksums of their bytes, but no data can be made of these: {error}; restore from another step "
+                    "or copy"
+                ) from error
             raise StorageError(
                 f"tensor {self._box.tensor}: cannot read from {self._box.root}/{self._box.directory}: {error} "
                 "(no damaged file was found: try again, and check the store)"
@@ -155,13 +173,29 @@ class _Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    def check_sizes(self) -> int:
+        """Raise for the first chunk of this box that is no regular file of a size it can have; return the largest."""
+        return max(
+            (check_size(self.root, self.directory, self.meta, index, self.tensor) for index in self._chunks()),
+            default=0,
+        )
+
+    def check_room(self) -> None:
+        """Raise unless tensorstore can be given this box: it would follow a link, wait for a pipe, and end the process
+        if it has no memory for a file or for a piece."""
+        try:
+            np.empty(max(self.check_sizes(), self.meta.piece_bytes), np.uint8)
+        except MemoryError:
+            self.verify()
+            raise
+
     def verify(self) -> None:
         """Raise for the first damaged chunk of this box. Chunks of other stores than files are not looked at."""
-        if "://" in self.root:
-            return
-        chunks = (
-            range(o // c, -(-(o + n) // c))
-            for o, n, c in zip(self.offset, self.shape, self.meta.chunk_shape, strict=True)
-        )
-        for index in product(*chunks):
+        for index in self._chunks():
             verify_chunk(self.root, self.directory, self.meta, index, self.tensor)
+
+    def _chunks(self) -> Iterable[tuple[int, ...]]:
+        if "://" in self.root:
+            return ()
+        boxes = zip(self.offset, self.shape, self.meta.chunk_shape, strict=True)
+        return indices([range(o // c, -(-(o + n) // c)) for o, n, c in boxes])

@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt.errors import StorageError
-from ckpt.storage.chunk_files import DamagedFileError, check_chunk_file
+from ckpt.storage.chunk_files import check_chunk_file
 from ckpt.storage.files import holds, make_directories, sync_files, write_image, write_new
 from ckpt.storage.images import piece_array, seal
 from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.tensorstores import new_context, open_array
 
 __all__ = ["ChunkJob", "ChunkWriter", "DirectChunkWriter", "TensorStoreChunkWriter", "WrittenChunk"]

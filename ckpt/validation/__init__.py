@@ -9,24 +9,6 @@ Nothing outside the step is ever opened: symbolic links are damage, and so is a 
 """
 
 from ckpt.validation.checks import Report, validate
-from ckpt.validation.step_files import (
-    ChunkFile,
-    Problem,
-    StepFiles,
-    all_tensors,
-    inside,
-    read_index_inside,
-    read_step_files,
-)
+from ckpt.validation.step_files import ChunkFile, Problem, StepFiles, read_document, read_step_files
 
-__all__ = [
-    "ChunkFile",
-    "Problem",
-    "Report",
-    "StepFiles",
-    "all_tensors",
-    "inside",
-    "read_index_inside",
-    "read_step_files",
-    "validate",
-]
+__all__ = ["ChunkFile", "Problem", "Report", "StepFiles", "read_document", "read_step_files", "validate"]

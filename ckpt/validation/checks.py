@@ -13,19 +13,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
-from ckpt.loading.index import CheckpointIndex, StoredBox
-from ckpt.paths import display
-from ckpt.planning.boxes import Box
-from ckpt.storage.checksums import CHECKSUM_BYTES
-from ckpt.storage.dtypes import stored
+from ckpt.loading.agreement import disagreements
+from ckpt.loading.index import CheckpointIndex
 from ckpt.storage.metadata import ArrayMeta
 from ckpt.storage.verification import READ_BYTES, verify_chunk
 from ckpt.validation.step_files import (
-    ILL_FORMED,
     ChunkFile,
     Problem,
     StepFiles,
-    all_tensors,
     read_document,
     read_step_files,
     tensor_name,
@@ -72,17 +67,16 @@ def validate(path: str, *, quick: bool = False, jobs: int = 8, progress: Progres
         files = read_step_files(path, report.problems)
         report.step = files.index.step
         _check_name(path, files.index, report.problems)
-        _check_cover(files, report.problems)
-        _check_tensors(files.index, report.problems)
+        report.problems += [
+            Problem(problem.message, problem.file, problem.tensor, rank=0, fatal=True)
+            for problem in disagreements(files.index)
+        ]
         found = _scan(path)
+        _check_cover(files, len(found.sizes), report.problems)
         report.files = len(found.sizes)
         _check_files(path, files, found, quick, report.problems)
     except CheckpointCorruptError as error:
         report.problems.append(Problem(str(error), _file_named_in(str(error), path), rank=0, fatal=True))
-        return report
-    except ILL_FORMED as error:
-        message = f"the documents are sealed, but do not describe a checkpoint: {error!r}"
-        report.problems.append(Problem(message, "zarr.json", rank=0, fatal=True))
         return report
     if not quick:
         _check_bytes(path, files, found.sizes, report, jobs, progress)
@@ -100,10 +94,11 @@ def _check_name(path: str, index: CheckpointIndex, problems: list[Problem]) -> N
         problems.append(Problem(message, "zarr.json", rank=0))
 
 
-def _check_cover(files: StepFiles, problems: list[Problem]) -> None:
+def _check_cover(files: StepFiles, files_found: int, problems: list[Problem]) -> None:
     """Every chunk of every array is recorded by exactly one rank.
 
-    What the root does not know of a rank whose part is damaged is expected to be there, too, and added to the chunks.
+    What the root does not know of a rank whose part is damaged is expected to be there, too, and added to the chunks:
+    all there can be of it, and some that must be missing.
     """
     owners: dict[str, ChunkFile] = {}
     for chunk in files.chunks:
@@ -117,7 +112,7 @@ def _check_cover(files: StepFiles, problems: list[Problem]) -> None:
         return
     missing = islice(_chunks_not_in(owners, files.index), expected - len(owners))
     if len(files.parts) < len(files.index.summary["parts"]):
-        files.chunks += missing
+        files.chunks += islice(missing, files_found + _MAX_MISSING_LISTED)
         return
     for chunk in islice(missing, _MAX_MISSING_LISTED):
         tensor = tensor_name(files.index, chunk.directory)
@@ -130,39 +125,6 @@ def _chunks_not_in(owners: dict[str, ChunkFile], index: CheckpointIndex) -> Iter
             file = f"{directory}/{meta.chunk_key(number)}"
             if file not in owners:
                 yield ChunkFile(file, directory, number)
-
-
-def _check_tensors(index: CheckpointIndex, problems: list[Problem]) -> None:
-    """Every element of every tensor is stored exactly once, and the pack has room for what is said to be in it."""
-    for name, tensor in all_tensors(index):
-        if not _made_up_of(tensor.shape, tensor.boxes):
-            message = "the stored boxes do not make up the tensor exactly"
-            problems.append(Problem(message, "zarr.json", name, rank=0, fatal=True))
-        problems += [
-            Problem("lies outside the pack", "state.json", name, rank=0, fatal=True)
-            for box in tensor.boxes
-            if box.pack_offset is not None and not _fits(box, tensor.dtype)
-        ]
-    for alias, target in index.aliases.items():
-        if target not in index.tensors and target not in index.per_rank_tensors:
-            message = f"is an alias of {display(target)}, which is not there"
-            problems.append(Problem(message, "state.json", display(alias), rank=0, fatal=True))
-
-
-def _made_up_of(shape: tuple[int, ...], stored_boxes: list[StoredBox]) -> bool:
-    if len(stored_boxes) == 1:
-        return stored_boxes[0].shape == shape and not any(stored_boxes[0].box_offset)
-    boxes = [Box(box.box_offset, box.shape) for box in stored_boxes]
-    whole = Box.whole(shape)
-    inside = all(box.elements == 0 or box.intersection(whole) == box for box in boxes)
-    apart = all(a.intersection(b) is None for i, a in enumerate(boxes) for b in boxes[:i])
-    return inside and apart and sum(box.elements for box in boxes) == whole.elements
-
-
-def _fits(box: StoredBox, dtype: str) -> bool:
-    assert box.pack_offset is not None
-    size = math.prod(box.shape) * stored(dtype).itemsize
-    return size == 0 or 0 <= box.pack_offset <= box.pack_offset + size <= box.meta.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +192,7 @@ def _wrong_size(chunk: ChunkFile, meta: ArrayMeta, size: int | None) -> str | No
         return "is a symbolic link or a device; no file of a checkpoint is one"
     if chunk.file_bytes is not None and size != chunk.file_bytes:
         return f"has {size} bytes instead of {chunk.file_bytes}"
-    if meta.compression is None and size != _file_bytes(meta, chunk.index):
-        return f"has {size} bytes, which does not fit its array"
-    return None
-
-
-def _file_bytes(meta: ArrayMeta, index: tuple[int, ...]) -> int:
-    if meta.sharded:
-        return meta.layout(index).file_bytes
-    return math.prod(meta.chunk_shape) * meta.stored.itemsize + CHECKSUM_BYTES
+    return meta.misfit(chunk.index, size)
 
 
 def _differs(path: str, name: str, expected: bytes) -> bool:

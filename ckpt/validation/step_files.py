@@ -4,38 +4,21 @@ step ever opened."""
 from __future__ import annotations
 
 import json
-import math
 import os
-import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
+from ckpt.loading.forms import items, key_path, whole_number
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, parse_index
 from ckpt.paths import display
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import FORMAT_VERSION, part_name
-from ckpt.storage.documents import canonical, unseal, unseal_root
-from ckpt.storage.files import under
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical, unseal, unseal_root
 from ckpt.storage.metadata import ArrayMeta, group_document, groups
+from ckpt.storage.regular_files import DamagedFileError, read_regular
 
-__all__ = [
-    "ILL_FORMED",
-    "ChunkFile",
-    "Problem",
-    "StepFiles",
-    "all_tensors",
-    "inside",
-    "read_document",
-    "read_index_inside",
-    "read_step_files",
-    "tensor_name",
-]
-
-_MAX_DOCUMENT_BYTES = 1 << 30
-ILL_FORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What code raises that takes a sealed document at its word, when that describes no checkpoint."""
+__all__ = ["ChunkFile", "Problem", "StepFiles", "read_document", "read_step_files", "tensor_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,57 +59,13 @@ class StepFiles:
     documents: dict[str, bytes | None] = field(default_factory=dict)  # None: exists, content is checked otherwise
 
 
-def inside(path: str, name: str) -> os.stat_result:
-    """The status of the regular file `name` in the step at `path`.
-
-    CheckpointCorruptError if it is missing, leads elsewhere (also by a symbolic link), or is no file; StorageError if
-    it may not be looked at.
-    """
-    try:
-        under(path, name)
-    except StorageError as error:
-        raise CheckpointCorruptError(f"{path}: {error}") from None
-    parts = name.split("/")
-    try:
-        for count in range(1, len(parts) + 1):
-            status = os.lstat(os.path.join(path, *parts[:count]))
-            if stat.S_ISLNK(status.st_mode):
-                where = os.path.join(path, *parts[:count])
-                raise CheckpointCorruptError(f"{where} is a symbolic link; no file of a checkpoint is one")
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointCorruptError(f"{os.path.join(path, name)} is missing") from None
-    except OSError as error:
-        raise StorageError(f"cannot read {os.path.join(path, name)}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointCorruptError(f"{os.path.join(path, name)} is not a regular file")
-    return status
-
-
-def read_index_inside(path: str) -> CheckpointIndex:
-    """`read_index` for a step nobody vouches for: follows no symbolic link, and no name that leads out of the step.
-
-    Raises what `read_index` raises.
-    """
-    for name in ("zarr.json", "state.json"):
-        if os.path.lexists(os.path.join(path, name)) and inside(path, name).st_size > _MAX_DOCUMENT_BYTES:
-            raise CheckpointCorruptError(f"{os.path.join(path, name)} is larger than any document of a checkpoint")
-    index = read_index(path)
-    chunks = sum(math.prod(meta.grid_shape) for meta in index.arrays.values())
-    if chunks != index.summary.get("files"):
-        raise CheckpointCorruptError(
-            f"{os.path.join(path, 'zarr.json')} describes {chunks} chunks, but says that {index.summary.get('files')} "
-            "were written"
-        )
-    return index
-
-
 def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
     """Read all metadata of a step. What is wrong with single documents is added to `problems`.
 
     Raises CheckpointCorruptError when the root or the state document is damaged, for nothing else can be judged then.
     """
     try:
-        index = read_index_inside(path)
+        index = parse_index(path)
     except CheckpointCorruptError:
         _look_for_another_save(path, problems)
         raise
@@ -139,8 +78,6 @@ def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
     intent = _sealed(path, "intent.json", None, problems)
     if intent is not None and intent != {key: summary.get(key) for key in intent}:
         problems.append(Problem("the intent belongs to another save", "intent.json", rank=0))
-    if len(summary["parts"]) != summary["world_size"]:
-        problems.append(Problem("the root does not list a part for every rank", "zarr.json", rank=0))
     documents = {directory: meta.array_document() for directory, meta in index.arrays.items()}
     for rank, checksum in enumerate(summary["parts"]):
         files.documents[part_name(rank)] = None
@@ -188,10 +125,9 @@ def _sealed(
         data = read_document(path, name)
         if checksum is None:
             return unseal(data, name)
-        if crc32c(data) == checksum:  # the root vouches for every byte, the seal included
-            document: dict[str, Any] = json.loads(data)
+        document = unseal(data, name)
+        if crc32c(data) == checksum:
             return document
-        unseal(data, name)  # says more, unless it is a whole document
         raise CheckpointCorruptError(f"{name} is not the one that belongs to this step: it is from another save")
     except CheckpointCorruptError as error:
         problems.append(Problem(str(error), name, rank=rank))
@@ -199,18 +135,18 @@ def _sealed(
 
 
 def read_document(path: str, name: str) -> bytes:
-    """The bytes of a document of the step; CheckpointCorruptError if it cannot be one, StorageError if it may not be
-    read."""
-    if inside(path, name).st_size > _MAX_DOCUMENT_BYTES:
-        raise CheckpointCorruptError(f"{name} is larger than any document of a checkpoint")
+    """The bytes of a document of the step at `path`.
+
+    CheckpointCorruptError if it is missing, is no regular file or too large for one, or is or lies below a symbolic
+    link; StorageError if it may not be read.
+    """
     full = os.path.join(path, name)
     try:
-        with open(full, "rb", buffering=0) as stream:
-            return stream.read()
-    except PermissionError as error:
-        raise StorageError(f"cannot read {full}: {error.strerror}") from error
+        return read_regular(path, name, MAX_DOCUMENT_BYTES)
+    except DamagedFileError as damage:
+        raise CheckpointCorruptError(f"{full} {damage}") from None
     except OSError as error:
-        raise CheckpointCorruptError(f"{name} cannot be read: {error.strerror}") from error
+        raise StorageError(f"cannot read {full}: {error.strerror}") from error
 
 
 def _add_part(
@@ -222,18 +158,35 @@ def _add_part(
     if wrong:
         problems.append(Problem(f"the part differs from the root in {', '.join(wrong)}", name, rank=rank))
         return
+    try:
+        chunks = _listed_chunks(files.index, rank, part)
+        for entry in items(part["packed"]):
+            key_path(entry["path"])
+        differ = [directory for directory, document in part["arrays"].items() if documents.get(directory) != document]
+    except ILL_FORMED as error:
+        problems.append(Problem(f"the part is not one of a checkpoint: {error!r:.200}", name, rank=rank))
+        return
     files.parts[rank] = part
-    for directory, document in part["arrays"].items():
-        if documents.get(directory) != document:
-            problems.append(Problem(f"the part describes {directory} in another way than the root", name, rank=rank))
+    for directory in differ:
+        problems.append(Problem(f"the part describes {directory} in another way than the root", name, rank=rank))
+    for chunk in chunks:
+        if isinstance(chunk, str):
+            problems.append(Problem(f"the part lists {chunk}, which is no chunk", name, rank=rank))
+        else:
+            files.chunks.append(chunk)
+
+
+def _listed_chunks(index: CheckpointIndex, rank: int, part: dict[str, Any]) -> list[ChunkFile | str]:
+    """The chunks that a part lists; the name only where there is no such chunk."""
+    found: list[ChunkFile | str] = []
     for directory, written in part["chunks"].items():
-        meta = files.index.arrays.get(directory)
-        for key, file_bytes, checksum in written:
-            index = None if meta is None else _chunk_index(meta, key)
-            if index is None:
-                problems.append(Problem(f"the part lists {directory}/{key}, which is no chunk", name, rank=rank))
-                continue
-            files.chunks.append(ChunkFile(f"{directory}/{key}", directory, index, file_bytes, checksum, rank))
+        meta = index.arrays.get(directory)
+        for key, file_bytes, checksum in items(written):
+            number = None if meta is None else _chunk_index(meta, key)
+            file = f"{directory}/{key}"
+            size, crc = whole_number(file_bytes), whole_number(checksum)
+            found.append(file if number is None else ChunkFile(file, directory, number, size, crc, rank))
+    return found
 
 
 def _chunk_index(meta: ArrayMeta, key: str) -> tuple[int, ...] | None:
@@ -243,15 +196,6 @@ def _chunk_index(meta: ArrayMeta, key: str) -> tuple[int, ...] | None:
     index = tuple(map(int, numbers[: len(meta.shape)]))
     inside = len(index) == len(meta.shape) and all(i < n for i, n in zip(index, meta.grid_shape, strict=True))
     return index if inside and meta.chunk_key(index) == key else None
-
-
-def all_tensors(index: CheckpointIndex) -> Iterator[tuple[str, StoredTensor]]:
-    """Every stored tensor under its name; those of single ranks as ``<name>@rank<r>``. Aliases are not among them."""
-    for path, tensor in index.tensors.items():
-        yield display(path), tensor
-    for path, own in index.per_rank_tensors.items():
-        for rank, tensor in own.items():
-            yield f"{display(path)}@rank{rank}", tensor
 
 
 def tensor_name(index: CheckpointIndex, directory: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
@@ -24,6 +25,7 @@ from ckpt.values.standard import STANDARD, STANDARD_BY_NAME, TORCH
 
 __all__ = ["UnencodableError", "decode_value", "encode_value", "resolve", "unregistered_in"]
 
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 _MAX_NESTING = 100
 _DICTIONARIES: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: Mapping[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -205,6 +207,8 @@ class _Decoder:
         if isinstance(encoded, list):
             return [self.decode(item, depth + 1) for item in encoded]
         if not isinstance(encoded, dict):
+            if type(encoded) is float and math.isinf(encoded):  # 1e999 is JSON
+                raise CheckpointCorruptError("a number is too large for a float")
             return encoded
         if "$" not in encoded:
             return {key: self.decode(item, depth + 1) for key, item in encoded.items()}
@@ -213,18 +217,20 @@ class _Decoder:
         except (CheckpointError, ImportError):
             raise
         except Exception as error:  # constructors raise what they like
-            raise CheckpointCorruptError(f"not the form of a value of type {encoded['$']!r}: {error!r}") from error
+            raise CheckpointCorruptError(
+                f"not the form of a value of type {encoded['$']!r:.80}: {error!r:.200}"
+            ) from error
 
     def _tagged(self, tag: str, encoded: dict[str, Any], depth: int) -> Any:
         if tag in STANDARD_BY_NAME:
             return STANDARD_BY_NAME[tag].from_value(self.decode(encoded["value"], depth))
         if tag in _SEQUENCES:
-            return _SEQUENCES[tag](self.decode(item, depth) for item in encoded["items"])
+            return _SEQUENCES[tag](self.decode(item, depth) for item in _items(encoded))
         if tag in _DICTIONARIES:
             return _DICTIONARIES[tag](self._pairs(encoded, depth))
         match tag:
             case "deque":
-                return deque((self.decode(item, depth) for item in encoded["items"]), encoded["maxlen"])
+                return deque((self.decode(item, depth) for item in _items(encoded)), encoded["maxlen"])
             case "Namespace":
                 return Namespace(**self._pairs(encoded, depth))
             case "enum" | "flag" | "namedtuple" | "registered":
@@ -234,7 +240,11 @@ class _Decoder:
         return _decode_scalar(tag, encoded)
 
     def _pairs(self, encoded: dict[str, Any], depth: int) -> dict[Any, Any]:
-        return {self.decode(key, depth): self.decode(item, depth) for key, item in encoded["items"]}
+        items = [(self.decode(key, depth), self.decode(item, depth)) for key, item in _items(encoded)]
+        result = dict(items)
+        if len(result) != len(items):
+            raise ValueError("a key is there twice")
+        return result
 
     def _named(self, form: Form, name: str, data: Any) -> Any:
         """The value, or what stands for it where the type is not known or does not have it any more."""
@@ -275,8 +285,21 @@ def _decode_scalar(tag: str, encoded: dict[str, Any]) -> Any:
         case "bytes":
             return _bytes(encoded)
         case "numpy":
-            return np.frombuffer(_bytes(encoded), np.dtype(encoded["dtype"]), count=1)[0]
+            return _numpy_scalar(encoded["dtype"], _bytes(encoded))
     raise ValueError("unknown type")
+
+
+def _items(encoded: dict[str, Any]) -> list[Any]:
+    items = encoded["items"]
+    if not isinstance(items, list):
+        raise ValueError("the items are no list")
+    return items
+
+
+def _numpy_scalar(dtype: str, data: bytes) -> Any:
+    if not _NUMPY_DTYPE.fullmatch(dtype) or len(data) != np.dtype(dtype).itemsize:
+        raise ValueError(f"{len(data)} bytes are no scalar of the dtype {dtype!r:.80}")
+    return np.frombuffer(data, dtype)[0]
 
 
 def _torch_dtype(name: str) -> Any:
@@ -284,7 +307,7 @@ def _torch_dtype(name: str) -> Any:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise StateError(f"torch {torch.__version__} has no dtype {name!r}; a newer version may have")
+        raise CheckpointCorruptError(f"torch {torch.__version__} has no dtype {name!r:.80}; a newer version may have")
     return dtype
 
 

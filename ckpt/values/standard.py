@@ -52,6 +52,12 @@ def _to_time(value: list[Any]) -> time:
     return time.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
+def _to_bytearray(value: bytes) -> bytearray:
+    if not isinstance(value, bytes):
+        raise TypeError("not made of bytes")  # of a number it would make so many zeros
+    return bytearray(value)
+
+
 def _to_file(value: list[Any]) -> io.BytesIO:
     data, position = value
     file = io.BytesIO(data)
@@ -61,7 +67,7 @@ def _to_file(value: list[Any]) -> io.BytesIO:
 
 STANDARD: Mapping[type[Any], Standard] = MappingProxyType(
     {
-        bytearray: Standard("bytearray", bytes, bytearray),
+        bytearray: Standard("bytearray", bytes, _to_bytearray),
         PosixPath: Standard("PosixPath", str, PosixPath),
         PurePosixPath: Standard("PurePosixPath", str, PurePosixPath),
         PureWindowsPath: Standard("PureWindowsPath", str, PureWindowsPath),

@@ -26,6 +26,7 @@ from ckpt.errors import CheckpointError
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import save as save_module
 from ckpt.staging.copies import Copies
+from ckpt.storage.ownership import Ownership
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.crash.fault_plan import IN_TRAINING, Fault, Job
@@ -240,6 +241,7 @@ class _Trainer:
         self._log(
             "recovered",
             iteration=state.iteration,
+            owner=Ownership(self._checkpointer.root).newest(),
             rank=state.active_rank,
             resume=self._checkpointer.resume_step,
             steps=self._checkpointer.all_steps(),

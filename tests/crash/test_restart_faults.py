@@ -39,18 +39,18 @@ def _events(folder: Path) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def _epochs(root: CheckpointRoot) -> dict[int, int]:
-    """The epoch of which each published step is."""
-    epochs = {}
+def _owners(root: CheckpointRoot) -> dict[int, int]:
+    """The token that each published step was saved with: each iteration that saves claims a larger one."""
+    owners = {}
     for step in root.steps():
         document = json.loads((Path(root.step_path(step)) / "zarr.json").read_text())
-        epochs[step] = int(document["attributes"]["ckpt"]["epoch"])
-    return epochs
+        owners[step] = int(document["attributes"]["ckpt"]["owner"])
+    return owners
 
 
 def _check_restores(events: list[list[dict[str, Any]]], truth: list[list[str]], root: CheckpointRoot) -> None:
     """C1, C2, C3."""
-    epochs = _epochs(root)
+    owners = _owners(root)
     recovered = [event for event in itertools.chain(*events) if event["event"] == "recovered"]
     for iteration in sorted({event["iteration"] for event in recovered}):
         active = [e for e in recovered if e["iteration"] == iteration and e["rank"] is not None]
@@ -61,7 +61,8 @@ def _check_restores(events: list[list[dict[str, Any]]], truth: list[list[str]], 
             assert resume == max(event["steps"], default=None), f"C2: {event}"
             assert resume is None or event["digest"] == truth[resume][event["rank"]], f"C1, the bytes: {event}"
         seen = set(active[0]["steps"]) if active else set()
-        late = {step for step, epoch in epochs.items() if epoch <= iteration} - seen
+        newest = max((event["owner"] for event in active), default=0)
+        late = {step for step, owner in owners.items() if owner <= newest} - seen
         assert not active or not late, f"C3: {late} of iteration {iteration} or before appeared later"
     for event in itertools.chain(*events):
         if event["event"] == "begin":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import secrets
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.tensorstores import open_array
 from ckpt.validation import validate
 from tests.inspect_ckpt.forgery import rename_array, reseal_part, reseal_root
 from tools.inspect_ckpt.__main__ import main
@@ -204,7 +204,7 @@ def test_one_line_and_the_right_exit_code(
 
 def test_sealed_nonsense_is_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", str(sealed_nonsense(root))]) == 1
-    assert "do not describe a checkpoint" in capsys.readouterr().out
+    assert "does not describe a checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["show"], ["validate", "--jobs", "0", "x"], ["ls", "a", "b"]])
@@ -253,33 +253,26 @@ def outside(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     outside = root.parent / "outside"
     shutil.copytree(root / "step_00000004", outside)
 
-    def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(file: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, str | Path):
-                assert not os.path.realpath(file).startswith(str(outside)), f"{file} was opened"
-            return real(file, *args, **kwargs)
+    real = os.open
 
-        return call
+    def guarded(file: Any, *args: Any, **kwargs: Any) -> int:
+        path = path_of(file, kwargs.get("dir_fd"))
+        assert not os.path.realpath(path).startswith(str(outside)) or args[0] & os.O_NOFOLLOW, f"{path} was opened"
+        return real(file, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "open", guarded(open))
-    monkeypatch.setattr("ckpt.storage.verification.FileIO", guarded(__import__("io").FileIO))
-    monkeypatch.setattr("ckpt.loading.fetch.ArrayReader.read_into", _guarded_read(outside))
+    def guarded_tensorstore(step: str, directory: str, *args: Any) -> Any:
+        for file in (Path(step, directory), *Path(step, directory).iterdir()):
+            assert not os.path.realpath(file).startswith(str(outside)), f"{file} was read"
+        return open_array(step, directory, *args)
+
+    monkeypatch.setattr(os, "open", guarded)
+    monkeypatch.setattr("ckpt.storage.reader.open_array", guarded_tensorstore)
     return outside
 
 
-def _guarded_read(outside: Path) -> Callable[..., Any]:
-    from ckpt.storage.reader import ArrayReader
-
-    real = ArrayReader.read_into
-
-    def read_into(self: Any, meta: Any, directory: str, *args: Any) -> Any:
-        where = os.path.join(self._root, directory)
-        files = [os.path.join(where, name) for name in os.listdir(where)] if os.path.isdir(where) else []
-        for file in (where, *files):
-            assert not os.path.realpath(file).startswith(str(outside)), f"{file} was read"
-        return real(self, meta, directory, *args)
-
-    return read_into
+def path_of(file: Any, folder: int | None) -> str:
+    """The path that a call of `os.open` means."""
+    return str(file) if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), file)
 
 
 def links_to(name: str) -> Callable[[Path, Path], None]:
@@ -346,16 +339,15 @@ def test_no_permission_is_no_damage(
 ) -> None:
     """Permissions do not stop root, so the calls that open files refuse."""
 
-    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(file: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(file).endswith(name):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
-            return real(file, *args, **kwargs)
+    real = os.open
 
-        return call
+    def refusing(file: Any, *args: Any, **kwargs: Any) -> int:
+        path = path_of(file, kwargs.get("dir_fd"))
+        if path.endswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(file, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "open", refusing(open))
-    monkeypatch.setattr("ckpt.storage.verification.FileIO", refusing(__import__("io").FileIO))
+    monkeypatch.setattr(os, "open", refusing)
     assert main(["validate", str(root / "step_00000004")]) == 2
     out, err = capsys.readouterr()
     assert out == ""

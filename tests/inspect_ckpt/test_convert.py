@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from collections import OrderedDict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,16 @@ def test_what_a_step_cannot_hold(run: Commands, tmp_path: Path) -> None:
 
 def dicts(state: dict[str, Any]) -> dict[str, Any]:
     return {key: item.state_dict() if hasattr(item, "state_dict") else item for key, item in state.items()}
+
+
+def test_values_that_dcp_cannot_hold_without_code_are_left_out(run: Commands, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(
+            {"t": torch.ones(3), "n": [1, (2.5,)], "args": Namespace(lr=1), "when": [date(2024, 1, 1)]}, 1
+        )
+    text = run("convert", tmp_path / "root", tmp_path / "dcp", "--to", "dcp")
+    assert "all bits are equal" in text
+    assert "does not load them: args (Namespace), when (list)" in text
 
 
 def test_dcp_of_a_training_run(run: Commands, tmp_path: Path) -> None:

@@ -420,6 +420,65 @@ def test_torch_files_with_random_damage(run: Commands, tmp_path: Path) -> None:
         assert run_any(run, "convert", file, tmp_path / f"root{number}") in (0, 1, 2)
 
 
+def _zipped(source: Path, target: Path, compression: int, **records: bytes) -> None:
+    """The archive `source` with some of its records exchanged."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, records.get(name.rpartition("/")[2], old.read(name)))
+
+
+def test_a_torch_file_that_is_compressed(run: Commands, tmp_path: Path) -> None:
+    """What is mapped would be the compressed bytes, and what is not could be any amount."""
+    torch.save({"w": torch.arange(40.0)}, tmp_path / "a.pt")
+    _zipped(tmp_path / "a.pt", tmp_path / "b.pt", zipfile.ZIP_DEFLATED)
+    assert "is compressed" in run.refused("convert", tmp_path / "b.pt", tmp_path / "root", code=1)
+    _zipped(tmp_path / "a.pt", tmp_path / "b.pt", zipfile.ZIP_STORED)
+    run("convert", tmp_path / "b.pt", tmp_path / "root")
+
+
+def test_an_object_in_dcp_that_is_a_bomb(run: Commands, directory: Path, tmp_path: Path) -> None:
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    torch.save(["a", "b"], tmp_path / "words.pt")
+    _zipped(tmp_path / "words.pt", directory / "__9_0.distcp", zipfile.ZIP_DEFLATED, version=bytes(1 << 30))
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "words":
+            place.relative_path, place.offset = "__9_0.distcp", 0
+            place.length = (directory / "__9_0.distcp").stat().st_size
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "is compressed" in run.refused("convert", directory, tmp_path / "root", code=1)
+
+
+def test_lists_that_hold_each_other(run: Commands, directory: Path, tmp_path: Path) -> None:
+    """A pickle of some hundred bytes, whose form in full has 2**60."""
+    twice: list[Any] = []
+    for _ in range(60):
+        twice = [twice, twice]
+
+    def change(metadata: Any, place: Any) -> None:
+        place.relative_path = twice
+
+    changed(directory, change)
+    assert "is no name" in run.refused("convert", directory, tmp_path / "root", code=1)
+
+
+STRANGE = (None, True, -1, 0, 3, 1 << 62, 10**30, 0.5, "", "F32", "../x", [], {}, [0], [-1, 8], [0, 1 << 62], {"a": 1})
+
+
+def test_safetensors_with_random_headers(run: Commands, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    deep: Any = []
+    for _ in range(850):
+        deep = [deep]
+    for number in range(150):
+        header: dict[str, Any] = {"a": entry(), "b": entry("I64", (3,), (8, 32)), "__metadata__": {"format": "pt"}}
+        for _ in range(rng.choice((1, 1, 2))):
+            target = rng.choice((header, header["a"] if isinstance(header.get("a"), dict) else header))
+            target[rng.choice(list(target))] = rng.choice((*STRANGE, deep))
+        (tmp_path / "a.safetensors").write_bytes(safetensors(header, bytes(32)))
+        code = run_any(run, "convert", tmp_path / "a.safetensors", tmp_path / f"root{number}")
+        assert code in (0, 1, 2), header
+
+
 def test_a_full_disk(run: Commands, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes, make_up
 
 _SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 _MESHES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -124,3 +124,42 @@ def test_intersections(data: st.DataObject) -> None:
 def test_coordinates_are_in_c_order_of_the_mesh(ranks: tuple[int, ...]) -> None:
     coordinates = Sharding((2, 2), ranks, (Placement(), Placement())).coordinates()
     assert [coordinates[rank] for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def _cut(box: Box, cuts: list[tuple[int, int]]) -> list[Box]:
+    """Parts of a box, cut in two again and again: which part, and where in all of its dimensions counted together."""
+    parts = [box]
+    for which, where in cuts:
+        part = parts.pop(which % len(parts))
+        dim = where % max(1, len(part.shape))
+        if not part.shape or part.shape[dim] < 2:
+            parts.append(part)
+            continue
+        size = 1 + where % (part.shape[dim] - 1)
+        for start, length in ((0, size), (size, part.shape[dim] - size)):
+            offset = (*part.offset[:dim], part.offset[dim] + start, *part.offset[dim + 1 :])
+            parts.append(Box(offset, (*part.shape[:dim], length, *part.shape[dim + 1 :])))
+    return parts
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    cuts=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8),
+    change=st.none() | st.tuples(st.integers(0, 50), st.integers(-2, 2), st.integers(0, 2), st.integers(0, 50)),
+)
+def test_boxes_make_up_a_tensor_exactly(
+    shape: tuple[int, ...], cuts: list[tuple[int, int]], change: tuple[int, int, int, int] | None
+) -> None:
+    """As counted element by element."""
+    boxes = _cut(Box.whole(shape), cuts)
+    if change is not None and shape:
+        which, by, how, dim = change
+        box, dim = boxes.pop(which % len(boxes)), dim % len(shape)
+        if how == 0:
+            box = Box((*box.offset[:dim], box.offset[dim] + by, *box.offset[dim + 1 :]), box.shape)
+        boxes += [box] * (how == 0) + [box, box] * (how == 1)
+    counts: dict[tuple[int, ...], int] = dict.fromkeys(product(*map(range, shape)), 0)
+    for box in boxes:
+        for index in product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))):
+            counts[index] = counts.get(index, 0) + (1 if index in counts else 2)
+    assert make_up(shape, boxes) == all(count == 1 for count in counts.values())

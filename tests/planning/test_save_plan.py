@@ -120,7 +120,8 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObje
             tensors["stage", stage, number] = _spec(*shape, sharding=data.draw(_meshes(ranks, len(shape))))
         for rank in ranks:
             own = {("own",): _spec(rank * 7, per_rank=True)} if data.draw(st.booleans()) else {}
-            descriptions.append(StateDescription(tensors | own))
+            from_lowest = data.draw(st.frozensets(st.sampled_from(sorted(tensors, key=repr))))
+            descriptions.append(StateDescription(tensors | own, from_lowest=from_lowest))
     check_agreement(descriptions)
     options = replace(_SMALL, pack_below_bytes=data.draw(st.sampled_from([0, 32, 1 << 14, _ALL])))
     plan = make_save_plan(descriptions, options)
@@ -129,6 +130,32 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObje
     again = make_save_plan([StateDescription.from_bytes(each.to_bytes()) for each in descriptions], options)
     assert again == plan
     assert again.digest == plan.digest
+
+
+def test_what_comes_from_the_lowest_rank_is_not_divided() -> None:
+    """Each box by the lowest of its ranks, if only one of them says so; the rest is divided evenly all the same."""
+    halves = Sharding((2, 2), (0, 1, 2, 3), (Placement(None), Placement(0)))
+    tensors = _tensors(**{f"w{n}": _spec(64, 8) for n in range(8)})
+    tensors |= _tensors(buffer=_spec(64, 8), small=_spec(3), halved=_spec(64, 8, sharding=halves))
+    special = frozenset({("buffer",), ("small",), ("halved",)})
+    later = {("later",): _spec(40, 8)}
+    first = StateDescription(tensors)
+    second = StateDescription({**tensors, **later}, from_lowest=special | {("later",)})
+    plan = make_save_plan([first, second, second, second], _SMALL)
+    owners: dict[Path, set[int]] = {}
+    for rank in range(4):
+        for _, array, _ in plan.chunks_of(rank):
+            owners.setdefault(array.path, set()).add(rank)
+    for entry in plan.packed:
+        owners.setdefault(entry.path, set()).add(entry.owner)
+    assert {path: owners[path] for path in (*special, ("later",))} == {
+        ("buffer",): {0},
+        ("small",): {0},
+        ("halved",): {0, 1},
+        ("later",): {1},
+    }
+    loads = _bytes_of(plan)
+    assert max(loads) < 1.2 * min(loads)
 
 
 def _language_model(layers: int, width: int, vocabulary: int) -> dict[Path, TensorSpec]:

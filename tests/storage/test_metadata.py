@@ -111,3 +111,20 @@ def test_groups_of_the_root() -> None:
     root = root_document(arrays, {"step": 1})
     assert set(root["consolidated_metadata"]["metadata"]) == {"a", "a/b", "a/b/c", "a/d", "e"}
     assert root["attributes"] == {"ckpt": {"step": 1}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_size_of_a_file_is_known_without_its_layout(case: Case) -> None:
+    for index in case.meta.chunk_indices():
+        size = case.meta.layout(index).file_bytes
+        assert case.meta.file_bytes(index) == size
+        assert case.meta.misfit(index, size) is None
+
+
+@pytest.mark.parametrize("size", [True, 4.0, -1, 1 << 63, "4", None])
+def test_sizes_are_whole_numbers(size: Any) -> None:
+    for sizes in ({"shape": (size, 6)}, {"chunk_shape": (size, 6)}, {"inner_chunk_shape": (size, 6)}):
+        with pytest.raises((ValueError, TypeError)):
+            ArrayMeta(**{"shape": (8, 6), "dtype": "float32", "chunk_shape": (4, 6)} | sizes)
+    with pytest.raises(ValueError, match="dimensions"):
+        ArrayMeta((8, 6), "float32", (4, 6), ())

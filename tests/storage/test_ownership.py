@@ -124,7 +124,7 @@ def test_states_of_an_owner(ownership: Ownership, processes: list[subprocess.Pop
     here = Process.here()
     writer = _register(processes, ownership.leases(token), 0, here.pid, here.start)
     assert ownership.state(token) is OwnerState.ACTIVE
-    ownership.release(token)
+    ownership.release(token, done=False)
     assert ownership.state(token) is OwnerState.FINISHING
     writer.kill()
     os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # a zombie is as dead as one that was waited for

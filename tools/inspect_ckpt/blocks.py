@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ckpt.errors import CheckpointCorruptError
-from ckpt.loading.fetch import Fetch, Wanted
-from ckpt.loading.index import StoredBox, StoredTensor
+from ckpt.loading.fetch import Fetch
+from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
+from ckpt.storage.metadata import indices
 
 from .opening import Step
 
@@ -31,35 +29,10 @@ class Reader:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._fetch = Fetch(step.index)
-        self._checked: set[str] = set()
 
     def read(self, name: str, box: Box) -> Array:
         """The elements of a box, in the stored dtype. CheckpointCorruptError if bytes are damaged or lead elsewhere."""
-        tensor = self._step.tensors[name]
-        how = stored(tensor.dtype)
-        for part in tensor.boxes:
-            if part.box_offset == () or box.intersection(Box(part.box_offset, part.shape)) is not None:
-                self._check_inside(part)
-        result: Array = np.empty((*box.shape, *how.trailing), how.numpy_dtype)
-        self._fetch.read([Wanted(name, tensor, box, result)])
-        return result
-
-    def _check_inside(self, part: StoredBox) -> None:
-        """Neither the directory of the array nor any file in it is a symbolic link."""
-        if part.directory in self._checked or 0 in part.meta.shape:
-            return
-        where = self._step.path
-        for key in part.directory.split("/"):
-            where = os.path.join(where, key)
-            _refuse_link(where)
-        for name in os.listdir(where) if os.path.isdir(where) else ():
-            _refuse_link(os.path.join(where, name))
-        self._checked.add(part.directory)
-
-
-def _refuse_link(path: str) -> None:
-    if os.path.islink(path):
-        raise CheckpointCorruptError(f"{path} is a symbolic link; no file of a checkpoint is one")
+        return self._fetch.array(name, self._step.tensors[name], box)
 
 
 def boxes_of(tensor: StoredTensor, block_bytes: int = _BLOCK_BYTES) -> Iterator[Box]:
@@ -75,7 +48,7 @@ def boxes_of(tensor: StoredTensor, block_bytes: int = _BLOCK_BYTES) -> Iterator[
         if box.pack_offset is None:
             cell = box.meta.inner_chunk_shape or box.meta.chunk_shape
         block = _grown(cell, box.shape, block_bytes // itemsize)
-        for start in product(*(range(0, size, step) for size, step in zip(box.shape, block, strict=True))):
+        for start in indices([range(0, size, step) for size, step in zip(box.shape, block, strict=True)]):
             shape = tuple(min(step, size - at) for step, size, at in zip(block, box.shape, start, strict=True))
             yield Box(tuple(a + b for a, b in zip(start, box.box_offset, strict=True)), shape)
 

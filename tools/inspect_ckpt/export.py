@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +17,7 @@ import numpy as np
 from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
+from ckpt.storage.metadata import indices
 
 from .foreign.command import check_outside, counting, listed
 from .foreign.ours import Leaf, LeafReader, tensor_leaves, unique_names, value_leaves
@@ -187,7 +187,7 @@ def _runs(tensor: StoredTensor) -> Iterator[Box]:
     meta = tensor.boxes[0].meta
     unit = 1 if tensor.boxes[0].pack_offset is not None else (meta.inner_chunk_shape or meta.chunk_shape)[cut]
     rows = rows // unit * unit or rows
-    for lead in product(*map(range, shape[:cut])):
+    for lead in indices(list(map(range, shape[:cut]))):
         for start in range(0, shape[cut], rows):
             count = min(rows, shape[cut] - start)
             yield Box((*lead, start, *(0 for _ in shape[cut + 1 :])), (*(1 for _ in lead), count, *shape[cut + 1 :]))

@@ -88,7 +88,7 @@ def _row(root: CheckpointRoot, step: int) -> _Row:
         age_s = max(0.0, time.time() - os.stat(os.path.join(path, "zarr.json")).st_mtime)
         row = _Row(step, "published", age_s, summary["bytes"], tensors, summary["world_size"])
         row.write_s = max((times.write_s + times.sync_s for times in part_times(path, summary)), default=None)
-    except (CheckpointCorruptError, KeyError, TypeError, AttributeError) as error:
+    except CheckpointCorruptError as error:
         return _Row(step, "DAMAGED", age_s, 0, note=str(error))
     except (CheckpointError, OSError) as error:
         return _Row(step, "unreadable", age_s, 0, note=str(error))

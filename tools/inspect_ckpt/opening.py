@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from ckpt.loading.index import CheckpointIndex, StoredTensor
+from ckpt.loading.agreement import all_tensors
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_index
 from ckpt.paths import display
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import CheckpointRoot, parse_save_name
-from ckpt.storage.documents import unseal_root
+from ckpt.storage.documents import unseal, unseal_root
 from ckpt.storage.readers import StepReader
-from ckpt.validation import all_tensors, inside, read_index_inside
+from ckpt.validation import read_document
 
 __all__ = [
     "CannotReadError",
@@ -106,7 +107,7 @@ def reading(path: str, root: str | None = None) -> Iterator[None]:
 
 
 def _step(where: str) -> Step:
-    index = read_index_inside(where)
+    index = read_index(where)
     tensors = dict(all_tensors(index))
     aliases = {}
     for alias, target in index.aliases.items():
@@ -157,8 +158,8 @@ def steps_of(path: str) -> list[int]:
 
 def summary_of(path: str) -> dict[str, Any]:
     """The summary in the root document of the step at `path`. CheckpointCorruptError, StorageError."""
-    summary: dict[str, Any] = _root_document(path)["attributes"]["ckpt"]
-    return summary
+    with _described(path, "zarr.json"):
+        return checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
 
 
 def overview_of(path: str) -> tuple[dict[str, Any], int]:
@@ -166,25 +167,32 @@ def overview_of(path: str) -> tuple[dict[str, Any], int]:
 
     CheckpointCorruptError, StorageError.
     """
-    root = _root_document(path)
-    summary: dict[str, Any] = root["attributes"]["ckpt"]
-    inside(path, "state.json")
-    with open(os.path.join(path, "state.json"), "rb") as stream:
-        state = stream.read()
-    if summary["state"] != {"bytes": len(state), "crc32c": crc32c(state)}:
-        raise CheckpointCorruptError(f"{os.path.join(path, 'state.json')} is not the one that belongs to this step")
-    nodes = root["consolidated_metadata"]["metadata"].values()
-    abouts = [node["attributes"]["ckpt"] for node in nodes if node["node_type"] == "array"]
-    names = {(json.dumps(about["name"]), about.get("rank")) for about in abouts if not about.get("pack")}
-    names |= {(json.dumps(entry["path"]), entry.get("rank")) for entry in json.loads(state)["packed"]}
+    with _described(path, "zarr.json"):
+        root = _root_document(path)
+        summary = checked_summary(root["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
+        nodes = root["consolidated_metadata"]["metadata"].values()
+        abouts = [node["attributes"]["ckpt"] for node in nodes if node["node_type"] == "array"]
+        names = {(json.dumps(about["name"]), about.get("rank")) for about in abouts if not about.get("pack")}
+    with _described(path, "state.json"):
+        state = read_document(path, "state.json")
+        if summary["state"] != {"bytes": len(state), "crc32c": crc32c(state)}:
+            raise CheckpointCorruptError(f"{os.path.join(path, 'state.json')} is not the one that belongs to this step")
+        packed = unseal(state, os.path.join(path, "state.json"))["packed"]
+        names |= {(json.dumps(entry["path"]), entry.get("rank")) for entry in packed}
     return summary, len(names)
 
 
+@contextmanager
+def _described(path: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ILL_FORMED as error:
+        where = os.path.join(path, name)
+        raise CheckpointCorruptError(f"{where} does not describe a checkpoint: {error!r:.200}") from None
+
+
 def _root_document(path: str) -> dict[str, Any]:
-    inside(path, "zarr.json")
-    where = os.path.join(path, "zarr.json")
-    with open(where, "rb") as stream:
-        return unseal_root(stream.read(), where)
+    return unseal_root(read_document(path, "zarr.json"), os.path.join(path, "zarr.json"))
 
 
 def _check_directory(path: str) -> None:
@@ -228,7 +236,7 @@ def _check_ours(path: str) -> None:
         return
     try:
         summary_of(path)
-    except (CheckpointCorruptError, KeyError, TypeError):
+    except CheckpointCorruptError:
         raise CannotReadError(f"{path} is not a checkpoint: its zarr.json is not one of a step") from None
     except (CheckpointError, OSError):
         return  # whoever reads it says so

@@ -85,7 +85,7 @@ def _remove(root: CheckpointRoot, chosen: list[_Chosen]) -> list[str]:
         with owning(root) as token:
             for one in published:
                 root.ownership.check(token)
-                if not root.remove_step(one.step):
+                if not root.remove_step(one.step, token):
                     raise CannotReadError(f"{one.path} is being read; it was not removed")
                 removed.append(one.name)
     return removed

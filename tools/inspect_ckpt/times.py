@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
+from ckpt.loading.forms import whole_number
+from ckpt.loading.index import ILL_FORMED
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.commit import part_name
-from ckpt.validation import inside
+from ckpt.storage.documents import unseal
+from ckpt.validation import read_document
 
 __all__ = ["PartTimes", "part_times"]
 
@@ -49,12 +52,15 @@ def part_times(path: str, summary: Mapping[str, Any]) -> list[PartTimes]:
 
 def _read(path: str, rank: int, checksum: int) -> PartTimes:
     name = part_name(rank)
-    inside(path, name)
-    with open(os.path.join(path, name), "rb") as stream:
-        data = stream.read()
+    data = read_document(path, name)
     if crc32c(data) != checksum:
         raise CheckpointCorruptError(f"{os.path.join(path, name)} is not the one that belongs to this step")
-    part = json.loads(data)
-    written = sum(file_bytes for chunks in part["chunks"].values() for _, file_bytes, _ in chunks)
-    times = {name: float(part["times"].get(name, 0.0)) for name in _RECORDED}
+    part = unseal(data, os.path.join(path, name))
+    try:
+        written = sum(whole_number(file_bytes) for chunks in part["chunks"].values() for _, file_bytes, _ in chunks)
+        times = {name: float(part["times"].get(name, 0.0)) for name in _RECORDED}
+        if not all(map(math.isfinite, times.values())):
+            raise ValueError("a time is not finite")
+    except ILL_FORMED as error:
+        raise CheckpointCorruptError(f"{os.path.join(path, name)} is not a part: {error!r:.200}") from None
     return PartTimes(rank=rank, bytes=written, **times)

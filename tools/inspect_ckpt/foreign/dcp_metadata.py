@@ -10,11 +10,12 @@ import itertools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from reprlib import repr as short  # bounded: lists that hold each other twice, again and again, have endless forms
 from types import MappingProxyType
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.planning.boxes import Box
+from ckpt.planning.boxes import Box, make_up
 from ckpt.storage.dtypes import names
 
 from ..opening import CannotReadError
@@ -183,11 +184,11 @@ def _span(fields: dict[str, Any]) -> Span:
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if fields.get("transform_descriptors"):
         raise CannotReadError(
-            f"{file} was written through the extensions {fields['transform_descriptors']}; only torch with these can "
-            "read it: load it there and save it again without"
+            f"{_text(file)} was written through the extensions {short(fields['transform_descriptors'])}; only torch "
+            "with these can read it: load it there and save it again without"
         )
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise CheckpointCorruptError(f"{file} holds something from {offset!r}, {length!r} bytes long")
+        raise CheckpointCorruptError(f"{_text(file)} holds something from {short(offset)}, {short(length)} bytes long")
     return Span(_text(file), offset, length)
 
 
@@ -198,16 +199,11 @@ def _check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
             raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk of other dimensions")
         if any(o + n > size for o, n, size in zip(box.offset, box.shape, shape, strict=True)):
             raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk outside, at {list(box.offset)}")
-    solid = sorted((box for box in boxes if box.elements), key=lambda box: box.offset)
-    covered = sum(box.elements for box in solid)
-    if covered != math.prod(shape):
-        raise CheckpointCorruptError(f"{name} has {covered} of {math.prod(shape)} elements in its chunks")
-    active: list[Box] = []
-    for box in solid:
-        active = [other for other in active if not shape or other.offset[0] + other.shape[0] > box.offset[0]]
-        if any(box.intersection(other) is not None for other in active):
-            raise CheckpointCorruptError(f"{name} has chunks that overlap at {list(box.offset)}")
-        active.append(box)
+    if not make_up(shape, boxes):
+        covered = sum(box.elements for box in boxes)
+        raise CheckpointCorruptError(
+            f"{name} has {covered} of {math.prod(shape)} elements, or some twice, in its chunks"
+        )
 
 
 def _keys(planner_data: Any, items: dict[str, Item]) -> dict[str, tuple[str | int, ...]]:
@@ -223,5 +219,5 @@ def _keys(planner_data: Any, items: dict[str, Item]) -> dict[str, tuple[str | in
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise CheckpointCorruptError(f"{value!r} is no name")
+        raise CheckpointCorruptError(f"{short(value)} is no name")
     return value

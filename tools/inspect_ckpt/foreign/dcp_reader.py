@@ -20,7 +20,7 @@ from .dcp_metadata import Chunk, Item, Metadata, Span, read_metadata
 from .nesting import nest
 from .raw import file_in, file_size, read_box, read_bytes
 from .state import Bytes, ForeignState, ForeignTensor, ReadBox, UnsafeError, check_dtype
-from .zip_tensors import find_tensor
+from .zip_tensors import check_archive, find_tensor
 
 __all__ = ["METADATA_NAME", "OpenDcp", "open_dcp", "state_of_dcp"]
 
@@ -157,6 +157,7 @@ def _read_parts(parts: list[tuple[Box, ReadBox]], box: Box, out: Bytes) -> None:
 def _load(data: bytes, where: str) -> Any:
     import torch
 
+    check_archive(io.BytesIO(data), len(data), where)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

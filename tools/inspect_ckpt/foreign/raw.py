@@ -55,7 +55,7 @@ def read_bytes(path: str, offset: int, count: int) -> bytes:
     if offset < 0 or count < 0 or offset + count > file_size(path):
         raise CheckpointCorruptError(f"{path} is truncated: it has no {count} bytes from {offset} on")
     result = bytearray(count)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _fill(fd, path, offset, memoryview(result))
     finally:
@@ -70,7 +70,7 @@ def read_box(path: str, offset: int, shape: tuple[int, ...], box: Box, out: Byte
     """
     if box.elements == 0:
         return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _read(fd, path, offset, shape, box, out)
     finally:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from functools import partial
+from reprlib import repr as short  # bounded, however deep or long
 from typing import Any, NoReturn
 
 from ckpt.errors import CheckpointCorruptError
@@ -123,13 +124,13 @@ def _entry(path: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int,
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not _are_sizes(shape):
-        _damaged(path, f"{name!r} has the shape {shape!r}")
+        _damaged(path, f"{name!r} has the shape {short(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _damaged(path, f"{name!r} has the data_offsets {offsets!r}")
+        _damaged(path, f"{name!r} has the data_offsets {short(offsets)}")
     code = entry.get("dtype")
     dtype = _TORCH_NAMES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        raise CannotReadError(f"{path}: {name!r} is of dtype {code!r}; known are {', '.join(_TORCH_NAMES)}")
+        raise CannotReadError(f"{path}: {name!r} is of dtype {short(code)}; known are {', '.join(_TORCH_NAMES)}")
     expected = math.prod(shape) * stored(dtype).itemsize
     if offsets[1] - offsets[0] != expected:
         _damaged(path, f"{name!r} is {code} {shape}, that is {expected} bytes, but has the data_offsets {offsets}")

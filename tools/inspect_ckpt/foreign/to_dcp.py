@@ -50,8 +50,10 @@ def step_to_dcp(step: Step, arguments: argparse.Namespace, output: Output) -> Ex
 
 def _dcp_values(step: Step, tensors: dict[str, Leaf]) -> tuple[Values, list[str]]:
     """The values by dotted name, flattened as torch does it, with their keys; and what to say about the others."""
+    from .torch_state import loads_without_code
+
     values: Values = {}
-    empty, own = [], []
+    empty, own, unsafe = [], [], []
     for leaf in value_leaves(step):
         if leaf.rank is not None:
             own.append(leaf.label)
@@ -62,10 +64,15 @@ def _dcp_values(step: Step, tensors: dict[str, Leaf]) -> tuple[Values, list[str]
                 empty.append(leaf.label)
         for keys, value in found:
             name = dotted(keys)
+            if not loads_without_code(value):
+                unsafe.append(f"{leaf.label} ({type(value).__name__})")
+                continue
             if name in values or name in tensors:
                 raise CannotReadError(f"{step.path}: two leaves would both be named {name!r}")
             values[name] = (keys, value)
     notes = [f"left out, because DCP has no form of an empty dict: {listed(empty)}"] if empty else []
+    if unsafe:
+        notes.append(f"left out, because torch.load(weights_only=True) does not load them: {listed(unsafe)}")
     own += [leaf.label for leaf in tensors.values() if leaf.rank is not None]
     if own:
         notes.append(f"what belongs to single ranks is under the names that `show` lists: {listed(own)}")

@@ -22,6 +22,7 @@ from ..opening import CannotReadError
 from .raw import file_size, read_box, read_bytes
 from .state import ForeignState, ReadBox, UnsafeError
 from .torch_state import memory_reader, state_of
+from .zip_tensors import check_archive
 
 __all__ = ["looks_like_torch", "open_torch_file"]
 
@@ -40,6 +41,7 @@ def open_torch_file(path: str, skip_unsafe: bool) -> ForeignState:
     mapped = read_bytes(path, 0, min(4, file_size(path))) == _ZIP
     if not mapped:
         notes.append("the file is in torch's old format: all of it was loaded into memory")
+    check_archive(path, file_size(path), path)
     nested = _load(path, mapped)
     if isinstance(nested, torch.Tensor) or not isinstance(nested, dict | list | tuple):
         raise CannotReadError(f"{path} holds a {type(nested).__name__}; only a dict or list of leaves can be a step")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +22,7 @@ from ckpt.planning.state_dict import flatten
 from ..opening import CannotReadError
 from .state import Bytes, ForeignState, ForeignTensor, ReadBox, check_dtype
 
-__all__ = ["memory_reader", "placeholder", "state_of"]
+__all__ = ["loads_without_code", "memory_reader", "placeholder", "state_of"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,6 +30,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def placeholder(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of any size that takes no memory: it stands in a state for one that is read later."""
     return torch.empty((1,) * len(shape), dtype=getattr(torch, dtype)).expand(shape)
+
+
+def loads_without_code(value: Any) -> bool:
+    """Whether `torch.load` with ``weights_only`` reads it again."""
+    if value is None or type(value) in (bool, int, float, str):
+        return True
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def state_of(

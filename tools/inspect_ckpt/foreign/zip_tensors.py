@@ -13,14 +13,15 @@ import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
+from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.dtypes import names, stored
 
 from .raw import read_bytes
 from .restricted import Function, StandIn, UnknownNameError, load
 
-__all__ = ["TensorPlace", "find_tensor"]
+__all__ = ["TensorPlace", "check_archive", "find_tensor"]
 
 _MAX_PICKLE_BYTES = 1 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -46,6 +47,21 @@ def find_tensor(path: str, offset: int, length: int) -> TensorPlace | None:
             return _find(archive, path, offset, length)
     except (UnknownNameError, zipfile.BadZipFile, NotImplementedError, KeyError, ValueError, RuntimeError):
         return None
+
+
+def check_archive(file: str | IO[bytes], archive_bytes: int, where: str) -> None:
+    """CheckpointCorruptError if more comes out of an archive than is in it: torch.save compresses nothing, and stores
+    nothing twice. What is no archive is left to torch."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
+        return
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+            raise CheckpointCorruptError(f"{where} is damaged: {record.filename!r:.80} in it is compressed")
+    if sum(record.file_size for record in records) > archive_bytes:
+        raise CheckpointCorruptError(f"{where} is damaged: its records are larger together than all of it")
 
 
 def _find(archive: zipfile.ZipFile, path: str, offset: int, length: int) -> TensorPlace | None:

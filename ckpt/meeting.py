@@ -1,0 +1,185 @@
+"""All ranks of a process group meet in its store before a collective: all of them enter it, or none does.
+
+A collective that some ranks do not enter leaves the others in it until the timeout of the process group, and the group
+is of no use afterwards. Here the ranks first count themselves in the store, and wait for all with a deadline of ours.
+
+    arrive at a round --> the last one decides "go"           --> the collective
+           |
+           +-- deadline of any rank, a rank died, or is interrupted: "given up" --> an error on all that had arrived
+
+A rank that waits watches the process of the next rank, if that was on the same node when it came to an earlier round:
+one that died is not waited for.
+
+A decision is made by one atomic `compare_set`, so a rank that comes at the deadline is either in or late. A late rank
+arrives at the next round: with that, calls later on meet again.
+
+Keys of the store, below a prefix of ours and the name of the group:
+
+    round            the number of the current round
+    at/RANK          the round that RANK arrived at last, and its node and process
+    N/arrived        how many ranks have arrived at round N
+    N/closing        how many ranks want to give up round N
+    N/decision       "go", or why round N was given up
+
+Those of a round are deleted at the end of the next one in which all meet. On the way that all are expected to take a
+rank makes half a dozen operations and waits by asking again: the `wait` of a store holds the connection, which others
+use as well, and logs a warning each time it ends without a key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from typing import Any
+
+__all__ = ["MeetingError", "meet", "named"]
+
+_GO = "go"
+_CLOSING_S = 10.0  # for the first rank that gives up a round to find out who is missing
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
+_PAUSE = 0.1  # of the time waited: so all together wait at most that much longer than the last rank needs
+_WATCH_S = 1.0
+_SHOWN = 16
+
+
+class MeetingError(Exception):
+    """The ranks did not meet. `missing` are those that did not come in time; none if one that had come left again."""
+
+    def __init__(self, text: str, missing: list[int]) -> None:
+        super().__init__(text)
+        self.missing = missing
+
+
+def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    """Return when all ranks have called this. `store` is for this group alone.
+
+    MeetingError, on all ranks that had come, when some have not `timeout_s` after one of those did, or when one of
+    those was interrupted. Then nobody returns. What a store raises is passed on.
+    """
+    deadline = time.monotonic() + timeout_s
+    number = int(store.add("round", 0))
+    while True:
+        if store.check([f"{number}/decision"]):  # given up, and the number of the next one is about to be told
+            number += 1
+            continue
+        decision = _Round(store, rank, world_size, number).attend(deadline, timeout_s)
+        if decision == _GO:
+            return
+        reason = json.loads(decision)
+        if rank not in reason["missing"]:
+            raise MeetingError(reason["why"], reason["missing"])
+        number += 1
+
+
+class _Round:
+    def __init__(self, store: Any, rank: int, world_size: int, number: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._number = number
+
+    def attend(self, deadline: float, timeout_s: float) -> str:
+        """Arrive, and return the decision."""
+        try:
+            self._store.set(f"at/{self._rank}", json.dumps([self._number, _node(), os.getpid(), _started(os.getpid())]))
+            if self._store.add(self._key("arrived"), 1) == self._world_size:
+                return self._decide(_GO)
+            return self._wait(deadline) or self._give_up(timeout_s)
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt: the others must not go into the collective without this rank
+            with contextlib.suppress(Exception):
+                self._decide(self._reason(f"rank {self._rank} left again ({type(error).__name__})", []))
+            raise
+
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
+
+    def _wait(self, deadline: float) -> str | None:
+        """The decision; None if there is none by the deadline, or if the next rank died."""
+        begin = time.monotonic()
+        watch_at = begin + _WATCH_S
+        while not self._store.check([self._key("decision")]):
+            now = time.monotonic()
+            if now >= deadline:
+                return None
+            if now >= watch_at:
+                if self._has_died((self._rank + 1) % self._world_size):
+                    return None
+                watch_at = now + _WATCH_S
+            pause_s = min(max(_FIRST_PAUSE_S, _PAUSE * (now - begin)), _LONGEST_PAUSE_S)
+            time.sleep(min(pause_s, deadline - now))
+        return str(self._store.get(self._key("decision")).decode())
+
+    def _give_up(self, timeout_s: float) -> str:
+        """The first to come here finds out who is missing; the others wait for that."""
+        if self._store.add(self._key("closing"), 1) > 1:
+            decision = self._wait(time.monotonic() + _CLOSING_S)
+            if decision is not None:
+                return decision
+        missing = [rank for rank in range(self._world_size) if self._last_of(rank)[0] != self._number]
+        dead = [rank for rank in range(self._world_size) if self._has_died(rank)]
+        if dead:
+            return self._decide(self._reason(f"{named(dead)} died", missing))
+        late = f"the last rank came when {timeout_s:g} s were just over"
+        why = f"{named(missing)} did not come within {timeout_s:g} s" if missing else late
+        return self._decide(self._reason(why, missing))
+
+    def _last_of(self, rank: int) -> list[Any]:
+        """The last round of a rank, and its node, process and when that started; None for all if there was none."""
+        key = f"at/{rank}"
+        return list(json.loads(self._store.get(key))) if self._store.check([key]) else [None] * 4
+
+    def _has_died(self, rank: int) -> bool:
+        """Whether the process of a rank is known to have ended."""
+        _, node, process, started = self._last_of(rank)
+        return bool(node == _node() and _started(process) != started)
+
+    def _reason(self, why: str, missing: list[int]) -> str:
+        return json.dumps({"by": self._rank, "why": why, "missing": missing})
+
+    def _decide(self, decision: str) -> str:
+        """Make the decision unless there is one; returns what it is. No two ranks want the same one."""
+        decided = str(self._store.compare_set(self._key("decision"), "", decision).decode())
+        if decided == decision:
+            self._store.add("round", 1)  # before this rank enters a collective, so before any rank leaves it
+            if decision == _GO:
+                self._forget_earlier()
+        return decided
+
+    def _forget_earlier(self) -> None:
+        """All ranks have come to this round, so none will look at an earlier one."""
+        number = self._number - 1
+        while number >= 0 and self._store.delete_key(f"{number}/decision"):
+            for name in ("arrived", "closing"):
+                self._store.delete_key(f"{number}/{name}")
+            number -= 1
+
+
+def named(ranks: list[int]) -> str:
+    """Ranks as words: "ranks 1, 2"; not all of very many."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+@functools.cache
+def _node() -> str:
+    """Where the numbers of processes are the same as here: this boot of this node, and this PID namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            return f"{stream.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown, of process {os.getpid()}"
+
+
+def _started(process: int) -> int | None:
+    """When a process of this node started, in ticks; None if it has ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as stream:
+            state, *fields = stream.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])

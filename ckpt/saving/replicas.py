@@ -1,0 +1,135 @@
+"""What ranks say of their replicas in the part manifests, and the comparison that the coordinator makes of it.
+
+Each rank writes a digest of a sample of each replicated tensor (see `samples`), and of each value. Ranks choose the
+same samples without communication. The digests are compared before a save is published.
+
+Free of torch: runs in writer processes, and where a save of an earlier run is decided.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ckpt.errors import StateError
+from ckpt.meeting import named
+from ckpt.paths import Path, display
+from ckpt.storage.checksums import crc32c
+
+__all__ = ["ENTRY", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
+
+Tolerance = Literal["error", "warn", "ignore"]
+"""What parameters that ranks have different are."""
+
+Warn = Callable[[list[str], bool], None]
+"""Told which names differ, and how; and whether the step holds some of each rank (else the lowest rank's)."""
+
+ENTRY = np.dtype([("name", "<u8"), ("window", "<u8"), ("digest", "<u4")])
+"""A sample: the key of its name, what of the tensor it is, and its CRC-32C. Only equal windows can be compared."""
+
+_ERROR, _MIXED, _LOWEST = "error", "mixed", "lowest"
+_SHOWN = 20
+_NAME_CHARACTERS = 200
+
+
+class InSlot(NamedTuple):
+    """A sample of a parameter (or another tensor) whose bytes are in the slot when the copies from the device are."""
+
+    is_parameter: bool
+    name: int
+    window: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The samples of one rank in one save: records of ENTRY of parameters, and of what comes from the lowest rank."""
+
+    tolerance: Tolerance
+    parameters: bytes
+    others: bytes
+    in_slot: tuple[InSlot, ...] = ()
+
+    def document(self, region: memoryview) -> dict[str, str]:
+        """The member of the part manifest; `region` is the slot, with all copies in it."""
+        late: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
+        for sample in self.in_slot:
+            digest = crc32c(region[sample.offset : sample.offset + sample.nbytes])
+            late[sample.is_parameter].append((sample.name, sample.window, digest))
+        parameters = self.parameters + np.array(late[True], ENTRY).tobytes()
+        others = self.others + np.array(late[False], ENTRY).tobytes()
+        members = {_ERROR if self.tolerance == "error" else _MIXED: parameters, _LOWEST: others}
+        return {member: base64.b64encode(entries).decode() for member, entries in members.items() if entries}
+
+
+def name_key(name: Sequence[str | int]) -> int:
+    """64 bits that stand for the name of a leaf."""
+    return int.from_bytes(hashlib.blake2b(repr(tuple(name)).encode(), digest_size=8).digest(), "little")
+
+
+def check_replicas(
+    documents: Sequence[Mapping[str, str]], names: Callable[[], Iterable[Sequence[str | int]]], warn: Warn
+) -> None:
+    """Compare what all ranks, in order, say of their replicas.
+
+    `names` are those of all leaves; they are only looked at if something differs. Raises StateError where ranks were
+    told that this is an error, and else tells `warn`.
+    """
+    different = {member: _differing(documents, member) for member in (_ERROR, _MIXED, _LOWEST)}
+    if not any(different.values()):
+        return
+    known = {name_key(name): display(tuple(name)) for name in names()}
+
+    def said(member: str) -> list[str]:
+        texts = sorted(f"{known.get(key, '?')[:_NAME_CHARACTERS]} ({how})" for key, how in different[member].items())
+        return texts[:_SHOWN] + ([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])
+
+    if different[_ERROR]:
+        raise StateError(
+            f"ranks have {len(different[_ERROR])} parameter(s) or tensor(s) of optimizers different that should be the "
+            f"same: {'; '.join(said(_ERROR))}. Is a seed, a broadcast or a gradient reduction missing? What each rank "
+            "has of its own belongs into ckpt.PerRank; Checkpointer(replicas='warn') saves it nevertheless"
+        )
+    for member in (_MIXED, _LOWEST):
+        if different[member]:
+            warn(said(member), member == _MIXED)
+
+
+def _differing(documents: Sequence[Mapping[str, str]], member: str) -> dict[int, str]:
+    """The key of each name that differs, and on which ranks."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, document in enumerate(documents):
+        ranks_by_text.setdefault(document.get(member, ""), []).append(rank)
+    if len(ranks_by_text) == 1:  # nearly always
+        return {}
+    found: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for text, ranks in ranks_by_text.items():
+        for name, window, digest in np.frombuffer(base64.b64decode(text), ENTRY).tolist():
+            found.setdefault((name, window), {}).setdefault(digest, []).extend(ranks)
+    return {name: _how(list(groups.values())) for (name, _), groups in found.items() if len(groups) > 1}
+
+
+def _how(groups: list[list[int]]) -> str:
+    first = min(groups, key=min)
+    others = sorted(rank for group in groups if group is not first for rank in group)
+    return f"{named(others)} unlike rank {min(first)}"
+
+
+def all_names(
+    arrays: Iterable[Mapping[str, object]], packed: Iterable[Mapping[str, Path]], values: Iterable[Sequence[Path]]
+) -> Iterable[Path]:
+    """The names in the parts of a save: of attributes of arrays, of packed tensors, and of values."""
+    for attributes in arrays:
+        about = attributes.get("ckpt")
+        if isinstance(about, dict) and "name" in about:
+            yield tuple(about["name"])
+    for entry in packed:
+        yield tuple(entry["path"])
+    for value in values:
+        yield tuple(value[0])

@@ -1,0 +1,83 @@
+"""Opens the files of a published step: regular files below its directory, and nothing else.
+
+A step may come from anywhere. A link could lead out of it, and to open a pipe could wait for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from ckpt.storage.files import under
+
+__all__ = ["DamagedFileError", "MissingFileError", "open_regular", "read_regular"]
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class DamagedFileError(Exception):
+    """What is wrong with a file, as the end of a sentence that begins with its path."""
+
+
+class MissingFileError(DamagedFileError):
+    """There is no such file."""
+
+
+def open_regular(step: str, name: str) -> int:
+    """Open the regular file `name` below the directory `step` to read it, and return its descriptor. Never waits.
+
+    DamagedFileError if it is no regular file, or a symbolic link on the way to it; MissingFileError if it is not there;
+    StorageError if `name` leads out of the step; OSError if the file system refuses.
+    """
+    under(step, name)
+    *folders, last = name.split("/")
+    fd = _open(step, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, None)
+    try:
+        for folder in folders:
+            inner = _open(folder, _FOLDER, fd)
+            os.close(fd)
+            fd = inner
+        file = _open(last, _FILE, fd)
+    finally:
+        os.close(fd)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise DamagedFileError("is not a regular file")
+    return file
+
+
+def read_regular(step: str, name: str, most_bytes: int) -> bytes:
+    """The content of the file `name` below the directory `step`.
+
+    DamagedFileError also if it has more than `most_bytes`; nothing of it is read then.
+    """
+    with open(open_regular(step, name), "rb", buffering=0) as stream:
+        if os.fstat(stream.fileno()).st_size > most_bytes:
+            raise DamagedFileError("is larger than any document of a checkpoint")
+        return stream.read()
+
+
+def _open(name: str, flags: int, folder: int | None) -> int:
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except (UnicodeEncodeError, FileNotFoundError):
+        raise MissingFileError("is missing") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise MissingFileError("is missing") from None
+        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise DamagedFileError("is not a regular file") from None
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        if folder is not None and _is_link(name, folder):
+            raise DamagedFileError("is a symbolic link, or below one; no file of a checkpoint is one") from None
+        raise MissingFileError("is missing") from None
+
+
+def _is_link(name: str, folder: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:
+        return False

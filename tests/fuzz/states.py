@@ -1,0 +1,55 @@
+"""Small steps to change: both layouts, compressed too, of one rank and of two, with every kind of file and member."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckpt import Checkpointer, PerRank
+
+__all__ = ["LAYOUTS", "save_all", "state"]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "arrays": {},
+    "packed": {"layout": "packed"},
+    "zstd": {"compression": "zstd"},
+}
+
+
+def state(rank: int, world_size: int) -> dict[str, Any]:
+    """The same shared leaves on every rank, and some of its own."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(40, 30, generator=generator)
+    mesh = init_device_mesh("cpu", (world_size,))
+    uneven = torch.randn(7, 40, generator=generator)
+    return {
+        "model": {
+            "weight": weight,
+            "tied": weight,
+            "edge": torch.randn(37, 11, generator=generator).bfloat16(),
+            "bias": torch.randn(5, generator=generator),
+            "empty": torch.zeros(0, 4),
+            "uneven": distribute_tensor(uneven, mesh, [Shard(0)]),
+        },
+        "half": torch.randn(9, 9, generator=generator).to(torch.float8_e4m3fn),
+        "complex": torch.zeros(3, dtype=torch.complex32),
+        "scalar": torch.tensor(4.0),
+        "numbers": {"lr": 0.1, "step": 3, "betas": (0.9, 0.95), "name": "run", "big": 1 << 80, "nan": float("nan")},
+        "more": {"bytes": b"abc", "dtype": torch.bfloat16, "numpy": np.float32(1.5), "order": OrderedDict(a=1, b=[2])},
+        "keys": {1: "a", 2: {"b": 3j}},
+        "own": PerRank(torch.arange(70) + rank),
+        "position": PerRank(rank),
+    }
+
+
+def save_all(rank: int, world_size: int, folder: Path) -> None:
+    sizes: dict[str, int] = {"file_bytes": 2048, "inner_bytes": 512, "pack_below_bytes": 128}
+    for name, options in LAYOUTS.items():
+        with Checkpointer(folder / name, **sizes, **options) as checkpointer:
+            checkpointer.save(state(rank, world_size), 4)

@@ -1,0 +1,118 @@
+"""Ranks meet before a collective, all of them or none: threads over a store of this process force the order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpt.meeting import MeetingError, meet
+
+_LONG_S = 50.0
+_SHORT_S = 0.3
+
+
+class _Watched(dist.Store):
+    """A store of one rank that says when the rank begins to wait, and does something else there if told to."""
+
+    def __init__(self, store: dist.Store, instead: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._store = store
+        self._instead = instead
+        self._checks = 0
+        self.waits = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._store.check(keys)
+        self._checks += 1
+        if self._checks > 1 and not found:  # the first one looks for a round that was given up
+            self.waits.set()
+            self._instead()
+        return found
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("set", "get", "add", "compare_set", "delete_key"):
+            return getattr(object.__getattribute__(self, "_store"), name)
+        return object.__getattribute__(self, name)
+
+
+def _all_meet(store: dist.Store, world_size: int) -> None:
+    with ThreadPoolExecutor(world_size) as pool:
+        for future in [pool.submit(meet, store, rank, world_size, _LONG_S) for rank in range(world_size)]:
+            future.result(timeout=_LONG_S)
+
+
+def test_nobody_goes_on_before_the_last_one_comes() -> None:
+    store = dist.HashStore()
+    first = _Watched(store)
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[None] = pool.submit(meet, first, 0, 2, _LONG_S)
+        assert first.waits.wait(_LONG_S)
+        assert not waiting.done()
+        meet(store, 1, 2, _LONG_S)
+        waiting.result(timeout=_LONG_S)
+
+
+def test_who_does_not_come_is_named_and_is_in_time_for_the_next_round() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        early = [pool.submit(meet, store, rank, 4, _SHORT_S) for rank in (0, 2)]
+        for future in early:
+            with pytest.raises(MeetingError, match=r"ranks 1, 3 did not come within 0\.3 s") as caught:
+                future.result(timeout=_LONG_S)
+            assert caught.value.missing == [1, 3]
+    _all_meet(store, 4)
+
+
+def test_a_rank_that_is_interrupted_takes_the_others_out_at_once() -> None:
+    store = dist.HashStore()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    waits = _Watched(store)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meet, waits, 0, 3, _LONG_S)
+        assert waits.waits.wait(_LONG_S)
+        with pytest.raises(KeyboardInterrupt):
+            meet(_Watched(store, interrupted), 1, 3, _LONG_S)
+        with pytest.raises(MeetingError, match=r"rank 1 left again \(KeyboardInterrupt\)"):
+            other.result(timeout=5)
+    _all_meet(store, 3)
+
+
+def test_a_rank_that_comes_while_a_round_is_given_up_is_either_in_or_late() -> None:
+    """The last rank arrives after the first has found it missing, before that is decided."""
+    store = dist.HashStore()
+    decides, may_decide = threading.Event(), threading.Event()
+
+    class Slow(_Watched):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "compare_set":
+                decides.set()
+                assert may_decide.wait(_LONG_S)
+            return super().__getattribute__(name)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, Slow(store), 0, 2, _SHORT_S)
+        assert decides.wait(_LONG_S)
+        last = pool.submit(meet, store, 1, 2, _LONG_S)
+        last.result(timeout=_LONG_S)  # all had come when it did
+        may_decide.set()
+        first.result(timeout=_LONG_S)
+    _all_meet(store, 2)
+
+
+def test_keys_of_earlier_rounds_are_deleted() -> None:
+    store = dist.HashStore()
+    _all_meet(store, 3)
+    after_one = store.num_keys()
+    for _ in range(5):
+        with pytest.raises(MeetingError):
+            meet(store, 0, 3, 0.0)
+        _all_meet(store, 3)
+    assert store.num_keys() == after_one
