@@ -29,11 +29,12 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, StorageError
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
-from ckpt.storage.documents import seal, unseal
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, seal, unseal
 from ckpt.storage.files import Rename, storage_errors
 from ckpt.storage.locks import DirectoryLock, try_lock_exclusive
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.readers import is_read
+from ckpt.storage.regular_files import read_document_at
 
 __all__ = [
     "Abandoned",
@@ -55,7 +56,6 @@ _INTENT = "intent.json"
 _REASON = "reason.json"
 _RECORDS_STAY_S = 3600.0
 _RECORD_GRACE_S = 1.0
-_MAX_DOCUMENT_BYTES = 1 << 31
 
 _STEP = re.compile(r"step_(\d{8,18})")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
@@ -548,4 +548,4 @@ def _read_sealed(path: str) -> dict[str, Any] | None:
 
 
 def _read(path: str) -> bytes | None:
-    return files.read_bounded(path, _MAX_DOCUMENT_BYTES)
+    return read_document_at(path, MAX_DOCUMENT_BYTES)

@@ -15,7 +15,6 @@ import errno
 import os
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,6 @@ from ckpt.errors import StorageError
 
 __all__ = [
     "Rename",
-    "about",
     "append",
     "check_writable",
     "create_exclusive",
@@ -35,7 +33,6 @@ __all__ = [
     "holds",
     "make_directories",
     "names_in",
-    "read_bounded",
     "remove",
     "remove_tree",
     "rename_directory",
@@ -181,35 +178,6 @@ def fresh_names(path: str) -> list[str]:
     """
     _probe(path)
     return names_in(path)
-
-
-def about(path: str) -> os.stat_result | None:
-    """What the server says of a file, opened for that; None if there is none."""
-    with storage_errors("read", path):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        try:
-            return os.fstat(fd)
-        finally:
-            os.close(fd)
-
-
-def read_bounded(path: str, most_bytes: int) -> bytes | None:
-    """The content of a regular file, None if there is none. `StorageError` if it is larger than `most_bytes`."""
-    with storage_errors("read", path):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        with os.fdopen(fd, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            data = stream.read(most_bytes + 1)
-        if len(data) > most_bytes:
-            raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes")
-        return data
 
 
 def holds(path: str, data: bytes) -> bool:

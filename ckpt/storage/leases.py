@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import StorageError
+from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import files
+from ckpt.storage.regular_files import read_document_at
 
 __all__ = ["EXPIRY_S", "Lease", "Leases", "Process", "Writer", "is_fresh"]
 
@@ -129,7 +130,10 @@ class Leases:
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """What is registered. A line that is being written, or was never finished, is not there yet."""
-        data = files.read_bounded(os.path.join(self.path, name), _MAX_FILE_BYTES) or b""
+        try:
+            data = read_document_at(os.path.join(self.path, name), _MAX_FILE_BYTES) or b""
+        except CheckpointCorruptError:
+            return []
         lines = []
         for line in data.split(b"\n")[:-1]:
             try:

@@ -21,6 +21,7 @@ from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import files
 from ckpt.storage.documents import seal, unseal
 from ckpt.storage.leases import Leases, Process, is_fresh
+from ckpt.storage.regular_files import read_document_at
 
 __all__ = ["Claim", "OwnerState", "Ownership"]
 
@@ -150,7 +151,7 @@ class Ownership:
     def _read(self, token: int) -> Claim | None:
         """The claim; None if it is not there, or damaged."""
         try:
-            data = files.read_bounded(self._file(token), _MAX_CLAIM_BYTES)
+            data = read_document_at(self._file(token), _MAX_CLAIM_BYTES)
             document = {} if data is None else unseal(data, self._file(token))
             host, pid, start = document["process"]
             return Claim(token, Process(str(host), int(pid), int(start)), str(document["node"]), document["time"])

@@ -20,6 +20,7 @@ from ckpt.storage import files
 from ckpt.storage.documents import unseal
 from ckpt.storage.leases import RENEW_S, Process, is_fresh
 from ckpt.storage.locks import DirectoryLock, lock_shared
+from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 
 __all__ = ["StepReader", "is_read"]
 
@@ -152,10 +153,18 @@ def _make_lease(root: str, save: str) -> str | None:
 def _identity(path: str) -> tuple[bytes, int, int] | None:
     """What tells the step at `path` from another one there: its intent, and the file that describes all. None if
     neither is there. Opened anew each time: that makes the client of a network file system ask the server."""
-    intent = files.read_bounded(os.path.join(path, "intent.json"), _MAX_INTENT_BYTES)
-    about = files.about(os.path.join(path, "zarr.json"))
-    if about is None:
+    try:
+        intent = read_document_at(os.path.join(path, "intent.json"), _MAX_INTENT_BYTES)
+    except CheckpointCorruptError as damage:
+        intent = str(damage).encode()
+    try:
+        root = open_regular(path, "zarr.json")
+    except DamagedFileError:
         return None if intent is None else (intent, -1, -1)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}/zarr.json: {error.strerror}") from error
+    about = os.fstat(root)
+    os.close(root)
     return intent or b"", about.st_size, about.st_mtime_ns
 
 
@@ -163,7 +172,7 @@ def _save_of(path: str) -> str | None:
     """The save that was published as the step at `path`; None if nothing tells."""
     where = os.path.join(path, "intent.json")
     try:
-        data = files.read_bounded(where, _MAX_INTENT_BYTES)
+        data = read_document_at(where, _MAX_INTENT_BYTES)
         save = None if data is None else unseal(data, where).get("save")
     except (CheckpointCorruptError, StorageError):
         return None

@@ -9,9 +9,10 @@ import errno
 import os
 import stat
 
-from ckpt.storage.files import under
+from ckpt.errors import CheckpointCorruptError
+from ckpt.storage.files import storage_errors, under
 
-__all__ = ["DamagedFileError", "MissingFileError", "open_regular", "read_regular"]
+__all__ = ["DamagedFileError", "MissingFileError", "open_regular", "read_document_at", "read_regular"]
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
@@ -57,6 +58,21 @@ def read_regular(step: str, name: str, most_bytes: int) -> bytes:
         if os.fstat(stream.fileno()).st_size > most_bytes:
             raise DamagedFileError("is larger than any document of a checkpoint")
         return stream.read()
+
+
+def read_document_at(path: str, most_bytes: int) -> bytes | None:
+    """The content of the file at `path`; None if it is not there.
+
+    CheckpointCorruptError if it is no regular file, or larger than `most_bytes`; StorageError if it cannot be read.
+    """
+    directory, name = os.path.split(path)
+    with storage_errors("read", path):
+        try:
+            return read_regular(directory, name, most_bytes)
+        except MissingFileError:
+            return None
+        except DamagedFileError as damage:
+            raise CheckpointCorruptError(f"{path} {damage}; restore from another step or copy") from None
 
 
 def _open(name: str, flags: int, folder: int | None) -> int:

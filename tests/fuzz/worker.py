@@ -23,8 +23,9 @@ import numpy as np
 
 import ckpt
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.storage.documents import canonical, encode_value
+from ckpt.storage.documents import canonical
 from ckpt.validation import validate
+from ckpt.values.codec import encode_value
 from tests.fuzz.mutations import mutate
 from tests.fuzz.oracle import Contents, contents
 
