@@ -22,7 +22,7 @@ _LARGE = {
     "two ranks, a reader": Setup(reader=True, reuse=True),
     "two ranks, any step": Setup(steps=2, any_step=True, left="incomplete"),
     "three jobs that only stall": Setup(jobs=3, ranks=1, crashes=False),
-    "two saves": Setup(ranks=1, saves=2, reuse=True),
+    "two ranks, two saves": Setup(saves=2, reuse=True),
 }
 _FOUND_IN = {
     Bug.ADOPT_WITHOUT_CLAIM: Setup(ranks=1, left="incomplete"),
