@@ -107,7 +107,7 @@ def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: C
         try:
             if before is not None:
                 before()
-            payload = json.dumps(root.steps()).encode()
+            payload = json.dumps(_steps(root)).encode()
         except CheckpointError as error:
             payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
     steps = json.loads(ranks(payload)[0])
@@ -118,6 +118,20 @@ def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: C
     if step not in steps:
         raise CheckpointNotFoundError(f"{root.path} has no published step {step}; it has {steps or 'none'}", step=step)
     return [step]
+
+
+def _steps(root: CheckpointRoot) -> list[int]:
+    """The published steps. CheckpointNotFoundError if there is none but such as were moved aside: then a run that
+    begins from nothing is not what anybody wants."""
+    steps = root.steps()
+    superseded = [] if steps else root.superseded()
+    if superseded:
+        raise CheckpointNotFoundError(
+            f"{root.path} has no published step, but superseded ones: a job was killed just before it published the "
+            f"first step of another branch. Make one the newest again: inspect_ckpt restore-branch {root.path} "
+            f"{superseded[-1]}; or remove them: inspect_ckpt rm"
+        )
+    return steps
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from ckpt.storage import files
 from ckpt.storage.commit import (
     FORMAT_VERSION,
     CheckpointRoot,
+    NotDurableError,
     PendingSave,
     Reason,
     owner_of_step,
@@ -141,6 +142,8 @@ def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:
             warn(f"published step {pending.save.step}, which an earlier run had completely written")
         except FencedError:
             raise
+        except NotDurableError as error:
+            warn(str(error))
         except CheckpointError as error:
             problem = str(error)
     if problem is not None:

@@ -164,6 +164,10 @@ class CheckpointRoot:
         """The saves that were given up and not yet removed."""
         return _saves(self._names(self.abandoned_path))
 
+    def superseded(self) -> list[str]:
+        """The names in `superseded_path` of steps of other branches, by step."""
+        return sorted(name for name in self._names(self.superseded_path) if name.startswith("step_"))
+
     def make(self) -> None:
         """Make the root and the directories for undecided and abandoned saves, durably."""
         missing = []

@@ -192,6 +192,19 @@ def test_the_newest_step_continues_the_one_before(tmp_path: Path) -> None:
         assert first.summary["continues"] is None
 
 
+def test_training_does_not_begin_anew_beside_superseded_steps(tmp_path: Path) -> None:
+    """A job was killed between moving them aside and its own first step."""
+    _save_all(tmp_path, (10, 20))
+    root = CheckpointRoot(str(tmp_path))
+    for step in (10, 20):
+        root.move_aside(step, root.superseded_path)
+    with ckpt.Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointNotFoundError, match="restore-branch"):
+        checkpointer.restore(_state(0.0))
+    assert main(["restore-branch", str(tmp_path), "20"]) == 0
+    assert _restored(tmp_path) == (20, 20.0)
+    assert root.steps() == [10, 20]
+
+
 def test_delete(tmp_path: Path) -> None:
     _save_all(tmp_path, (1, 2))
     with ckpt.Checkpointer(tmp_path) as checkpointer:
