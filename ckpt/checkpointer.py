@@ -195,10 +195,11 @@ class Checkpointer:
         large tensors are overwritten, to see whether they take it.
 
         Saves that a run left which is gone are decided first: those that are complete are published, the others
-        abandoned; writers of it that still finish some are waited for, at most `timeout`. Saves of a job that is alive
-        are not touched. Without `step`, a damaged step is skipped with a warning, on all ranks; a save that follows
-        moves it to ``.damaged/``. After a restore of an older `step` the first save moves the newer ones, which are of
-        another branch then, to ``.superseded/``. Nothing is removed.
+        abandoned; writers of it that still finish some are waited for, at most half of `timeout`. Saves of a job that
+        is alive are not touched; nor are those of this job, so finalize them before. Without `step`, a damaged step is
+        skipped with a warning, on all ranks; a save that follows moves it to ``.damaged/``. After a restore of an older
+        `step` the first save moves the newer ones, which are of another branch then, to ``.superseded/``. Nothing is
+        removed.
 
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
         ``strict=False`` restores what fits and logs the rest); StateError, naming the object, when one does not take
@@ -212,7 +213,8 @@ class Checkpointer:
         def recover() -> None:
             nonlocal seen
             if not self._read_only:
-                seen = recover_for_restore(self._root, self._saver.seen, self._timeout_s, _log.warning)
+                wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
+                seen = recover_for_restore(self._root, self._saver.seen, self._saver.token, wait_s, _log.warning)
 
         with self._phase("ckpt.restore"):
             report = restore(self._root, state, step, strict, self._ranks, self._saver.memory, recover, self._read_only)
@@ -223,12 +225,14 @@ class Checkpointer:
         return self._resume_step
 
     def delete(self, step: int) -> None:
-        """Remove a published step, now. For one rank, best rank 0; others may go on saving.
+        """Remove a published step, now. For rank 0 alone; the others may go on saving.
 
-        Claims the root if this job does not own it. CheckpointNotFoundError if the step is not there,
-        StorageError if it is being read, FencedError if a job that started later owns the root.
+        Claims the root if this job does not own it. ValueError on another rank, CheckpointNotFoundError if the step is
+        not there, StorageError if it is being read, FencedError if a job that started later owns the root.
         """
         self._check_writable()
+        if self._ranks.rank != 0:
+            raise ValueError(f"rank {self._ranks.rank} cannot delete step {step}: call delete on rank 0 alone")
         if step not in self._root.steps():
             raise CheckpointNotFoundError(
                 f"{self._root.path} has no published step {step}; it has {self._root.steps() or 'none'}", step=step
@@ -385,7 +389,7 @@ class Checkpointer:
 
 
 def _branch_of(report: RestoreReport | None) -> Branch:
-    return Branch() if report is None else Branch(report.step, report.damaged)
+    return Branch(-1) if report is None else Branch(report.step, report.save, report.damaged)
 
 
 def _local_path(root: str | os.PathLike[str]) -> str:

@@ -29,11 +29,12 @@ use as well, and logs a warning each time it ends without a key.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import os
 import time
+from dataclasses import astuple
 from typing import Any
+
+from ckpt.processes import Process
 
 __all__ = ["MeetingError", "meet", "named"]
 
@@ -84,7 +85,7 @@ class _Round:
     def attend(self, deadline: float, timeout_s: float) -> str:
         """Arrive, and return the decision."""
         try:
-            self._store.set(f"at/{self._rank}", json.dumps([self._number, _node(), os.getpid(), _started(os.getpid())]))
+            self._store.set(f"at/{self._rank}", json.dumps([self._number, *astuple(Process.here())]))
             if self._store.add(self._key("arrived"), 1) == self._world_size:
                 return self._decide(_GO)
             return self._wait(deadline) or self._give_up(timeout_s)
@@ -135,8 +136,8 @@ class _Round:
 
     def _has_died(self, rank: int) -> bool:
         """Whether the process of a rank is known to have ended."""
-        _, node, process, started = self._last_of(rank)
-        return bool(node == _node() and _started(process) != started)
+        _, *process = self._last_of(rank)
+        return Process(*process).alive is False
 
     def _reason(self, why: str, missing: list[int]) -> str:
         return json.dumps({"by": self._rank, "why": why, "missing": missing})
@@ -163,23 +164,3 @@ def named(ranks: list[int]) -> str:
     """Ranks as words: "ranks 1, 2"; not all of very many."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-@functools.cache
-def _node() -> str:
-    """Where the numbers of processes are the same as here: this boot of this node, and this PID namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as stream:
-            return f"{stream.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"unknown, of process {os.getpid()}"
-
-
-def _started(process: int) -> int | None:
-    """When a process of this node started, in ticks; None if it has ended."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as stream:
-            state, *fields = stream.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if state in (b"Z", b"X") else int(fields[18])

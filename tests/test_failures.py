@@ -481,7 +481,7 @@ class _Stop(BaseException):
 def _leave_pending(root: Path, step: int, monkeypatch: pytest.MonkeyPatch, *, complete: bool) -> None:
     """A save that stops dead right before it is published, or before its part is there."""
 
-    def stop(*_: Any) -> Any:
+    def stop(*_: Any, **__: Any) -> Any:
         raise _Stop
 
     with monkeypatch.context() as patch, ckpt.Checkpointer(root) as checkpointer:

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
-FOUNDATION = {"errors", "shared_memory", "threads"}
+FOUNDATION = {"errors", "processes", "shared_memory", "threads"}
 BASE = FOUNDATION | {"collection", "meeting", "native", "paths", "ranks", "values"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "collection": set(),
     "native": set(),
     "paths": {"errors"},
-    "meeting": set(),
+    "meeting": {"processes"},
+    "processes": set(),
     "ranks": {"errors", "meeting"},
     "values": {"errors"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints

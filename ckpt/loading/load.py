@@ -204,7 +204,8 @@ def _restore_step(
         raise
     with attempt.together("load"):
         attempt.finish()
-    return replace(attempt.report, seconds=time.perf_counter() - begin)
+    save = str(attempt.index.summary["save"])
+    return replace(attempt.report, save=save, seconds=time.perf_counter() - begin)
 
 
 class _Attempt:

@@ -16,10 +16,12 @@ __all__ = ["Alone", "Filled", "Gather", "MemorySource", "RestoreReport"]
 class RestoreReport:
     """What a restore put where it belongs: bytes of tensors on this rank, by where they came from, and the time.
 
-    `damaged` are the newer steps that it went back from, because bytes of them are missing or wrong.
+    `save` is the save that was published as this step. `damaged` are the newer steps that it went back from, because
+    bytes of them are missing or wrong.
     """
 
     step: int
+    save: str = ""
     own_memory_bytes: int = 0
     neighbour_memory_bytes: int = 0
     storage_bytes: int = 0

@@ -144,13 +144,12 @@ def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, 
     """Remove superfluous steps and what abandoned saves left. Never a step being read, nor anything newer than
     `newest`. `plan` is the digest of the plan that the next save is likely to have.
 
-    For the owner: FencedError, before the next act, once `token` is not the newest.
+    For the owner: FencedError if `token` is not the newest; a step of a later owner is put back.
     """
+    root.ownership.check(token)
     for step in retention.superfluous([step for step in root.steps() if step <= newest]):
-        root.ownership.check(token)
         if retention.reuse_files:
             retire_step(root, step, plan, token)
         else:
             root.remove_step(step, token)
-    root.ownership.check(token)
     root.clean()

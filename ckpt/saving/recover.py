@@ -11,6 +11,7 @@ import errno
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
 from ckpt.saving.publish import publish
@@ -33,32 +34,50 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What the steps of a run continue: the step that was restored (None if none was), and the newer ones that it was
-    restored instead of, because they are damaged."""
+    """What the steps of a run continue: the `step` that was restored (-1 if there was none; None if nothing was
+    restored), of which `save`, and the newer ones that it was restored instead of, because they are damaged."""
 
     step: int | None = None
+    save: str | None = None
     damaged: tuple[int, ...] = ()
 
+    def before(self, root: CheckpointRoot) -> dict[str, Any] | None:
+        """What the next save continues, ``{"step": 20, "save": ...}``; None if nothing."""
+        if self.step is None:
+            return root.tip()
+        return {"step": self.step, "save": self.save} if self.step >= 0 else None
 
-def recover_for_restore(root: CheckpointRoot, seen: int, timeout_s: float, warn: Callable[[str], None]) -> int:
+
+def recover_for_restore(
+    root: CheckpointRoot, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]
+) -> int:
     """Decide about the saves that are left by an owner that is gone; returns the token that a later claim has seen.
 
     While a trainer of the owner is alive nothing is touched; writers that finish what was staged are waited for, at
-    most `timeout_s`. Where the root may not be written to, nothing is done. `seen` is the newest token known.
+    most `timeout_s`. Where the root may not be written to, nothing is done. `seen` is the newest token known, `own`
+    that of this job if it has claimed the root.
     """
+    try:
+        return _recover(root, seen, own, timeout_s, warn)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NOT_WRITABLE:
+            return seen
+        raise
+
+
+def _recover(root: CheckpointRoot, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]) -> int:
     ownership = root.ownership
     newest = ownership.newest()
+    if newest == own:
+        _decide_pending(root, newest, timeout_s, warn)
+        return newest
     state = _when_finished(root, newest, time.monotonic() + timeout_s)
     if state is OwnerState.ACTIVE or (state is OwnerState.GONE and not root.pending()):
         return newest
     try:
-        token = ownership.claim(max(seen, newest))
+        token = ownership.claim(max(seen, newest), temporary=True)
     except FencedError:
         return newest  # another start was faster, and is alive
-    except StorageError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NOT_WRITABLE:
-            return newest
-        raise
     try:
         _decide_pending(root, token, timeout_s, warn)
     finally:

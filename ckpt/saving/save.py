@@ -22,6 +22,7 @@ from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.state_dict import FlatState
+from ckpt.processes import Process
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.held import HEADER_BYTES, SAMPLES_OFFSET, HeldMemory
@@ -34,7 +35,6 @@ from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
-from ckpt.storage.leases import Process
 
 __all__ = ["Saver", "StagingOptions"]
 
@@ -83,6 +83,9 @@ class Saver:
         self._warned: set[str] = set()  # of names that ranks have different
         self._in_flight: dict[SaveId, InFlight] = {}  # noted before anything is staged, so that no fault can lose one
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
+        self._token: int | None = None  # that this job saved with last, or this process claimed
+        self._end_claim: Callable[[], None] = lambda: None
+        self._closed = False
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
@@ -94,8 +97,15 @@ class Saver:
         """Become the owner of the root, which is made if it is not there. Returns the token. FencedError."""
         self._root.make()
         seen = self._root.ownership.newest() if self._seen is None else self._seen
-        self._seen = self._root.ownership.claim(seen)
-        return self._seen
+        self._end_claim()
+        self._seen = self._token = self._root.ownership.claim(seen)
+        self._end_claim = self._root.ownership.keep(self._token)
+        return self._token
+
+    @property
+    def token(self) -> int | None:
+        """The token that this job saved with last, or that this process claimed; None before."""
+        return self._token
 
     @property
     def is_owner(self) -> bool:
@@ -104,10 +114,11 @@ class Saver:
 
     def own(self) -> int:
         """Claim the root unless this job owns it; returns the token. FencedError."""
-        if self._planner.owner is None:
+        token = self.token
+        if token is None:
             return self.claim()
-        self._root.ownership.check(self._planner.owner)
-        return self._planner.owner
+        self._root.ownership.check(token)
+        return token
 
     def continue_from(self, branch: Branch, seen: int | None) -> None:
         """The next save claims the root anew, and its step continues that of `branch`. `seen`: a token seen since."""
@@ -139,10 +150,10 @@ class Saver:
             self._fit_arena(prepared.planned)
             save = self._planner.save_id()
             assert save is not None
-            self._seen = save.owner
+            self._seen = self._token = save.owner
             self._in_flight[save] = InFlight(save, prepared.planned.save_plan.world_size)
             writer = self._stage_all(prepared, save, begin)
-            writer.on_decided = lambda: self._in_flight.pop(save, None)
+            writer.on_decided = lambda: self._decided(save)
         except Exception as error:
             self._refused(error)
             raise
@@ -201,10 +212,9 @@ class Saver:
 
     def close(self) -> None:
         """Leave the root, give the arena back. The queue is the Checkpointer's."""
-        if self._planner.owner is not None:
-            with contextlib.suppress(CheckpointError):  # then its lease expires
-                done = not any(isinstance(fn, PartWriter) for fn in self._queue.functions())
-                self._root.ownership.release(self._planner.owner, self._ranks.rank, done=done)
+        self._closed = True
+        self._end_claim()
+        self._release(done=not self._in_flight)
         self.memory.close()
         if self._pieces_queue is not None:
             self._pieces_queue.close(abort=True)
@@ -220,6 +230,17 @@ class Saver:
         with contextlib.suppress(CheckpointError):  # then they learn it from their own wait
             reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
             PendingSave(self._root, save).abandon(reason)
+
+    def _release(self, *, done: bool) -> None:
+        """Note in the root that this trainer is through with it; its writers, too, if all is `done`."""
+        if self.token is not None:
+            with contextlib.suppress(CheckpointError):  # then its lease expires
+                self._root.ownership.release(self.token, self._ranks.rank, done=done)
+
+    def _decided(self, save: SaveId) -> None:
+        self._in_flight.pop(save, None)
+        if self._closed and not self._in_flight:  # of a queue that goes on
+            self._release(done=True)
 
     def _taken_over(self, branch: Branch | None) -> None:
         """A save that took over what earlier owners left is published; so the next ones need not."""

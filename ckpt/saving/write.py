@@ -37,6 +37,7 @@ from ckpt.errors import (
     SaveAbandonedError,
     StorageError,
 )
+from ckpt.processes import Process
 from ckpt.saving.part import Image, PartPlan
 from ckpt.saving.publish import PartFile, Retention, publish, retain
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
@@ -52,7 +53,7 @@ from ckpt.storage.commit import (
     Reason,
     SaveId,
 )
-from ckpt.storage.leases import Lease, Leases, Process
+from ckpt.storage.leases import Lease, Leases
 from ckpt.storage.retired import discard_retired, take_retired
 from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
 
@@ -221,10 +222,12 @@ class PartWriter:
         try:
             if running is None:
                 return leases.register(self.rank, self.trainer, lambda: False)
-            return running.keep(
+            lease = running.keep(
                 ("lease", leases.path),
                 lambda: leases.register(self.rank, self.trainer, running.trainer_gone),
             )
+            lease.ensure()  # the root may have been removed since
+            return lease
         except StorageError:
             pending.root.make()  # if it was removed, the job goes on in a new one
             pending.check_token()
@@ -245,18 +248,19 @@ class PartWriter:
     def _begin(self, pending: PendingSave, plan: PartPlan) -> None:
         """The coordinator opens the save; the others wait until it has."""
         if self.rank == _COORDINATOR and self.piece == 0:
-            pending.root.make()
-            pending.check_token()
             others: list[int] = []
             if self.branch is not None:
-                warn = _log.warning
-                take_over(pending.root, self.save.owner, self.branch, self.options.commit_timeout_s, warn)
+                pending.root.make()
+                pending.check_token()
+                wait_s = self.options.commit_timeout_s / 2  # the other ranks wait for this as long as for anything
+                take_over(pending.root, self.save.owner, self.branch, wait_s, _log.warning)
                 others = superseded(pending.root, self.save.owner, self.branch)
             if self.options.retention.reuse_files:
                 take_retired(pending, plan.plan_digest)
             else:
                 discard_retired(pending.root)
-            pending.begin(plan.world_size, plan.plan_digest, others)  # before the clean-up: the others wait for it
+            continues = (self.branch or Branch()).before(pending.root)
+            pending.begin(plan.world_size, plan.plan_digest, continues, others)  # the others wait for it
             with contextlib.suppress(CheckpointError):
                 pending.root.clean()
             return

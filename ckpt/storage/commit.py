@@ -33,7 +33,7 @@ from ckpt.storage.documents import MAX_DOCUMENT_BYTES, seal, unseal
 from ckpt.storage.files import Rename, storage_errors
 from ckpt.storage.locks import DirectoryLock, try_lock_exclusive
 from ckpt.storage.ownership import Ownership
-from ckpt.storage.readers import is_read
+from ckpt.storage.readers import forget_readers, is_read
 from ckpt.storage.regular_files import read_document_at
 
 __all__ = [
@@ -195,9 +195,9 @@ class CheckpointRoot:
         except OSError as error:
             raise StorageError(f"cannot list {path}: {error.strerror} (check its permissions and owner)") from error
 
-    def tip(self, besides: Collection[int] = ()) -> dict[str, Any] | None:
-        """The newest published step `besides` these, and its save, ``{"step": 20, "save": ...}``; or None."""
-        steps = [step for step in self.steps() if step not in besides]
+    def tip(self) -> dict[str, Any] | None:
+        """The newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none."""
+        steps = self.steps()
         if not steps:
             return None
         return {"step": steps[-1], "save": (intent_of_step(self.step_path(steps[-1])) or {}).get("save")}
@@ -287,6 +287,8 @@ class CheckpointRoot:
                     files.remove_tree(path)
             except (OSError, StorageError):
                 continue  # removed meanwhile, or by the next clean-up
+        with contextlib.suppress(StorageError):
+            forget_readers(self.path)
         with contextlib.suppress(OSError):
             for name in self._names(self.pending_path):
                 path = os.path.join(self.pending_path, name)
@@ -300,7 +302,7 @@ class CheckpointRoot:
 
 
 class PendingSave:
-    """One save of a root, as seen by anybody who takes part in it, or who decides about it with the owner's `token`
+    """One save of a root, as seen by a process that takes part in it, or that decides about it with the owner's `token`
     (that of the save, unless another is given). What changes anything raises FencedError if that is the token no more.
     """
 
@@ -315,10 +317,17 @@ class PendingSave:
         """Raise FencedError if a later job owns the root."""
         self.root.ownership.check(self._token)
 
-    def begin(self, world_size: int, plan_digest: str, superseded: Collection[int] = ()) -> None:
+    def begin(
+        self,
+        world_size: int,
+        plan_digest: str,
+        continues: dict[str, Any] | None = None,
+        superseded: Collection[int] = (),
+    ) -> None:
         """Make the directory and its intent. Coordinator only, once, before any other writer starts.
 
-        The steps `superseded` are moved aside before the save is published. StorageError if it has been begun or
+        `continues` is the step that training went on from, and its save. The steps `superseded` are moved aside before
+        the save is published. StorageError if it has been begun or
         abandoned before, CheckpointExistsError if the step is published.
         """
         if os.path.lexists(self._abandoned_path):
@@ -330,7 +339,7 @@ class PendingSave:
         files.fsync_directory(self.path)
         self.check_token()  # only now: whoever claims later sees the directory
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
-        intent |= {"world_size": world_size, "plan": plan_digest, "continues": self.root.tip(superseded)}
+        intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues}
         if not files.create_exclusive(os.path.join(self.path, _INTENT), seal(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         files.fsync_directory(self.root.pending_path)
@@ -473,7 +482,7 @@ class PendingSave:
         return outcome
 
     def decided(self) -> Outcome:
-        """Like `outcome`, for those who joined the save: when it is nowhere, somebody has removed it."""
+        """Like `outcome`, for those who joined the save: when it is nowhere, it was removed."""
         outcome = self._explained()
         if outcome is None and not os.path.isdir(self.path):
             return self.outcome() or Abandoned(_vanished(self.save))

@@ -13,7 +13,6 @@ says whom to wait for. What keeps data safe is the token (see `ownership`).
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
@@ -23,39 +22,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
+from ckpt.processes import Process
 from ckpt.storage import files
 from ckpt.storage.regular_files import read_document_at
 
-__all__ = ["EXPIRY_S", "Lease", "Leases", "Process", "Writer", "is_fresh"]
+__all__ = ["EXPIRY_S", "RENEW_S", "Lease", "Leases", "Writer", "is_fresh"]
 
 EXPIRY_S = 15.0
 RENEW_S = 4.0
 _LOOK_S = 0.5
 _MAX_FILE_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A process, as told from all others: `start` is its start time in ticks since the boot of `host`."""
-
-    host: str
-    pid: int
-    start: int
-
-    @classmethod
-    def here(cls) -> Process:
-        """The calling process."""
-        return _process(os.getpid())
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is a process of this host, of which `alive` knows."""
-        return self.host == _host()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it runs; for a process of this host. A zombie does not."""
-        return _start_of(self.pid) == self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +55,15 @@ class Leases:
 
         `trainer_gone` is asked about twice a second, in a thread. StorageError when the directory is gone.
         """
-        own = Process.here()
-        self._append({"rank": rank, "writer": [own.pid, own.start], "trainer": [trainer.pid, trainer.start]})
-        return Lease(self, own, rank, trainer, trainer_gone)
+        lease = Lease(self, rank, trainer, trainer_gone)
+        lease.ensure()
+        return lease
+
+    def enter(self, rank: int, writer: Process, trainer: Process) -> None:
+        """Enter `writer`, of this host, unless it is entered. StorageError when the directory is gone."""
+        line = {"rank": rank, "writer": [writer.pid, writer.start], "trainer": [trainer.pid, trainer.start]}
+        if line not in self._lines(os.path.basename(self._own_file())):
+            self._append(line)
 
     def leave(self, rank: int, trainer: Process, *, done: bool) -> None:
         """Note that a trainer of this host does nothing more here; if all is `done`, nor do its writers.
@@ -91,13 +73,10 @@ class Leases:
         self._append({"rank": rank, "left": [trainer.pid, trainer.start], "done": done})
 
     def writers(self) -> list[Writer]:
-        """All writers that registered, the last of each process. StorageError when they cannot be read."""
-        found: list[Writer] = []
+        """All writers that registered. StorageError when they cannot be read."""
         names = files.names_in(self.path)
-        now = files.server_time(self.path) if any(_host_of(name) != _host() for name in names) else 0.0
-        for name in names:
-            found += self._writers_of(name, now)
-        return found
+        now = files.server_time(self.path) if names else 0.0
+        return [writer for name in names for writer in self._writers_of(name, now)]
 
     def alive_ranks(self) -> set[int]:
         """The ranks that have a writer alive."""
@@ -113,20 +92,17 @@ class Leases:
         files.touch(self._own_file())
 
     def _writers_of(self, name: str, now: float) -> Iterable[Writer]:
-        host = _host_of(name)
-        here = host == _host()
-        fresh = not here and is_fresh(os.path.join(self.path, name), now)
+        fresh = is_fresh(os.path.join(self.path, name), now)
         lines = self._lines(name)
         left = {tuple(line["left"]) for line in lines if "left" in line}
         done = {tuple(line["left"]) for line in lines if "left" in line and line.get("done")}
         for line in lines:
             if "writer" not in line:
                 continue
-            process, trainer = Process(host, *line["writer"]), Process(host, *line["trainer"])
-            has_trainer = tuple(line["trainer"]) not in left and (trainer.alive if here else fresh)
+            process, trainer = (Process(_host_of(name), *line[key]) for key in ("writer", "trainer"))
+            has_trainer = tuple(line["trainer"]) not in left and _lives(trainer, fresh)
             is_done = tuple(line["trainer"]) in (left if process == trainer else done)
-            alive = not is_done and (process.alive if here else fresh)
-            yield Writer(int(line["rank"]), process, alive, has_trainer)
+            yield Writer(int(line["rank"]), process, not is_done and _lives(process, fresh), has_trainer)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """What is registered. A line that is being written, or was never finished, is not there yet."""
@@ -145,7 +121,8 @@ class Leases:
         return lines
 
     def _own_file(self) -> str:
-        return os.path.join(self.path, f"{_host()}-{os.stat(self.path).st_dev:x}")
+        with files.storage_errors("find", self.path):
+            return os.path.join(self.path, f"{Process.here().host}-{os.stat(self.path).st_dev:x}")
 
     def _append(self, line: dict[str, Any]) -> None:
         with files.storage_errors("register in", self.path):
@@ -155,16 +132,21 @@ class Leases:
 class Lease:
     """This process is registered as a writer. A thread renews the lease of the host, if no other process does."""
 
-    def __init__(
-        self, leases: Leases, own: Process, rank: int, trainer: Process, trainer_gone: Callable[[], bool]
-    ) -> None:
+    def __init__(self, leases: Leases, rank: int, trainer: Process, trainer_gone: Callable[[], bool]) -> None:
         self._leases = leases
-        self._own = own
+        self._own = Process.here()
         self._rank = rank
         self._trainer = trainer  # the end of its connection is not always that of the process
         self._trainer_gone = trainer_gone
         self._over = threading.Event()
-        threading.Thread(target=self._keep, name="ckpt-lease", daemon=True).start()
+        self._thread: threading.Thread | None = None
+
+    def ensure(self) -> None:
+        """Register, unless that is done; also again after the root was removed. StorageError when it is not there."""
+        self._leases.enter(self._rank, self._own, self._trainer)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._keep, name="ckpt-lease", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Stop renewing. Idempotent. The process still counts as alive on its host while it is."""
@@ -184,7 +166,7 @@ class Lease:
                         self._leases.renew()
             except (OSError, ValueError, StorageError):  # a ValueError of a socket that is closed: the process ends
                 if not os.path.isdir(self._leases.path):
-                    return  # there is a later owner, and no use for this any more
+                    return  # there is a later owner, or the root is gone
 
     def _is_first(self) -> bool:
         """Whether no other process of this host renews: the first that is alive does."""
@@ -192,10 +174,16 @@ class Lease:
         return not here or here[0].process == self._own
 
 
+def _lives(process: Process, fresh: bool) -> bool:
+    """Whether it is alive; of one that cannot be looked up its lease tells, `fresh` or not."""
+    alive = process.alive
+    return fresh if alive is None else alive
+
+
 def is_fresh(path: str, now: float) -> bool:
     """Whether a lease file was renewed within `EXPIRY_S` of `now`, a time of its file system."""
     try:
-        return now - os.stat(path).st_mtime < EXPIRY_S
+        return abs(now - os.stat(path).st_mtime) < EXPIRY_S  # of a time to come, the clock was set back
     except OSError:
         return False
 
@@ -211,34 +199,3 @@ def _well_formed(line: dict[str, Any]) -> bool:
 
 def _host_of(name: str) -> str:
     return name.rpartition("-")[0]
-
-
-def _host() -> str:
-    return _host_seen_by(os.getpid())
-
-
-@functools.lru_cache(maxsize=2)
-def _process(pid: int) -> Process:
-    """The calling process, which has this `pid`."""
-    return Process(_host(), pid, _start_of(pid) or 0)
-
-
-@functools.lru_cache(maxsize=2)
-def _host_seen_by(pid: int) -> str:
-    """The boot and the pid namespace: processes of one such host can look each other up. `pid` tells forks apart."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as stream:
-            boot = stream.read().strip().replace("-", "")
-    except OSError:
-        boot = os.uname().nodename  # some sandboxes hide it
-    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino:x}"
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process of this host started, in ticks since boot; None if there is none, or a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stream:
-            fields = stream.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

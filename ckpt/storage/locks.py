@@ -38,7 +38,7 @@ def lock_shared(path: str) -> DirectoryLock | None:
 
 
 def try_lock_exclusive(path: str) -> DirectoryLock | None:
-    """Lock the directory for removal; None if somebody holds a lock on it. Never waits."""
+    """Lock the directory for removal; None if another process holds a lock on it. Never waits."""
     return _lock(path, fcntl.LOCK_EX)
 
 
@@ -51,5 +51,5 @@ def _lock(path: str, operation: int) -> DirectoryLock | None:
             os.close(fd)
             return None
         except OSError:
-            pass  # the file system has no locks, or none for directories: it keeps nobody out
+            pass  # the file system has no locks, or none for directories: it keeps no process out
         return DirectoryLock(fd)

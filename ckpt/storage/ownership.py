@@ -1,11 +1,13 @@
 """Which job may decide about the saves of a root: the owner, by a token that only grows.
 
-    <root>/.owner/00000007.json     a claim, made by an exclusive create; the highest number is the owner's token
-    <root>/.owner/00000007/         the leases of its writers (see `leases`)
+    <root>/.owner/1763840000123.json    a claim, made by an exclusive create; the highest number is the owner's token
+    <root>/.owner/1763840000123/        the leases of its writers (see `leases`)
 
-The later start of a job wins: its claim fences the earlier owner, whose writers look at the token after they began a
-save and before they publish it. Whoever claims looks at the pending saves *after* the claim, so either the writer sees
-the new token, or the new owner sees the save. See docs/decisions/0023.
+A token is the time of the claim in milliseconds, or the number after the highest one there is, if that is larger: so
+it grows also when the root is removed and made again. The later start of a job wins: its claim fences the earlier
+owner, whose writers look at the token after they began a save and before they publish it. A job that claims the root
+looks at the pending saves *after* the claim, so either the writer sees the new token, or the new owner sees the save.
+See docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ import contextlib
 import enum
 import os
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
+from ckpt.processes import Process
 from ckpt.storage import files
 from ckpt.storage.documents import seal, unseal
-from ckpt.storage.leases import Leases, Process, is_fresh
+from ckpt.storage.leases import RENEW_S, Leases, is_fresh
 from ckpt.storage.regular_files import read_document_at
 
 __all__ = ["Claim", "OwnerState", "Ownership"]
@@ -28,6 +33,8 @@ __all__ = ["Claim", "OwnerState", "Ownership"]
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 _MAX_CLAIM_BYTES = 1 << 16
 _ATTEMPTS = 100
+_TEMPORARY_S = 60.0  # how long a restore or a tool that decides about what was left is waited for
+_PAUSE_S = 0.05
 
 
 class OwnerState(enum.Enum):
@@ -40,12 +47,14 @@ class OwnerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who claimed a root, and when (seconds since 1970, by the clock of that host)."""
+    """Who claimed a root, and when (seconds since 1970, by the clock of that host); `temporary`: only to decide about
+    what was left, not to save."""
 
     token: int
     process: Process
     node: str
     time: float
+    temporary: bool
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.time))
@@ -81,25 +90,57 @@ class Ownership:
             newest = self.newest()
         if newest == token:
             return
-        raise FencedError(
+        raise self._fenced(token, newest)
+
+    def _fenced(self, token: int, newest: int) -> FencedError:
+        claim = self._read(newest)
+        if claim is not None and claim.process == Process.here():
+            return FencedError(
+                f"{self._root}: this save is of before a restore that this process made since then, and is given up; "
+                "wait for saves (maybe_finalize(blocking=True)) before you restore"
+            )
+        return FencedError(
             f"{self._root} is owned by a job that started later: {self.describe(newest)}. This job (token {token}) "
             "can publish nothing there any more; stop one of the two, or give each a root of its own"
         )
 
-    def claim(self, seen: int) -> int:
+    def claim(self, seen: int, *, temporary: bool = False) -> int:
         """Become the owner; returns the new token. The root is there, and `seen` is the token found at the start.
 
-        FencedError if a job that claimed it since then is alive: that one is the later start.
+        FencedError if a job that claimed it since then is alive: that one is the later start. If its claim is
+        `temporary`, its release is waited for instead.
         """
         for _ in range(_ATTEMPTS):
             newest = self.newest()
-            if newest > seen and self.state(newest) is OwnerState.ACTIVE:
-                self.check(seen)
-            token = newest + 1
-            if self._make(token) and self.newest() == token:
-                self._forget(token - 1)
+            if newest > seen and self._wait_until_settled(newest) is OwnerState.ACTIVE:
+                raise self._fenced(seen, newest)
+            token = max(newest + 1, int(1000 * time.time()))
+            if self._make(token, temporary) and self.newest() == token:
+                self._forget(token)
                 return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
+
+    def _wait_until_settled(self, token: int) -> OwnerState:
+        """The state of an owner; one with a temporary claim is given some time to finish, and counts as gone then."""
+        claim = self._read(token)
+        if claim is None or not claim.temporary:
+            return self.state(token)
+        deadline = time.monotonic() + _TEMPORARY_S
+        while (state := self.state(token)) is OwnerState.ACTIVE and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        return OwnerState.GONE if state is OwnerState.ACTIVE else state
+
+    def keep(self, token: int) -> Callable[[], None]:
+        """Renew the claim, in a thread of this process, so that other hosts know it for alive; returns what ends it."""
+        over = threading.Event()
+
+        def renew() -> None:
+            while not over.wait(RENEW_S):
+                with contextlib.suppress(StorageError):
+                    files.touch(self._file(token))
+
+        threading.Thread(target=renew, name="ckpt-claim", daemon=True).start()
+        return over.set
 
     def release(self, token: int, rank: int = 0, *, done: bool = True) -> None:
         """Note that this process, a trainer, does nothing more as the owner with this token; if not all is `done`, its
@@ -121,26 +162,27 @@ class Ownership:
         claim = self._read(token)
         if claim is None or leases.has_left(claim.process):
             return False
-        if claim.process.is_here:
-            return claim.process.alive
-        return is_fresh(self._file(token), files.server_time(self._path))
+        alive = claim.process.alive
+        return is_fresh(self._file(token), files.server_time(self._path)) if alive is None else alive
 
-    def _make(self, token: int) -> bool:
+    def _make(self, token: int, temporary: bool = False) -> bool:
         """Make a claim, durably; whether it was made by this call, also where a network file system repeated the call
         and says it was not."""
         for made in files.make_directories(self._root, f".owner/{token:08d}"):
             files.fsync_directory(made)
         process = Process.here()
         document = {"token": token, "process": [process.host, process.pid, process.start]}
-        document |= {"node": os.uname().nodename, "time": time.time(), "nonce": os.urandom(8).hex()}
+        document |= {"node": os.uname().nodename, "time": time.time(), "temporary": temporary}
+        document |= {"nonce": os.urandom(8).hex()}
         data = seal(document)
         return files.create_exclusive(self._file(token), data) or files.holds(self._file(token), data)
 
-    def _forget(self, newest: int) -> None:
-        """Remove claims and leases older than `newest`."""
+    def _forget(self, token: int) -> None:
+        """Remove claims and leases older than that of the owner before the one with this token."""
+        before = sorted(number for number in _tokens(files.names_in(self._path)) if number < token)
         for name in files.names_in(self._path):
             number = re.match(r"\d{8,18}", name)
-            if number is not None and int(number[0]) < newest:
+            if before and number is not None and int(number[0]) < before[-1]:
                 path = os.path.join(self._path, name)
                 with contextlib.suppress(StorageError):
                     files.remove(path) if name.endswith(".json") else files.remove_tree(path)
@@ -154,7 +196,13 @@ class Ownership:
             data = read_document_at(self._file(token), _MAX_CLAIM_BYTES)
             document = {} if data is None else unseal(data, self._file(token))
             host, pid, start = document["process"]
-            return Claim(token, Process(str(host), int(pid), int(start)), str(document["node"]), document["time"])
+            return Claim(
+                token,
+                Process(str(host), int(pid), int(start)),
+                str(document["node"]),
+                document["time"],
+                bool(document["temporary"]),
+            )
         except (CheckpointCorruptError, KeyError, TypeError, ValueError):
             return None
 

@@ -1,6 +1,6 @@
 """Readers of a published step: leases that spare them its removal, and the check that keeps what they read whole.
 
-    <root>/.readers/<save>/<host>-<pid>-<start>-<random>    somebody reads this step; renewed like the leases of writers
+    <root>/.readers/<save>/<host>-<pid>-<start>-<random>    a process reads this step; renewed like writers' leases
 
 Before any file of a removed step is written over, its directory is renamed, and then its documents are removed. So a
 reader that finds the same documents in the same place *after* it has read, has read that step and nothing else. That
@@ -16,13 +16,14 @@ import threading
 import time
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ckpt.processes import Process
 from ckpt.storage import files
 from ckpt.storage.documents import unseal
-from ckpt.storage.leases import RENEW_S, Process, is_fresh
+from ckpt.storage.leases import RENEW_S, is_fresh
 from ckpt.storage.locks import DirectoryLock, lock_shared
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 
-__all__ = ["StepReader", "is_read"]
+__all__ = ["StepReader", "forget_readers", "is_read"]
 
 _READERS = ".readers"
 _MAX_INTENT_BYTES = 1 << 20
@@ -40,6 +41,7 @@ class StepReader:
         CheckpointNotFoundError if it is being removed, or is no step.
         """
         self.path = path
+        self._pid = os.getpid()
         self._over = threading.Event()
         self._lease: str | None = None
         self._renewed = time.monotonic()
@@ -82,7 +84,7 @@ class StepReader:
         """Let the step go. Idempotent."""
         self._over.set()
         lease, self._lease = self._lease, None
-        if lease is not None:
+        if lease is not None and os.getpid() == self._pid:  # it is not that of a fork
             with contextlib.suppress(OSError, StorageError):
                 files.remove(lease)
                 os.rmdir(os.path.dirname(lease))  # if no other reader has a lease
@@ -117,12 +119,23 @@ class StepReader:
             self._renew()
 
 
+def forget_readers(root: str) -> None:
+    """Remove what readers left that are gone. For the owner."""
+    for save in files.names_in(os.path.join(root, _READERS)):
+        directory = os.path.join(root, _READERS, save)
+        if not _has_reader(directory):
+            files.remove_tree(directory)
+
+
 def is_read(root: str, path: str) -> bool:
     """Whether the published step in directory `path` has a reader, as far as leases tell."""
     save = _save_of(path)
     if save is None:
         return False
-    directory = os.path.join(root, _READERS, save)
+    return _has_reader(os.path.join(root, _READERS, save))
+
+
+def _has_reader(directory: str) -> bool:
     names = files.names_in(directory)
     now = files.server_time(directory) if names else 0.0
     return any(_is_alive(os.path.join(directory, name), now) for name in names)
@@ -134,7 +147,8 @@ def _is_alive(lease: str, now: float) -> bool:
         process = Process(host, int(pid), int(start))
     except ValueError:
         return False
-    return process.alive if process.is_here else is_fresh(lease, now)
+    alive = process.alive
+    return is_fresh(lease, now) if alive is None else alive
 
 
 def _make_lease(root: str, save: str) -> str | None:

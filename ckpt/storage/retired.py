@@ -35,7 +35,7 @@ def retire_step(root: CheckpointRoot, step: int, plan: str, token: int | None = 
     being read.
 
     They are not kept if there are some already, or if the step has another plan, links, or files with a second name:
-    what somebody has linked elsewhere must not change. `token` is that of the owner; FencedError if the step is of a
+    what is linked elsewhere must not change. `token` is that of the owner; FencedError if the step is of a
     later one.
     """
     ready = os.path.join(retired_path(root), plan)

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import FencedError, StorageError
-from ckpt.storage.leases import EXPIRY_S, Leases, Process
+from ckpt.processes import Process
+from ckpt.storage.leases import EXPIRY_S, Leases
 from ckpt.storage.ownership import Ownership, OwnerState
 from tests.support.template import REPOSITORY
 
 _REGISTER = """
 import sys
-from ckpt.storage.leases import Leases, Process
+from ckpt.processes import Process
+from ckpt.storage.leases import Leases
 directory, rank, *trainer = sys.argv[1:]
 here = Process.here()
 of_trainer = Process(here.host, *map(int, trainer)) if trainer else here
@@ -42,20 +44,38 @@ def test_tokens_grow_and_the_newest_owns(ownership: Ownership) -> None:
     first = ownership.claim(0)
     ownership.check(first)
     second = ownership.claim(first)
-    assert (first, second) == (1, 2)
+    assert 0 < first < second
     ownership.check(second)
-    with pytest.raises(FencedError, match=rf"process {os.getpid()} on .*token 2.*This job \(token 1\)"):
+    with pytest.raises(FencedError, match="is of before a restore that this process made"):
         ownership.check(first)
 
 
 def test_an_earlier_start_cannot_take_the_root_back(ownership: Ownership) -> None:
     """It restored when the token was 1; since then another job has claimed, and is alive."""
-    ownership.claim(0)
-    later = ownership.claim(1)
+    earlier = ownership.claim(0)
+    later = ownership.claim(earlier)
     with pytest.raises(FencedError):
-        ownership.claim(1)
+        ownership.claim(earlier)
     ownership.release(later)
-    assert ownership.claim(1) == 3
+    assert ownership.claim(earlier) > later
+
+
+def test_a_token_is_larger_than_those_of_a_root_that_was_removed(ownership: Ownership, tmp_path: Path) -> None:
+    earlier = ownership.claim(0)
+    os.rename(tmp_path / ".owner", tmp_path / "removed")
+    assert Ownership(str(tmp_path)).claim(0) > earlier
+    with pytest.raises(FencedError):
+        ownership.check(earlier)
+
+
+def test_a_temporary_claim_is_waited_for(ownership: Ownership) -> None:
+    """A restore decides about what was left; a job that started before it saves afterwards."""
+    seen = ownership.claim(0)
+    temporary = ownership.claim(seen, temporary=True)
+    timer = threading.Timer(0.2, ownership.release, (temporary,))
+    timer.start()
+    assert ownership.claim(seen) > temporary
+    timer.join(30)
 
 
 def test_many_claims_at_once_are_all_different(tmp_path: Path) -> None:
@@ -65,7 +85,7 @@ def test_many_claims_at_once_are_all_different(tmp_path: Path) -> None:
     def claim() -> None:
         start.wait()
         own = Ownership(str(tmp_path))
-        tokens.append(own.claim(10**6))  # whatever is there was seen
+        tokens.append(own.claim(10**17))  # whatever is there was seen
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
@@ -84,14 +104,14 @@ def test_claims_that_were_removed_are_made_again(ownership: Ownership, tmp_path:
 
 
 def test_what_cannot_be_a_claim_is_none(ownership: Ownership, tmp_path: Path) -> None:
-    ownership.claim(0)
-    for name in ("99999999999999999999999.json", "00000009", "x.json", "-0000009.json"):
+    token = ownership.claim(0)
+    for name in ("99999999999999999999999.json", f"{token + 5}", "x.json", f"-{token + 5}.json"):
         (tmp_path / ".owner" / name).write_text("")
-    assert ownership.newest() == 1
-    (tmp_path / ".owner" / "00000002.json").write_text("nonsense")
-    with pytest.raises(FencedError, match="unknown process"):
-        ownership.check(1)
-    assert ownership.state(2) is OwnerState.GONE
+    assert ownership.newest() == token
+    (tmp_path / ".owner" / f"{token + 2}.json").write_text("nonsense")
+    with pytest.raises(FencedError, match=rf"unknown process.*This job \(token {token}\)"):
+        ownership.check(token)
+    assert ownership.state(token + 2) is OwnerState.GONE
 
 
 # -- who is alive ------------------------------------------------------------------------------------------------------

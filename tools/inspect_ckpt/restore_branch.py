@@ -15,7 +15,9 @@ from .owning import owning
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "bring a superseded step back, with those it continues; what is newer on today's branch is superseded instead"
+HELP = (
+    "bring a superseded step back, with those it continues; what is newer on the current branch is superseded instead"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 
 
 def _moves(root: CheckpointRoot, name: str) -> tuple[list[int], list[Aside]]:
-    """The steps that leave today's branch, newest first, and those that come back, oldest first."""
+    """The steps that leave the current branch, newest first, and those that come back, oldest first."""
     tip = find_aside(root, name, ("superseded",))
     if tip is None:
         raise CannotReadError(f"{root.path} has no superseded step {name!r}; `inspect_ckpt ls --all` lists them")

@@ -31,9 +31,9 @@ _PLAN = "0" * 32
 
 def write_parts(root: Path, parts: int, tensors: int, sharded: bool) -> None:
     """Makes a save of which all parts are there. Their files are not synced: nobody measures that here."""
-    save = _pending(root)
-    save.root.make()
-    assert save.root.ownership.claim(0) == save.save.owner
+    checkpoints = CheckpointRoot(str(root))
+    checkpoints.make()
+    save = PendingSave(checkpoints, SaveId(1, checkpoints.ownership.claim(0), "0" * 16))
     save.begin(parts, _PLAN)
     Path(save.path, "model").mkdir()
     for rank in range(parts):
@@ -42,7 +42,9 @@ def write_parts(root: Path, parts: int, tensors: int, sharded: bool) -> None:
 
 
 def _pending(root: Path) -> PendingSave:
-    return PendingSave(CheckpointRoot(str(root)), SaveId(1, 1, "0" * 16))
+    checkpoints = CheckpointRoot(str(root))
+    (save,) = checkpoints.pending()
+    return PendingSave(checkpoints, save)
 
 
 def _part(name: str, rank: int, parts: int, tensors: int, sharded: bool) -> dict[str, Any]:
