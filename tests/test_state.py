@@ -418,7 +418,7 @@ def test_any_state_comes_back_and_nothing_is_written_elsewhere(
     assert _equal(target, state)
     above = {str(folder / "outer"), str(root)}
     assert {path for path in _all_paths(folder) if not path.startswith(f"{root}/")} == above
-    assert set(os.listdir(root)) <= {"step_00000001", ".pending", ".abandoned"}
+    assert set(os.listdir(root)) <= {"step_00000001", ".pending", ".abandoned", ".owner", ".readers"}
 
 
 def test_a_tensor_whose_elements_share_memory_is_not_restored_into(queue: AsyncCallsQueue, tmp_path: Path) -> None:

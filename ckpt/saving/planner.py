@@ -97,10 +97,11 @@ class Planner:
     def prepare(self, state: Any, claim: Callable[[], int] | None = None) -> Prepared:
         """Name the leaves and find or make the plan. Where ranks must agree, all learn what was wrong on any.
 
-        With `claim` the state is to be saved: if there is no session, the coordinator calls it and its token is agreed
-        on. Raises StateError, and what `claim` raises, on all ranks.
+        If there is no session, ranks agree on one: the coordinator calls `claim`, if it has one, and the token that
+        this returns is agreed on; if it has none, there is no session yet. Raises StateError, and what `claim` raises,
+        on all ranks.
         """
-        begins_session = claim is not None and self._session is None
+        begins_session = self._session is None
         try:
             flat = flatten(state)
         except Exception as error:

@@ -16,7 +16,7 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.replicas import Warn, all_names, check_replicas
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import CheckpointRoot, Outcome, PendingSave
+from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published
 from ckpt.storage.documents import EncodedList, canonical, seal, seal_root
 from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
 from ckpt.storage.retired import retire_step
@@ -54,7 +54,7 @@ def publish(
     *,
     warn: Warn = lambda names, mixed: None,
     before_commit: Callable[[], None] = lambda: None,
-) -> Outcome:
+) -> Published | Abandoned:
     """Publish a save of which every part is there. Returns what was decided, by this or by another process.
 
     The parts of the ranks in `written` need not be read: the caller has just written them. Several processes may do
@@ -67,7 +67,10 @@ def publish(
     """
     intent = pending.intent()
     if intent is None:
-        return pending.outcome()
+        outcome = pending.decided()
+        if outcome is None:
+            raise CheckpointCorruptError(f"{pending.path} has lost its intent.json; was it changed by hand?")
+        return outcome
     summary, arrays, state = _merge(pending, intent, written or {}, tick, warn)
     tick()
     state_bytes = seal(state)

@@ -127,12 +127,13 @@ class Saver:
         self._planner.end_session()
 
     def warmup(self, state: Any, *, claim: bool = True) -> None:
-        """Plan, map and fault in the arena, have the writers started, and `claim` the root. Collective, like the first
-        save of a structure."""
+        """Plan, map and fault in the arena, have the writers started, and claim the root if so asked, or if this job
+        has owned it before and no save is in flight. Collective, like the first save of a structure."""
         self._ranks.doing = "warmup"
         Process.here()  # looks into /proc the first time
         self._queue.start()
-        self._fit_arena(self._planner.prepare(state, self.claim if claim else None).planned)
+        claims = claim or (self._token is not None and not self._in_flight)
+        self._fit_arena(self._planner.prepare(state, self.claim if claims else None).planned)
 
     @property
     def last_rank(self) -> int | None:

@@ -47,7 +47,6 @@ from ckpt.storage.commit import (
     Abandoned,
     CheckpointRoot,
     NotDurableError,
-    Outcome,
     PendingSave,
     Published,
     Reason,
@@ -324,7 +323,7 @@ class PartWriter:
             **replicas,
         }
 
-    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile) -> Outcome:
+    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile) -> Published | Abandoned:
         """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
         everyone = set(range(plan.world_size))
 
@@ -393,7 +392,7 @@ class PartWriter:
             step=self.save.step,
         )
 
-    def _give_up(self, pending: PendingSave, reason: Reason) -> Outcome:
+    def _give_up(self, pending: PendingSave, reason: Reason) -> Published | Abandoned:
         """Make sure the save is decided: abandoned for `reason`, unless it was decided before, or is another's to
         decide."""
         try:

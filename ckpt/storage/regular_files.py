@@ -43,9 +43,12 @@ def open_regular(step: str, name: str) -> int:
         file = _open(last, _FILE, fd)
     finally:
         os.close(fd)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise DamagedFileError("is not a regular file")
+    except BaseException:
         os.close(file)
-        raise DamagedFileError("is not a regular file")
+        raise
     return file
 
 

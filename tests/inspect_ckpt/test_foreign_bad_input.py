@@ -399,7 +399,7 @@ def test_what_is_no_checkpoint(run: Commands, saved: dict[str, Path], tmp_path: 
     run.refused("convert", "/dev/null", tmp_path / "root")
     os.mkfifo(tmp_path / "fifo")
     run.refused("convert", tmp_path / "fifo", tmp_path / "root")
-    (tmp_path / "pending/.pending/step_00000001-e0-0123456789abcdef").mkdir(parents=True)
+    (tmp_path / "pending/.pending/step_00000001-o0-0123456789abcdef").mkdir(parents=True)
     run.refused("convert", tmp_path / "pending", tmp_path / "dcp", "--to", "dcp", code=3)
     run.refused("convert", *(tmp_path / "pending").glob(".pending/*"), tmp_path / "dcp", "--to", "dcp", code=3)
     assert not (tmp_path / "root").exists()

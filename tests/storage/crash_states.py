@@ -100,7 +100,7 @@ class Recorder:
     def _before(self, call: Call) -> Any:
         """What is known only before the call."""
         if call.name == "open":
-            return os.path.lexists(call.args[0])
+            return not call.args[1] & os.O_CREAT or os.path.lexists(call.args[0])
         return self._inode(call.args[0]) if call.name in ("rename", "renameat2", "unlink", "rmdir") else None
 
     def _change(self, call: Call, result: Any, before: Any) -> Change | None:
