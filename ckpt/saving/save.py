@@ -35,6 +35,7 @@ from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.ownership import ClaimLease
 
 __all__ = ["Saver", "StagingOptions"]
 
@@ -84,7 +85,7 @@ class Saver:
         self._in_flight: dict[SaveId, InFlight] = {}  # noted before anything is staged, so that no fault can lose one
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
-        self._end_claim: Callable[[], None] = lambda: None
+        self._claim_lease = ClaimLease(self._root.ownership)
         self._closed = False
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
@@ -97,9 +98,8 @@ class Saver:
         """Become the owner of the root, which is made if it is not there. Returns the token. FencedError."""
         self._root.make()
         seen = self._root.ownership.newest() if self._seen is None else self._seen
-        self._end_claim()
         self._seen = self._token = self._root.ownership.claim(seen)
-        self._end_claim = self._root.ownership.keep(self._token)
+        self._claim_lease.hold(self._token)
         return self._token
 
     @property
@@ -214,7 +214,7 @@ class Saver:
     def close(self) -> None:
         """Leave the root, give the arena back. The queue is the Checkpointer's."""
         self._closed = True
-        self._end_claim()
+        self._claim_lease.close()
         self._release(done=not self._in_flight)
         self.memory.close()
         if self._pieces_queue is not None:

@@ -216,21 +216,23 @@ class PartWriter:
 
     def _register(self, pending: PendingSave) -> Lease:
         """Enter this process as a writer of its rank, once for all saves of one owner."""
-        leases = self._leases(pending)
-        running = context.current()
         try:
-            if running is None:
-                return leases.register(self.rank, self.trainer, lambda: False)
-            lease = running.keep(
-                ("lease", leases.path),
-                lambda: leases.register(self.rank, self.trainer, running.trainer_gone),
-            )
-            lease.ensure()  # the root may have been removed since
-            return lease
+            return self._entered(pending)
         except StorageError:
             pending.root.make()  # if it was removed, the job goes on in a new one
             pending.check_token()
-            raise
+            return self._entered(pending)
+
+    def _entered(self, pending: PendingSave) -> Lease:
+        leases = self._leases(pending)
+        running = context.current()
+        if running is None:
+            return leases.register(self.rank, self.trainer, lambda: False)
+        lease = running.keep(
+            ("lease", leases.path), lambda: leases.register(self.rank, self.trainer, running.trainer_gone)
+        )
+        lease.ensure()  # the root may have been removed since
+        return lease
 
     def _leases(self, pending: PendingSave) -> Leases:
         return pending.root.ownership.leases(self.save.owner)

@@ -26,7 +26,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, FencedError, StorageError
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, seal, unseal
@@ -337,7 +337,11 @@ class PendingSave:
         self.root.make()
         files.make_directories(self.root.pending_path, f"{self.save.name}/parts")
         files.fsync_directory(self.path)
-        self.check_token()  # only now: whoever claims later sees the directory
+        try:
+            self.check_token()  # only now: a job that claims the root later sees the directory
+        except FencedError:
+            files.remove_tree(self.path)
+            raise
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
         intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues}
         if not files.create_exclusive(os.path.join(self.path, _INTENT), seal(intent)):

@@ -18,7 +18,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
@@ -28,7 +27,7 @@ from ckpt.storage.documents import seal, unseal
 from ckpt.storage.leases import RENEW_S, Leases, is_fresh
 from ckpt.storage.regular_files import read_document_at
 
-__all__ = ["Claim", "OwnerState", "Ownership"]
+__all__ = ["Claim", "ClaimLease", "OwnerState", "Ownership"]
 
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 _MAX_CLAIM_BYTES = 1 << 16
@@ -61,6 +60,32 @@ class Claim:
         return f"process {self.process.pid} on {self.node}, which claimed it at {when} (token {self.token})"
 
 
+class ClaimLease:
+    """Renews the claim of this process, in a thread, from the first `hold` to `close`."""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self._ownership = ownership
+        self._token = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def hold(self, token: int) -> None:
+        """The claim is the one with this token from now on."""
+        self._token = token
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="ckpt-claim", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Renew no more. Idempotent."""
+        self._over.set()
+
+    def _keep(self) -> None:
+        while not self._over.wait(RENEW_S):
+            with contextlib.suppress(StorageError):  # it was removed, or the file system is away
+                self._ownership.renew(self._token)
+
+
 class Ownership:
     """The claims of one root. Any process, any thread."""
 
@@ -87,18 +112,13 @@ class Ownership:
         newest = self.newest()
         if newest < token:
             self._make(token)
+            files.make_directories(self._path, f"{token:08d}")
             newest = self.newest()
         if newest == token:
             return
         raise self._fenced(token, newest)
 
     def _fenced(self, token: int, newest: int) -> FencedError:
-        claim = self._read(newest)
-        if claim is not None and claim.process == Process.here():
-            return FencedError(
-                f"{self._root}: this save is of before a restore that this process made since then, and is given up; "
-                "wait for saves (maybe_finalize(blocking=True)) before you restore"
-            )
         return FencedError(
             f"{self._root} is owned by a job that started later: {self.describe(newest)}. This job (token {token}) "
             "can publish nothing there any more; stop one of the two, or give each a root of its own"
@@ -116,6 +136,7 @@ class Ownership:
                 raise self._fenced(seen, newest)
             token = max(newest + 1, int(1000 * time.time()))
             if self._make(token, temporary) and self.newest() == token:
+                files.make_directories(self._path, f"{token:08d}")
                 self._forget(token)
                 return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
@@ -130,17 +151,9 @@ class Ownership:
             time.sleep(_PAUSE_S)
         return OwnerState.GONE if state is OwnerState.ACTIVE else state
 
-    def keep(self, token: int) -> Callable[[], None]:
-        """Renew the claim, in a thread of this process, so that other hosts know it for alive; returns what ends it."""
-        over = threading.Event()
-
-        def renew() -> None:
-            while not over.wait(RENEW_S):
-                with contextlib.suppress(StorageError):
-                    files.touch(self._file(token))
-
-        threading.Thread(target=renew, name="ckpt-claim", daemon=True).start()
-        return over.set
+    def renew(self, token: int) -> None:
+        """Renew the claim with this token, so that other hosts know its process for alive."""
+        files.touch(self._file(token))
 
     def release(self, token: int, rank: int = 0, *, done: bool = True) -> None:
         """Note that this process, a trainer, does nothing more as the owner with this token; if not all is `done`, its
@@ -168,7 +181,7 @@ class Ownership:
     def _make(self, token: int, temporary: bool = False) -> bool:
         """Make a claim, durably; whether it was made by this call, also where a network file system repeated the call
         and says it was not."""
-        for made in files.make_directories(self._root, f".owner/{token:08d}"):
+        for made in files.make_directories(self._root, ".owner"):
             files.fsync_directory(made)
         process = Process.here()
         document = {"token": token, "process": [process.host, process.pid, process.start]}
@@ -208,7 +221,10 @@ class Ownership:
 
     def describe(self, token: int) -> str:
         """Who has, or had, this token."""
-        return str(self._read(token) or f"an unknown process (token {token})")
+        claim = self._read(token)
+        if claim is not None and claim.process == Process.here():
+            return f"this process, by another Checkpointer or by a restore since then (token {token})"
+        return str(claim or f"an unknown process (token {token})")
 
 
 def _tokens(names: list[str]) -> list[int]:

@@ -46,7 +46,7 @@ def test_tokens_grow_and_the_newest_owns(ownership: Ownership) -> None:
     second = ownership.claim(first)
     assert 0 < first < second
     ownership.check(second)
-    with pytest.raises(FencedError, match="is of before a restore that this process made"):
+    with pytest.raises(FencedError, match=rf"started later: this process.*This job \(token {first}\)"):
         ownership.check(first)
 
 
