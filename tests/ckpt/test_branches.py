@@ -15,6 +15,7 @@ from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
 from ckpt.storage import files
 from ckpt.storage.commit import CheckpointRoot, PendingSave
+from ckpt.storage.ownership import OwnerState
 from ckpt.validation import validate
 from tests.support import LeakCheck, run_ranks
 from tools.inspect_ckpt.__main__ import main
@@ -300,6 +301,82 @@ def test_of_two_starts_that_recover_a_save_the_later_one_publishes_it(
     assert (tmp_path / "step_00000002/zarr.json").read_bytes() == before
     assert validate(str(tmp_path / "step_00000002")).whole
     assert not [name for name in os.listdir(tmp_path / "step_00000002") if name.startswith(".")]
+
+
+def test_a_warmup_does_not_hide_the_save_of_a_dead_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made this job the owner, which was then taken for the one that had left the save."""
+    _leave_complete(tmp_path, 2, monkeypatch)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        state = _state(0.0)
+        checkpointer.warmup(state)
+        assert checkpointer.restore(state) == 2
+        assert state["number"] == 2.0
+
+
+def test_a_run_that_found_nothing_supersedes_what_an_earlier_one_published_since(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as earlier, ckpt.Checkpointer(tmp_path) as later:
+        earlier.warmup(_state(0.0))
+        assert later.restore(_state(0.0)) is None
+        earlier.save(_state(-20.0), 20)
+        later.save(_state(10.0), 10)
+        later.save(_state(20.0), 20)
+        assert later.all_steps() == [10, 20]
+    assert _restored(tmp_path) == (20, 20.0)
+    with ckpt.open(tmp_path, 10) as first:
+        assert first.summary["continues"] is None
+
+
+def test_history_is_true_though_the_restored_step_was_moved_aside(tmp_path: Path) -> None:
+    _save_all(tmp_path, (10, 20))
+    with ckpt.open(tmp_path, 20) as opened:
+        save = opened.summary["save"]
+    root = CheckpointRoot(str(tmp_path))
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(_state(0.0)) == 20
+        root.move_aside(20, root.superseded_path)
+        checkpointer.save(_state(30.0), 30)
+    with ckpt.open(tmp_path, 30) as opened:
+        assert opened.summary["continues"] == {"step": 20, "save": save}
+
+
+@pytest.mark.parametrize("last", ["save", "restore", "delete"])
+def test_a_closed_checkpointer_owns_nothing(tmp_path: Path, last: str) -> None:
+    _save_all(tmp_path, (1, 2))
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        if last != "delete":
+            checkpointer.save(_state(3.0), 3)
+        if last == "restore":
+            checkpointer.restore(_state(0.0))
+        if last == "delete":
+            checkpointer.delete(1)
+    ownership = CheckpointRoot(str(tmp_path)).ownership
+    assert ownership.state(ownership.newest()) is OwnerState.GONE
+    assert main(["rm", str(tmp_path), "2", "--yes"]) in (0, 2)
+
+
+def test_leases_of_readers_end_with_them(tmp_path: Path) -> None:
+    """Not with a fork of their process; and what a reader leaves that was killed is removed."""
+    with ckpt.Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        opened = ckpt.open(tmp_path)
+        leases = tmp_path / ".readers" / opened.summary["save"]
+        pid = os.fork()
+        if not pid:
+            opened.close()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert len(os.listdir(leases)) == 1
+        (leases / "gone-1-1-00000000").touch()
+        os.utime(leases / "gone-1-1-00000000", (1e9, 1e9))
+        checkpointer.save(_state(2.0), 2)
+        assert checkpointer.all_steps() == [1, 2]
+        opened.close()
+        leases.mkdir(exist_ok=True)
+        (leases / "gone-1-1-00000000").touch()
+        os.utime(leases / "gone-1-1-00000000", (1e9, 1e9))
+        checkpointer.save(_state(3.0), 3)
+        assert checkpointer.all_steps() == [3]
+        assert not leases.exists()
 
 
 def test_an_adoption_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
