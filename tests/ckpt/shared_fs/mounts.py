@@ -1,7 +1,6 @@
 """The two mounts, and jobs on them."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import ckpt
 from tests.crash.killers import KillingWriter, wait_until
 
-__all__ = ["Mounts", "Held", "state_of", "value_of"]
+__all__ = ["Held", "Mounts", "held", "state_of", "value_of", "wait_for"]
 
 ELEMENTS = 300_000  # several files
 
@@ -71,6 +70,3 @@ def held(checkpointer: ckpt.Checkpointer, value: float, step: int, point: str, h
 
 def wait_for(path: Path, what: str) -> None:
     wait_until(path.exists, what, 30)
-
-
-Job = Callable[..., Any]

@@ -11,11 +11,12 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointNotFoundError, FencedError
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.commit import CheckpointRoot, PendingSave
 from ckpt.storage.locks import lock_shared, try_lock_exclusive
 from tests.async_calls import functions
 from tests.async_calls.functions import Gate
 from tests.ckpt.shared_fs.mounts import Mounts, held, state_of, value_of, wait_for
+from tests.crash.killers import wait_until
 from tests.support import launch_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,17 +82,15 @@ def _two_nodes(rank: int, world_size: int, roots: tuple[Path, Path], hold: Path)
     checkpointer.save(state_of(1.0), 1)
     held(checkpointer, 2.0, 2, "write" if rank == 1 else "", hold)
     if rank == 0:
-        wait_for(roots[0] / checkpointer_pending(roots[0]) / "parts/rank_00000.json", "the part of rank 0")
+        wait_until(lambda: _parts(roots[0]) == {0}, "the part of rank 0", 30)
     print("scheduled", flush=True)
     signal.pause()
 
 
-def checkpointer_pending(root: Path) -> str:
-    wait_until_pending = time.monotonic() + 30
-    while not (pending := CheckpointRoot(str(root)).pending()):
-        assert time.monotonic() < wait_until_pending, "the save did not begin"
-        time.sleep(0.01)
-    return f".pending/{pending[0].name}"
+def _parts(root: Path) -> set[int]:
+    """Whose parts of the pending save are there."""
+    checkpoints = CheckpointRoot(str(root))
+    return {rank for save in checkpoints.pending() for rank in PendingSave(checkpoints, save).parts_present()}
 
 
 def test_an_orphaned_coordinator_waits_for_a_writer_on_the_other_mount(mounts: Mounts, tmp_path: Path) -> None:
@@ -126,13 +125,6 @@ def _queued(rank: int, world_size: int, root: Path, gate: Gate, saved_before: bo
     checkpointer.async_save(state_of(2.0), 2)
     print("queued", flush=True)
     signal.pause()
-
-
-def _start_and_kill(target: Any, *args: Any) -> None:
-    with launch_ranks(target, 1, *args) as trainer:
-        trainer.wait_for_output(0, "^queued")
-        trainer.kill(0)
-        trainer.wait(30, {0: -signal.SIGKILL})
 
 
 @pytest.mark.parametrize("saved_before", [True, False])
