@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import sysconfig
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -99,7 +101,8 @@ def train(
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    torch.manual_seed(args.seed + 1 + rank)  # different dropout on every rank
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # all that RngState saves
+        seed(args.seed + 1 + rank)  # different dropout on every rank
 
     # Everything a run needs to go on, described once, for saving and for restoring.
     per_rank = {"batches_read": 0}

@@ -23,7 +23,7 @@ from tests.storage.small_saves import SCENARIOS, Scenario, assert_whole, opened,
 from tests.storage.syscalls import Call, Syscalls
 
 _FULL = os.environ.get("CKPT_CRASH_MATRIX") == "full"
-_CASES = 30  # of each scenario, unless all
+_CASES = 15  # of each scenario, unless all
 _SHARES = range(8) if _FULL else range(1)
 _CHANGING = {"link", "mkdir", "rename", "renameat2", "rmdir", "unlink"}
 
