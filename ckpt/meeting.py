@@ -58,7 +58,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
     """Return when all ranks have called this. `store` is for this group alone.
 
     MeetingError, on all ranks that had come, when some have not `timeout_s` after one of those did, or when one of
-    those was interrupted. Then nobody returns. What a store raises is passed on.
+    those was interrupted. Then no rank returns. What a store raises is passed on.
     """
     deadline = time.monotonic() + timeout_s
     number = int(store.add("round", 0))

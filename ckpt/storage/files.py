@@ -157,7 +157,8 @@ def touch(path: str) -> None:
 def server_time(path: str) -> float:
     """The time of the file system of directory `path`, in seconds; that of this host where no file can be made."""
     try:
-        return os.stat(path).st_mtime if _probe(path) else time.time()
+        _probe(path)
+        return os.stat(path).st_mtime
     except OSError:
         return time.time()
 
@@ -176,7 +177,8 @@ def fresh_names(path: str) -> list[str]:
 
     A client of a network file system answers from its cache for seconds; a name made in the directory ends that.
     """
-    _probe(path)
+    with suppress(OSError):
+        _probe(path)
     return names_in(path)
 
 
@@ -222,10 +224,8 @@ def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int
 
 def check_writable(path: str) -> None:
     """Raise StorageError if no name can be made in directory `path`."""
-    probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
     with storage_errors("write", path):
-        os.close(os.open(probe, _WRITE | _NEW, 0o666))
-        os.unlink(probe)
+        _probe(path)
 
 
 def fsync_directory(path: str) -> None:
@@ -294,15 +294,11 @@ def remove_tree(path: str) -> None:
                 return
 
 
-def _probe(path: str) -> bool:
-    """Make and remove a hidden file in directory `path`; whether that was possible."""
+def _probe(path: str) -> None:
+    """Make and remove a hidden file in directory `path`."""
     probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
-    try:
-        os.close(os.open(probe, _WRITE | _NEW, 0o666))
-        os.unlink(probe)
-    except OSError:
-        return False
-    return True
+    os.close(os.open(probe, _WRITE | _NEW, 0o666))
+    os.unlink(probe)
 
 
 def _write_sibling(path: str, data: bytes, *, sync: bool = True) -> str:
