@@ -147,8 +147,8 @@ class Checkpointer:
 
         The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step). Waits only
         when all slots are in use. The first call for a structure of state makes two small collectives, later ones none.
-        The first of a run, and the first after a restore, claims the root (one more collective; rank 0 touches a few
-        files there); the others touch no file. Raises StateError, naming the key path, for a leaf that cannot be
+        The first of a run, and the first after a restore, claims the root (two more collectives; each rank sees whether
+        it can write there); the others touch no file. Raises StateError, naming the key path, for a leaf that cannot be
         stored, and on all ranks when ranks contradict each other; FencedError when a job that started later owns the
         root. Then nothing was started.
         """

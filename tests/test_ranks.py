@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.errors import CheckpointError, CheckpointTimeoutError
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
 from ckpt.ranks import Ranks
 from tests.support import run_ranks
 
@@ -137,3 +137,21 @@ def test_over_a_tcp_store(tmp_path: Path) -> None:
     first, second = (result.value for result in run_ranks(main, 2, init_process_group=False))
     assert "rank 1 did not come" in first[0]
     assert first[1] == second[1] == [b"0", b"1"]
+
+
+def test_a_root_that_is_another_directory_on_another_node_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    def main(rank: int, world_size: int) -> Any:
+        (tmp_path / f"node{rank}").mkdir()
+        state = {"weight": torch.arange(1000.0)}
+        with ckpt.Checkpointer(tmp_path / f"node{rank}") as checkpointer:
+            error = _error_of(checkpointer.save, state, 1)
+        with ckpt.Checkpointer(tmp_path / "shared") as checkpointer:  # the group is as it was
+            checkpointer.save(state, 1)
+            return type(error), str(error), checkpointer.all_steps()
+
+    for result in run_ranks(main, 2):
+        kind, text, steps = result.value
+        assert kind is StorageError
+        assert "rank 1 cannot use the root" in text
+        assert "is not the directory that rank 0 has" in text
+        assert steps == [1]

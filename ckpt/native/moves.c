@@ -1,7 +1,6 @@
 /* What Python calls: many copies, or one read, in a single call without the interpreter's lock. */
 #include <errno.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include "crc32c.h"
@@ -14,7 +13,7 @@ struct run {
     uint64_t crc32c;    /* out: of the bytes */
 };
 
-enum { BLOCK_BYTES = 256 << 10, CHECKSUM_BYTES = 4 };
+enum { CHECKSUM_BYTES = 4 };
 
 /* The checksum of a stream whose checksum was `crc`, followed by zeros: the complement is a product (see crc32c.c). */
 static uint32_t followed_by_zeros(uint32_t crc, uint64_t bytes) { return ~ckpt_crc32c_joined(~crc, 0, bytes); }
@@ -83,11 +82,12 @@ enum { PIECE_ENDS = -1, PIECE_DIFFERS = -2 };
 
 /* Read piece `number`, and the checksum (little-endian) behind it, in blocks that stay in a core's cache between the
  * kernel's copy and ours. */
-static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segments *left, uint8_t *block) {
+static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segments *left, uint8_t *block,
+                      uint64_t block_bytes) {
     uint64_t all = piece_bytes + CHECKSUM_BYTES;
     uint32_t found = 0, expected = 0;
     for (uint64_t at = 0; at < all;) {
-        ssize_t got = pread(fd, block, least(BLOCK_BYTES, all - at), (off_t)(number * all + at));
+        ssize_t got = pread(fd, block, least(block_bytes, all - at), (off_t)(number * all + at));
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return got ? errno : PIECE_ENDS;
         uint64_t end = at + (uint64_t)got, checked = at < piece_bytes ? least(piece_bytes, end) - at : 0;
@@ -102,15 +102,14 @@ static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segm
  * Segments are in order and do not overlap. Each piece that they touch is read once, as a whole. Returns 0, the number
  * of an error, PIECE_ENDS or PIECE_DIFFERS.
  *
- * The block is not on the stack: a thread of Python may have as little as 32 KiB of that. */
-int ckpt_read_pieces(int fd, uint64_t piece_bytes, const struct segment *segments, uint64_t count) {
-    uint8_t *block = aligned_alloc(64, BLOCK_BYTES);
-    if (!block) return ENOMEM;
+ * `block` is the caller's, one for each thread, and stays warm: it cannot be on the stack, of which a thread of Python
+ * may have as little as 32 KiB, and to allocate it each time costs more than many a read. */
+int ckpt_read_pieces(int fd, uint64_t piece_bytes, const struct segment *segments, uint64_t count, uint8_t *block,
+                     uint64_t block_bytes) {
     struct segments left = {segments, segments + count, 0};
     int error = 0;
     for (skip_empty(&left); !error && left.next < left.end;)
-        error = read_piece(fd, (left.next->at + left.done) / piece_bytes, piece_bytes, &left, block);
-    free(block);
+        error = read_piece(fd, (left.next->at + left.done) / piece_bytes, piece_bytes, &left, block, block_bytes);
     return error;
 }
 

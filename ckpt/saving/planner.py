@@ -14,9 +14,8 @@ import logging
 import os
 import pickle
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
 from ckpt.paths import Path
@@ -31,7 +30,7 @@ from ckpt.saving.part import LocalBoxes, Part
 from ckpt.saving.samples import Replicas
 from ckpt.storage.commit import SaveId
 
-__all__ = ["Planned", "Planner", "Prepared"]
+__all__ = ["Claims", "Planned", "Planner", "Prepared"]
 
 _log = logging.getLogger("ckpt")
 _FINE, _FAILED = b"+", b"-"
@@ -76,6 +75,16 @@ class Prepared:
     planned: Planned
 
 
+class Claims(Protocol):
+    """How a job becomes the owner of the root that it saves to."""
+
+    def claim(self) -> int:
+        """Coordinator: claim the root, and return the token."""
+
+    def confirm(self, token: int) -> None:
+        """The other ranks: StorageError unless this one sees that claim, and can write beside it."""
+
+
 class Planner:
     """Keeps the plan of the last structure seen. `max_slot_bytes` is what one slot holds at most, None for no limit."""
 
@@ -94,12 +103,11 @@ class Planner:
         """The token that this job saves with; None before the ranks have agreed on one."""
         return None if self._session is None else self._session.owner
 
-    def prepare(self, state: Any, claim: Callable[[], int] | None = None) -> Prepared:
+    def prepare(self, state: Any, claims: Claims | None = None) -> Prepared:
         """Name the leaves and find or make the plan. Where ranks must agree, all learn what was wrong on any.
 
-        If there is no session, ranks agree on one: the coordinator calls `claim`, if it has one, and the token that
-        this returns is agreed on; if it has none, there is no session yet. Raises StateError, and what `claim` raises,
-        on all ranks.
+        If there is no session, ranks agree on one with `claims`; without, there is none yet. Raises StateError, and
+        what `claims` raises, on all ranks.
         """
         begins_session = self._session is None
         try:
@@ -110,10 +118,10 @@ class Planner:
             raise
         description = flat.describe()
         if self._planned is None or self._planned.description != description:
-            self._agree(claim)
+            self._agree(claims)
             self._planned = self._plan(flat, description)
         elif begins_session:
-            self._agree(claim)
+            self._agree(claims)
         planned = self._planned
         rank = self._ranks.rank
         encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
@@ -169,34 +177,53 @@ class Planner:
             )
         return Planned(description, plan, boxes, part, plan_bytes, owned, Replicas.of(flat, kinds))
 
-    def _agree(self, claim: Callable[[], int] | None) -> None:
+    def _agree(self, claims: Claims | None) -> None:
         """Collective: begin a session if the state is to be saved; with one, give it a new nonce.
 
-        Raises StateError on all ranks when one of them cannot store its state, and the error of a failed claim.
+        Raises StateError on all ranks when one of them cannot store its state, the error of a failed claim, and
+        StorageError when one of them cannot write where the coordinator can.
         """
+        begins = claims is not None and self._session is None
         owner = 0 if self._session is None else self._session.owner
         try:
-            if claim is not None and self._session is None and self._ranks.rank == _COORDINATOR:
-                owner = claim()
+            if claims is not None and begins and self._ranks.rank == _COORDINATOR:
+                owner = claims.claim()
         except Exception as error:
             self._ranks(_failed(error))
             raise
         answers = self._ranks(_FINE + struct.pack(">Q", owner) + os.urandom(_NONCE_BYTES))
-        for rank, answer in enumerate(answers):
-            if answer.startswith(_FAILED):
-                raise _error_of(rank, answer.removeprefix(_FAILED).decode(errors="replace"))
+        _raise_failed(answers)
         (owner,) = struct.unpack_from(">Q", answers[_COORDINATOR], 1)
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
+        if claims is not None and begins and self._ranks.world_size > 1:
+            self._confirm(claims, owner)
         self._session = _Session(owner, nonce) if owner else None
+
+    def _confirm(self, claims: Claims, owner: int) -> None:
+        """Collective: all ranks confirm the claim; what one of them raises is raised on all."""
+        answer = _FINE
+        if self._ranks.rank != _COORDINATOR:
+            try:
+                claims.confirm(owner)
+            except StorageError as error:
+                answer = _failed(error)
+        _raise_failed(self._ranks(answer))
 
 
 def _failed(error: Exception) -> bytes:
     return _FAILED + f"{type(error).__name__}: {error}".encode()
 
 
+def _raise_failed(answers: list[bytes]) -> None:
+    """Raise what the first rank that failed has answered."""
+    for rank, answer in enumerate(answers):
+        if answer.startswith(_FAILED):
+            raise _error_of(rank, answer.removeprefix(_FAILED).decode(errors="replace"))
+
+
 def _error_of(rank: int, problem: str) -> CheckpointError:
     kind = problem.partition(":")[0]
     for known in (FencedError, StorageError):
         if kind == known.__name__:
-            return known(f"rank {rank} could not claim the root, nothing was written: {problem}", rank=rank)
+            return known(f"rank {rank} cannot use the root, nothing was written: {problem}", rank=rank)
     return StateError(f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank)

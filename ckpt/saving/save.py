@@ -102,6 +102,10 @@ class Saver:
         self._claim_lease.hold(self._token)
         return self._token
 
+    def confirm(self, token: int) -> None:
+        """See `CheckpointRoot.confirm`."""
+        self._root.confirm(token)
+
     @property
     def token(self) -> int | None:
         """The token that this job saved with last, or that this process claimed; None before."""
@@ -133,7 +137,7 @@ class Saver:
         Process.here()  # looks into /proc the first time
         self._queue.start()
         claims = claim or (self._token is not None and not self._in_flight)
-        self._fit_arena(self._planner.prepare(state, self.claim if claims else None).planned)
+        self._fit_arena(self._planner.prepare(state, self if claims else None).planned)
 
     @property
     def last_rank(self) -> int | None:
@@ -143,11 +147,12 @@ class Saver:
     def request(self, state: Any, step: int, begin: float) -> AsyncRequest:
         """Stage `state`; the request writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-            raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {step!r}")
+            what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not a whole state
+            raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: async_save(state, step)")
         self._ranks.doing = f"the save of step {step}"
         self._planner.begin_attempt(step)
         try:
-            prepared = self._planner.prepare(state, self.claim)
+            prepared = self._planner.prepare(state, self)
             self._fit_arena(prepared.planned)
             save = self._planner.save_id()
             assert save is not None

@@ -21,6 +21,7 @@ import contextlib
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ _INTENT = "intent.json"
 _REASON = "reason.json"
 _RECORDS_STAY_S = 3600.0
 _RECORD_GRACE_S = 1.0
+_VISIBLE_S, _PAUSE_S = 5.0, 0.05  # how long a file system may take to show one node what another wrote
 
 _STEP = re.compile(r"step_(\d{8,18})")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
@@ -298,6 +300,20 @@ class CheckpointRoot:
     def check_writable(self) -> None:
         """Raise StorageError when the root cannot be made or written to."""
         self.make()
+        files.check_writable(self.pending_path)
+
+    def confirm(self, token: int) -> None:
+        """Raise StorageError unless this process sees the claim with `token`, which another rank has made just now,
+        and can write beside it."""
+        deadline = time.monotonic() + _VISIBLE_S
+        while not self.ownership.has(token):
+            if time.monotonic() >= deadline:
+                raise StorageError(
+                    f"{os.path.abspath(self.path)} on {socket.gethostname()} is not the directory that rank 0 has "
+                    "under this name: what rank 0 wrote is not there. All ranks must have the same, shared file system "
+                    "mounted at the checkpoint root"
+                )
+            time.sleep(_PAUSE_S)
         files.check_writable(self.pending_path)
 
 

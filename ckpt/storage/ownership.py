@@ -106,6 +106,10 @@ class Ownership:
         """The token of the owner; 0 if there was none yet."""
         return max(_tokens(files.fresh_names(self._path)), default=0)
 
+    def has(self, token: int) -> bool:
+        """Whether the claim with this token can be seen from here, or one that was made later."""
+        return os.path.exists(self._file(token)) or self.newest() > token
+
     def check(self, token: int) -> None:
         """Raise FencedError unless `token` is the owner's. If the claims were removed, with the root perhaps, the one
         with `token`, which this job has made, is made again."""

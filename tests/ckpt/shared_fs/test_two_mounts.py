@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.errors import CheckpointNotFoundError, FencedError
+from ckpt.errors import CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage.commit import CheckpointRoot, PendingSave
 from ckpt.storage.locks import lock_shared, try_lock_exclusive
 from tests.async_calls import functions
@@ -72,6 +72,21 @@ def test_a_read_only_mount_is_enough_to_restore(mounts: Mounts, tmp_path: Path) 
         with pytest.raises(ckpt.CheckpointError, match="read-only"):
             checkpointer.save(state, 5)
     assert len(root.pending()) == 1
+
+
+def _save_once(rank: int, world_size: int, roots: tuple[Path, Path]) -> str:
+    with ckpt.Checkpointer(roots[rank]) as checkpointer, pytest.raises(StorageError) as caught:
+        checkpointer.save(state_of(1.0), 1)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks_before_anything_is_written(mounts: Mounts) -> None:
+    with launch_ranks(_save_once, 2, (mounts.one / "root", mounts.read_only / "root")) as trainers:
+        results = trainers.wait(60)
+    for result in results:
+        assert "rank 1 cannot use the root, nothing was written" in result.value
+        assert "Read-only file system" in result.value
+    assert not CheckpointRoot(str(mounts.folder / "root")).pending()
 
 
 # -- writers that outlive their trainers -------------------------------------------------------------------------------
