@@ -7,7 +7,12 @@ whoever dies meanwhile:
               barrier. What comes second has no effect: a rank that dies after completion restarts nobody.
     reason    the interruption records, as they were when the last call ended
     roster    the ranks that do not take part any more. Written when all ranks, or somebody for them, stand at the
-              iteration barrier; after it nobody runs code of this iteration.
+              iteration barrier; after it nobody runs code of this iteration, and the restart index is the next one.
+
+Nobody acts on an old view: what changes something, or waits, is guarded by the restart index (see `RestartIndex`). A
+process that was stopped or cut off meanwhile gets StaleViewError. Of this size is what each rank does for a restart: a
+dozen small operations; nobody reads a list of all ranks but the one who writes the reason. Tracebacks and stacks are
+written once, and read where they are shown.
 
 Processes are identified by their *initial* rank, which never changes. The dense rank of a process in an iteration is
 what the process itself published in it. A process that dies between two iterations, after the roster of the one and
@@ -24,14 +29,15 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
-from inprocess.attribution import InterruptionRecord
-from inprocess.exception import BarrierTimeout, StoreTimeoutError
+from inprocess.attribution import Interruption, InterruptionRecord, parse_ranks, rank_ranges
+from inprocess.coordination.namespace import RestartIndex
+from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
 
-__all__ = ["Agreement", "CoordinationStore", "Outcome", "Roster", "depart"]
+__all__ = ["Agreement", "IterationStore", "Outcome", "Roster", "depart"]
 
 _WORLD_SIZE = "world_size"
 _OUTCOME = "outcome"
@@ -43,11 +49,15 @@ _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
 _AT_END = "iteration_barrier"
 _GONE = "gone"
+_DEPARTED = "departed"
+_MOST_TOLD = 64  # records that the reason tells all of; of the others, who it was
 _CHUNK_S = 1.0
 
 
-class CoordinationStore(Protocol):
-    """The part of a store that the protocol uses; `StoreMixin` makes it of any torch store."""
+class IterationStore(Protocol):
+    """The part of the store of an iteration that the protocol uses; `StoreMixin` makes it of any torch store."""
+
+    base_store: Any
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -80,7 +90,7 @@ class Agreement:
     Who does not know the number of processes, because it died before it learned it, leaves it away.
     """
 
-    def __init__(self, store: CoordinationStore, iteration: int, world_size: int | None = None) -> None:
+    def __init__(self, store: IterationStore, iteration: int, world_size: int | None = None) -> None:
         self.store = store
         self.iteration = iteration
         self._known_world_size = world_size
@@ -119,7 +129,9 @@ class Agreement:
 
     def interrupt(self, record: InterruptionRecord) -> bool:
         """Report a fault. False, and no effect, if the iteration was completed before."""
-        self.store.append(_RECORDS, f"{record}\n")
+        if record.detail:
+            self.store.set(_detail_key(record), record.detail)
+        self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
         return self._decide(_OUTCOME, Outcome.INTERRUPTED.value) == Outcome.INTERRUPTED.value
 
     def wait_outcome(self, timeout_s: float) -> Outcome | None:
@@ -150,32 +162,51 @@ class Agreement:
     # -- reason --------------------------------------------------------------------------------------------------------
 
     def records(self) -> tuple[InterruptionRecord, ...]:
-        """Return what was reported until now; more may come."""
-        return _parse_records(self._snapshot_of_records().splitlines())
+        """Return what was reported until now, without details; more may come."""
+        return _parse_records(self._lines_of_records())
+
+    def has_detail(self, record: InterruptionRecord) -> bool:
+        """Whether this fault was reported with details."""
+        return self.store.check([_detail_key(record)])
+
+    def _with_details(self, records: Sequence[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
+        """Return the records, the first of each kind with its details."""
+        first = {record.interruption: record for record in reversed(records)}
+        detailed = {
+            record: replace(record, detail=self.store.get(_detail_key(record)).decode(errors="replace"))
+            for record in first.values()
+            if self.has_detail(record)
+        }
+        return tuple(detailed.get(record, record) for record in records)
 
     def last_call(self, initial_rank: int, wait_s: float) -> tuple[InterruptionRecord, ...]:
-        """Return why the iteration was interrupted: the same on all ranks.
+        """Return why the iteration was interrupted: the same on all ranks; one fault of each kind with its details.
 
         Waits until every process has come here, or is known to be gone, at most `wait_s`, so that the reports of one
         incident are listed together.
         """
         self._answer_last_call(initial_rank)
         if not self._wait(_REASON, wait_s):
-            self._decide(_REASON, self._snapshot_of_records())
-        return _parse_records(self.store.get(_REASON).decode().splitlines())
+            self._decide_reason()
+        return self._with_details(_parse_reason(self.store.get(_REASON).decode()))
 
     def _answer_last_call(self, initial_rank: int) -> None:
         if self._arrive(_AT_LAST_CALL, initial_rank):
-            self._decide(_REASON, self._snapshot_of_records())
+            self._decide_reason()
 
-    def _snapshot_of_records(self) -> str:
-        return self.store.get(_RECORDS).decode() if self.store.check([_RECORDS]) else "\n"
+    def _decide_reason(self) -> None:
+        if not self.store.check([_REASON]):
+            self._decide(_REASON, _format_reason(self.records()))
+
+    def _lines_of_records(self) -> list[str]:
+        return self.store.get(_RECORDS).decode().splitlines() if self.store.check([_RECORDS]) else []
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def mark_gone(self, initial_rank: int) -> None:
         """Say that the process takes no part in the next iteration. Must come before it arrives at the end."""
         self.store.arrive(_GONE, str(initial_rank))
+        self.store.base_store.arrive(_DEPARTED, str(initial_rank))  # for good: never deleted
 
     def arrive_at_end(self, initial_rank: int) -> None:
         """Arrive at the iteration barrier, for oneself or for a process that is gone. Does not wait."""
@@ -188,10 +219,23 @@ class Agreement:
         return str(initial_rank) in self.store.members(_AT_END) and not self.store.check([_ROSTER])
 
     def wait_roster(self, initial_rank: int, timeout_s: float, chunk_s: float = _CHUNK_S) -> Roster:
-        """Return who is left out from now on; the same on all ranks. BarrierTimeout names who has arrived."""
+        """Return who is left out from now on; the same on all ranks. The restart index is the next one then.
+
+        BarrierTimeout names who has arrived. StaleViewError if the others are further on.
+        """
         self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
+        RestartIndex(self.store.base_store).advance(self.iteration)
         document = json.loads(self.store.get(_ROSTER))
         return Roster(frozenset(document["terminated_ranks"]), frozenset(document["gone"]))
+
+    def was_left_behind(self, initial_rank: int) -> bool:
+        """Whether the others went on without the process, when its view of the job has turned out to be old.
+
+        Not if this iteration has just ended, for the process as well.
+        """
+        if not self.store.check([_ROSTER]):
+            return True  # its keys are deleted: the others are two iterations further on
+        return initial_rank in json.loads(self.store.get(_ROSTER))["gone"]
 
     def _close_roster(self) -> None:
         """Write the roster: everybody has arrived. Whoever sees that first does it; a second attempt is harmless."""
@@ -224,14 +268,26 @@ class Agreement:
             return False
         return True
 
+    def _is_decided(self, key: str, wait_s: float, decide: Callable[[], None]) -> bool:
+        """Whether there is a decision, within `wait_s`; if not, try to decide. One that is there wins over a view that
+        has become old just now, because of it."""
+        try:
+            if self._wait(key, wait_s):
+                return True
+            decide()
+        except StaleViewError:
+            if not self.store.check([key]):
+                raise
+            return True
+        return False
+
     def _wait_decided(self, key: str, decide: Callable[[], None], name: str, timeout_s: float, chunk_s: float) -> None:
         """Wait for a decision in chunks, so that the caller returns to bytecode; at each, try to decide.
 
         The attempt matters when the process that should have decided has died just before.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._wait(key, max(0.0, min(chunk_s, deadline - time.monotonic()))):
-            decide()
+        while not self._is_decided(key, max(0.0, min(chunk_s, deadline - time.monotonic())), decide):
             if time.monotonic() >= deadline:
                 arrived = self.store.members(name)
                 raise BarrierTimeout(
@@ -256,15 +312,41 @@ def depart(
     following = iteration + 1
     for current in (iteration, following):
         agreement = agreements(current)
-        interrupted = [agreement.interrupt(record) for record in records]
-        if interrupted and not any(interrupted):
-            return  # completed: nobody waits for anybody
-        agreement.mark_gone(initial_rank)
-        agreement.arrive_at_end(initial_rank)
-        if current == following:
-            return  # its roster needs this arrival, so it is not without us; and perhaps there is nobody to wait for
-        if initial_rank in agreement.wait_roster(initial_rank, timeout_s).gone:
-            return
+        try:
+            interrupted = [agreement.interrupt(record) for record in records]
+            if interrupted and not any(interrupted):
+                return  # completed: nobody waits for anybody
+            agreement.mark_gone(initial_rank)
+            agreement.arrive_at_end(initial_rank)
+            if current == following:
+                return  # its roster needs this arrival, so it is not without us; perhaps there is nobody to wait for
+            if initial_rank in agreement.wait_roster(initial_rank, timeout_s).gone:
+                return
+        except StaleViewError:
+            if current == following or agreement.was_left_behind(initial_rank):
+                return  # the others went on without the process already
+
+
+def _detail_key(record: InterruptionRecord) -> str:
+    return f"detail/{record.rank}/{record.interruption.name}"
+
+
+def _format_reason(records: Sequence[InterruptionRecord]) -> str:
+    """Return the reason as text: the first records as they are, of the others the ranks of each kind."""
+    others: dict[str, list[int]] = {}
+    for record in records[_MOST_TOLD:]:
+        others.setdefault(record.interruption.name, []).append(record.rank)
+    lines = [str(record) for record in records[:_MOST_TOLD]]
+    return "\n".join([json.dumps({kind: rank_ranges(ranks) for kind, ranks in others.items()}), *lines])
+
+
+def _parse_reason(text: str) -> tuple[InterruptionRecord, ...]:
+    others, *lines = text.splitlines()
+    told = _parse_records(lines)
+    ranges = json.loads(others).items()
+    return told + tuple(
+        InterruptionRecord(rank, Interruption[kind]) for kind, ranks in ranges for rank in parse_ranks(ranks)
+    )
 
 
 def _parse_records(lines: Iterable[str]) -> tuple[InterruptionRecord, ...]:

@@ -9,7 +9,15 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["DETAIL_CHARS", "Interruption", "InterruptionRecord", "compact_ranks", "format_interruptions"]
+__all__ = [
+    "DETAIL_CHARS",
+    "Interruption",
+    "InterruptionRecord",
+    "compact_ranks",
+    "format_interruptions",
+    "parse_ranks",
+    "rank_ranges",
+]
 
 _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
 _LISTED_RANKS = 8
@@ -82,7 +90,7 @@ def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:
     if verbose is None:
         verbose = os.environ.get(_VERBOSE_ENV, "0") not in ("", "0")
     if verbose:
-        return ",".join(_ranges(ordered))
+        return rank_ranges(ordered)
     listed = ",".join(map(str, ordered[:_LISTED_RANKS]))
     more = len(ordered) - _LISTED_RANKS
     return f"{listed} and {more} more" if more > 0 else listed
@@ -101,14 +109,21 @@ def format_interruptions(records: Sequence[InterruptionRecord]) -> str:
     return "; ".join(parts) or "unknown reason"
 
 
-def _ranges(ordered: list[int]) -> list[str]:
+def parse_ranks(text: str) -> list[int]:
+    """Read what `rank_ranges` returned."""
+    bounds = [part.split("-") for part in text.split(",") if part]
+    return [rank for first, *last in bounds for rank in range(int(first), int(last[0] if last else first) + 1)]
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Return ranks (0 and more) as text, "0-3,7"."""
     texts: list[str] = []
     first = last = None
-    for rank in [*ordered, None]:
+    for rank in [*sorted(set(ranks)), None]:
         if first is not None and rank != last + 1:  # type: ignore[operator]
             texts.append(str(first) if first == last else f"{first}-{last}")
             first = None
         if first is None:
             first = rank
         last = rank
-    return texts
+    return ",".join(texts)

@@ -23,7 +23,9 @@ __all__ = [
     "RankShouldRestart",
     "RestartAbort",
     "RestartError",
+    "StaleViewError",
     "StoreError",
+    "StoreLostError",
     "StoreTimeoutError",
     "TimeoutError",
 ]
@@ -49,7 +51,19 @@ class TimeoutError(RestartError):
 
 
 class StoreError(RestartError):
-    """The coordination store cannot be reached, on any of the hosts that could serve it."""
+    """The coordination store did not do what it was asked."""
+
+
+class StoreLostError(StoreError):
+    """The server of the coordination store was not reached for `heartbeat_timeout`: this rank must not go on.
+
+    Either the server's node is lost, then all ranks end so and the job is to be started again; or this one is cut off
+    from it, and the others go on without it.
+    """
+
+
+class StaleViewError(RestartError):
+    """The others have gone on without this process, which was stopped or cut off: it must end and touch nothing."""
 
 
 class StoreTimeoutError(StoreError, builtins.TimeoutError):

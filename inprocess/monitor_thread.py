@@ -24,7 +24,7 @@ from types import TracebackType
 
 from inprocess.agreement import Agreement, Outcome
 from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord, format_interruptions
-from inprocess.exception import RankShouldRestart, StoreError, TimeoutError
+from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.joinable import JoinableThread
@@ -57,7 +57,8 @@ class MonitorThread:
     """See the module. Create and start it on the main thread, at the start of an iteration.
 
     `abort` gets the state with the reason in it. `wake` brings a main thread that is blocked in a call back to bytecode
-    and is called until it is there. `failure` is why the outcome could not be learned: the store is lost.
+    and is called until it is there. `failure` is why the outcome could not be learned: the store is lost, or the others
+    are in a later iteration.
     """
 
     agreement: Agreement
@@ -70,7 +71,7 @@ class MonitorThread:
     soft_timeout_s: float
     last_call_wait_s: float
     records: tuple[InterruptionRecord, ...] = ()
-    failure: StoreError | None = None
+    failure: StoreError | StaleViewError | None = None
     times: Times = field(default_factory=Times)
 
     def __post_init__(self) -> None:
@@ -133,8 +134,8 @@ class MonitorThread:
             assert initial_rank is not None
             self._report_own_stacks()
             self.records = self.agreement.last_call(initial_rank, self.last_call_wait_s)
-        except StoreError as error:
-            _log.critical("the coordination store is lost: %s", error)
+        except (StoreError, StaleViewError) as error:
+            _log.critical("%s", error)
             self.failure = error
         self.times.last_call = time.monotonic()
         return True
@@ -143,14 +144,15 @@ class MonitorThread:
         """If this rank is the one that hangs: show all ranks where, before the last call ends."""
         for record in self.agreement.records():
             hangs = record.rank == self.state.rank and record.interruption is Interruption.SOFT_TIMEOUT
-            if hangs and not record.detail:
+            if hangs and not self.agreement.has_detail(record):
                 self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
 
     def _interrupt_main_thread(self) -> None:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)
         _log.warning("iteration %d is interrupted: %s", self.state.iteration, reason)
-        for record in {record.interruption: record for record in reversed(self.records) if record.detail}.values():
-            _log.error("%s on rank %d:\n%s", record.interruption.name, record.rank, record.detail)
+        for record in self.records:
+            if record.detail:
+                _log.error("%s on rank %d:\n%s", record.interruption.name, record.rank, record.detail)
         exception_type = _with_message(f"iteration {self.state.iteration} is interrupted: {reason}")
         with self.atomic_lock.hold(_LOCK_WARNING_S, self._warn_about_lock):
             self.watchdog.hold()  # a rank whose abort hangs cannot be restarted: it is ended by the hard timeout

@@ -1,9 +1,10 @@
 """How a call is joined to its monitor process, and both of them to the store of all ranks.
 
-    1  the monitor process starts    it inherits nothing of the store
-    2  the store is opened           by the rank; on some ranks the monitor process is a host of it
-    3  all ranks meet                from here on each knows that the others are there
-    4  the monitor process connects  from here on it speaks for the rank
+    1  the server starts             on rank 0, in a process of its own; the ranks find it, see `discovery`
+    2  the monitor process starts    it inherits nothing of the store
+    3  the store is opened           by the rank
+    4  all ranks meet                from here on each knows that the others are there
+    5  the monitor process connects  from here on it speaks for the rank
 
 In the end in the opposite order.
 """
@@ -18,10 +19,13 @@ from typing import Any
 
 from inprocess.agreement import Agreement
 from inprocess.attribution import Interruption, InterruptionRecord
-from inprocess.coordination.wire import Host
+from inprocess.coordination import Access, RestartIndex
+from inprocess.coordination.process import ServerProcess
+from inprocess.discovery import Rendezvous, new_access
+from inprocess.exception import RestartError
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.handle import MonitorProcess
-from inprocess.monitor_process.messages import Configure, Started
+from inprocess.monitor_process.messages import Configure
 from inprocess.monitor_process.stores import describe_store, iteration_store
 from inprocess.settings import Settings
 from inprocess.state import State
@@ -29,42 +33,41 @@ from inprocess.store import TCPStore
 
 __all__ = ["Monitoring"]
 
-_HOSTS = 4  # ranks whose monitor processes host the store, or stand by to do so
-_CALLS: dict[tuple[str, int], int] = {}
+_log = logging.getLogger(__name__)
+_CLIENTS_OF_A_RANK = 3  # the rank, its monitor process, and one that takes the place of that
+_SILENCE = 2  # heartbeat timeouts after which a client counts as gone
 
 
 class Monitoring:
     """The monitor `process` of one call on one rank, and the `store`; a context manager, see the module.
 
     `state` is that of the call and may change. `stacks` and `sections_fd` are what the monitor process reads the rank's
-    stacks and sections from. Set `completed` before the exit when the call was completed on all ranks.
+    stacks and sections from.
     """
 
     def __init__(self, settings: Settings, state: State, stacks: StackReporter, sections_fd: int | None) -> None:
-        self.completed = False
         self.store: Any = None
         self._settings = settings
         self._state = state
-        self._config = self._configuration(stacks.signal_number, sections_fd)
+        self._own_server = issubclass(settings.store_factory, TCPStore)
+        self._rendezvous = Rendezvous(state.rank or 0, state.world_size, settings.barrier_timeout)
         self.process = MonitorProcess(
-            self._config, stacks_fd=stacks.fd, describe_store=self._describe_store, on_lost=self._process_lost
+            self._configuration(stacks.signal_number, sections_fd), stacks_fd=stacks.fd, on_lost=self._process_lost
         )
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Monitoring:
         with ExitStack() as undo:
-            started = self.process.start()
-            undo.callback(lambda: self.process.shutdown(completed=self.completed))
-            self.store = self._open_store()
+            server = self._start_server(undo) if self._own_server and self._state.rank == 0 else None
+            self.process.start()
+            undo.callback(self.process.shutdown)
+            self.store = self._open_store(None if server is None else server.wait_started())
             undo.callback(getattr(self.store, "close", lambda: None))
             undo.callback(self.process.stop_replacing)
-            self._register_host(started)
+            RestartIndex(self.store).begin()
             self._meet_all("initial_barrier")
-            description = self._description()
-            if self._config.session:
-                # If the host of the store died before all know who stands by, some would go on without the others.
-                self._meet_all("hosts_barrier")
-            self.process.connect(description)
+            settings = self._settings
+            self.process.connect(describe_store(self.store, settings.store_factory, settings.store_kwargs))
             self._cleanup = undo.pop_all()
         return self
 
@@ -75,15 +78,15 @@ class Monitoring:
         """Return the agreement of an iteration."""
         return Agreement(iteration_store(self.store, iteration), iteration, world_size)
 
+    @property
+    def local_host(self) -> str:
+        """The name by which the other ranks reach this machine."""
+        client = getattr(self.store, "client", None)
+        return client.local_host if client is not None else os.environ.get("MASTER_ADDR", "127.0.0.1")
+
     def _configuration(self, stack_signal: int | None, sections_fd: int | None) -> Configure:
         state, settings = self._state, self._settings
         assert state.initial_rank is not None
-        address, session = None, ""
-        if issubclass(settings.store_factory, TCPStore):
-            host = settings.store_factory.server_address(**settings.store_kwargs)
-            address = (host.name, host.port)
-            session = _next_session(address)
-        hosts = address is not None and state.initial_rank < _HOSTS
         seconds = {
             f"{name}_s": getattr(settings, name).total_seconds()
             for name in ("soft_timeout", "hard_timeout", "heartbeat_interval", "heartbeat_timeout", "barrier_timeout")
@@ -99,20 +102,35 @@ class Monitoring:
             pidfile=_of_rank(settings.monitor_process_pidfile, state.initial_rank),
             log_level=logging.DEBUG,
             stack_signal=stack_signal,
-            host_position=state.initial_rank if hosts else None,
-            host_address=address if hosts and state.initial_rank == 0 else None,
-            session=session,
             sections_fd=sections_fd,
         )
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _open_store(self) -> Any:
+    def _open_store(self, access: Access | None) -> Any:
+        """`access` is known on rank 0 only."""
         kwargs = dict(self._settings.store_kwargs)
-        if self._config.session:
-            kwargs["session"] = self._config.session
-            kwargs.setdefault("wait_for_workers", False)  # the barrier does that, and on all ranks
+        if self._own_server:
+            kwargs |= {
+                "access": self._rendezvous.exchange(access),
+                "wait_for_workers": False,  # the barrier does that, and on all ranks
+                "patience": self._settings.heartbeat_timeout,
+                "ping_interval": self._settings.heartbeat_interval,
+            }
         return self._settings.store_factory(**kwargs)
+
+    def _start_server(self, undo: ExitStack) -> ServerProcess:
+        """Rank 0. It ends after all that use it."""
+        settings, state = self._settings, self._state
+        server = ServerProcess(
+            new_access(settings.store_kwargs.get("host_name"), settings.store_kwargs.get("port")),
+            clients=_CLIENTS_OF_A_RANK * state.world_size,
+            silence_s=_SILENCE * settings.heartbeat_timeout.total_seconds(),
+            logfile=_of_rank(settings.monitor_process_logfile, 0),
+        )
+        undo.callback(server.close)
+        server.start()
+        return server
 
     def _meet_all(self, name: str) -> None:
         self.store.barrier(
@@ -123,24 +141,7 @@ class Monitoring:
             timeout_chunk=self._settings.progress_watchdog_interval,
         )
 
-    def _register_host(self, started: Started) -> None:
-        client = getattr(self.store, "client", None)
-        position = self.process.host_position
-        if client is not None and position and started.address is not None:
-            client.register_host(Host(position, client.local_name, started.address[1]))
-
-    def _description(self) -> dict[str, Any]:
-        client = getattr(self.store, "client", None)
-        if client is not None:
-            client.refresh_hosts()
-        return describe_store(self.store, self._settings.store_factory, self._settings.store_kwargs)
-
     # -- when a monitor process is lost --------------------------------------------------------------------------------
-
-    def _describe_store(self, started: Started) -> dict[str, Any]:
-        """Keeper thread: another monitor process runs."""
-        self._register_host(started)
-        return self._description()
 
     def _process_lost(self, error: Exception) -> None:
         """Keeper thread: this rank is not watched any more, and must not go on."""
@@ -150,14 +151,11 @@ class Monitoring:
         )
         agreement = self.agreement(state.iteration, state.world_size)
         assert state.initial_rank is not None
-        agreement.mark_gone(state.initial_rank)
-        agreement.interrupt(record)
-
-
-def _next_session(address: tuple[str, int]) -> str:
-    """Name this call, the same on all ranks: they make the same calls with the same store, in the same order."""
-    _CALLS[address] = _CALLS.get(address, 0) + 1
-    return f"call {_CALLS[address]}"
+        try:
+            agreement.mark_gone(state.initial_rank)
+            agreement.interrupt(record)
+        except RestartError as problem:
+            _log.critical("the others do not know that this rank has no monitor process: %s", problem)
 
 
 def _of_rank(path: str | None, rank: int) -> str | None:

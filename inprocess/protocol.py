@@ -26,7 +26,15 @@ from inprocess.abort import discard_process_groups
 from inprocess.agreement import Agreement, Outcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.events import RestartClock, RestartEvents
-from inprocess.exception import InternalError, RankDiscarded, RankShouldRestart, RestartError, StoreError
+from inprocess.exception import (
+    InternalError,
+    RankDiscarded,
+    RankShouldRestart,
+    RestartError,
+    StaleViewError,
+    StoreError,
+    StoreLostError,
+)
 from inprocess.monitor_thread import MonitorThread, reraise_if_unraisable
 from inprocess.phases import Phase
 from inprocess.settings import Settings
@@ -60,6 +68,8 @@ class Services(Protocol):
     def iteration_store(self, iteration: int) -> Any: ...
     def agreement(self, iteration: int, world_size: int | None) -> Agreement: ...
     def forget_iteration(self, iteration: int) -> None: ...
+    def open_group_store(self) -> None: ...
+    def close_group_store(self) -> None: ...
 
 
 @dataclass
@@ -139,7 +149,7 @@ class RestartProtocol:
         for name, at in asdict(monitor.times).items():
             self._clock.note(name, at)
         if monitor.failure is not None:
-            raise InternalError(f"the coordination store is lost: {monitor.failure}") from error
+            raise monitor.failure from error
         if error is not None and not isinstance(error, Exception):
             raise error
         self.state.fn_exception = error
@@ -185,6 +195,7 @@ class RestartProtocol:
         if failure is None:
             return None
         discard_process_groups()
+        self._services.close_group_store()
         if isinstance(failure, RankShouldRestart):
             failure._caught_by_us = True
             return _Interrupted(monitor, None)
@@ -200,7 +211,7 @@ class RestartProtocol:
         services.monitor_process.start_iteration(state.rank, state.world_size, state.iteration)
         services.progress_watchdog.reset()
         state.store = services.iteration_store(state.iteration)
-        if state.iteration > 1:
+        if state.iteration > 1 and state.rank == 0:
             services.forget_iteration(state.iteration - 2)
         return MonitorThread(
             agreement=self._agreement,
@@ -219,6 +230,7 @@ class RestartProtocol:
         assert self._agreement is not None
         settings = self._settings
         self._enter(Phase.INITIALIZE)
+        self._services.open_group_store()
         self._hooks.initialize(self.state.freeze())
         self._hooks.health_check(self.state.freeze())
         if self.state.mode is Mode.INACTIVE:
@@ -254,7 +266,7 @@ class RestartProtocol:
         assert self._agreement is not None
         try:
             self._agreement.interrupt(record)
-        except StoreError as problem:
+        except (StoreError, StaleViewError) as problem:
             _log.error("the fault cannot be recorded: %s", problem)
 
     # -- after a fault -------------------------------------------------------------------------------------------------
@@ -314,7 +326,11 @@ class RestartProtocol:
         """Say that this rank goes, wait until the others know, run the terminate hook (which may replace `error`)."""
         _log.critical("%s: leaving with %s: %s", self, type(error).__name__, error)
         self.phase = Phase.LEAVE
-        if not isinstance(error, RankDiscarded):
+        if isinstance(error, StaleViewError):  # nothing of the job may be touched any more
+            self._services.monitor_process.leave()
+            self.state.mode, self.state.rank = Mode.TERMINATED, None
+            return
+        if not isinstance(error, RankDiscarded | StoreLostError):
             record = InterruptionRecord.of_exception(error, self.state.rank, Interruption.BASE_EXCEPTION)
             try:
                 depart(

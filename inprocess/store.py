@@ -8,8 +8,9 @@ a Python store alive, not the Python half.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
+import secrets
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,11 +19,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.namespace import CoordinationStore, PrefixView
-from inprocess.coordination.server import StoreServer
-from inprocess.coordination.wire import Host
-from inprocess.exception import StoreError, StoreTimeoutError
+from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
+from inprocess.coordination.namespace import PrefixView
+from inprocess.discovery import job_secret, private_directory
+from inprocess.exception import StoreTimeoutError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import FileStore as TorchFileStore
@@ -39,13 +39,11 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
-    """The coordination store as torch store. What it guarantees is told at `StoreClient`.
+    """The coordination store as torch store; what it guarantees is told at `StoreClient`.
 
-    Normally the monitor process of rank 0 hosts it at MASTER_ADDR:MASTER_PORT. Where nobody listens there, the process
-    with RANK 0 does so itself; then `critical_ranks` is (0,) on all ranks: that process must outlive the others.
-
-    `session` keeps apart stores that follow each other on the same port: a client waits while the server there is of
-    another session. `client` is the torch-free client that does the work.
+    Under the wrapper, which gives it the `access`, the server is in the monitor process of rank 0. Without `access` the
+    process with RANK 0 hosts it, at `host_name` and `port`; then `critical_ranks` is (0,): that process must outlive
+    the others. `client` is the torch-free client that does the work.
     """
 
     def __init__(
@@ -58,41 +56,45 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
         multi_tenant: bool = False,
         use_libuv: bool = True,
         *,
-        session: str = "",
+        access: Access | None = None,
+        patience: timedelta = timedelta(seconds=30),
+        ping_interval: timedelta = timedelta(seconds=1),
     ) -> None:
-        """Connect to the store, or host it. StoreError if there is none within `timeout`.
+        """Connect to the server, or host it. StoreError if there is none within `timeout`.
 
-        The defaults are MASTER_ADDR, MASTER_PORT and WORLD_SIZE. With `wait_for_workers`, RANK 0 waits until
-        `world_size` stores have connected; StoreTimeoutError if they do not. `multi_tenant` and `use_libuv` are
-        accepted for torch's sake and have no meaning here.
+        `host_name`, `port` and `world_size` are by default MASTER_ADDR, MASTER_PORT and WORLD_SIZE. The secret is made
+        from INPROCESS_SECRET in the environment; without, processes of the same user on this machine have one. With
+        `wait_for_workers`, RANK 0 waits until `world_size` stores have connected; StoreTimeoutError if they do not.
+        After `patience` without a word from the server the store is lost. `multi_tenant` and `use_libuv` are accepted
+        for torch's sake and have no meaning here.
         """
         super().__init__()
         self.set_timeout(timeout)
-        self._server: StoreServer | None = None
-        address = self.server_address(host_name=host_name, port=port)
         is_first = os.environ.get("RANK", "0") == "0"
-        self.client = self._connect(address, session, timeout, may_host=is_first)
-        self.critical_ranks: tuple[int, ...] = (0,) if self.client.host_embedded else ()
-        if wait_for_workers:
-            try:
+        self._server: StoreServer | None = None
+        self.critical_ranks: tuple[int, ...] = ()
+        try:
+            if access is None:
+                name = host_name or os.environ["MASTER_ADDR"]
+                access = Access(name, int(os.environ["MASTER_PORT"]) if port is None else port, "", _own_secret())
+                self.critical_ranks = (0,)
+                if is_first:
+                    self._server = StoreServer(access)
+                    access = self._server.start()
+            self.client = CoordinationStore(
+                access, timeout=timeout, connect_timeout=timeout, patience=patience, ping_interval=ping_interval
+            )
+            if wait_for_workers:
                 self._count_workers(world_size or int(os.environ.get("WORLD_SIZE", "1")), timeout, wait=is_first)
-            except BaseException:
-                self.close()
-                raise
-
-    @classmethod
-    def server_address(cls, host_name: str | None = None, port: int | None = None, **_: Any) -> Host:
-        """Return where the primary server of a store with these keywords must be hosted."""
-        name = os.environ["MASTER_ADDR"] if host_name is None else host_name
-        return Host(0, name, int(os.environ["MASTER_PORT"]) if port is None else port)
-
-    def client_spec(self) -> dict[str, Any]:
-        """Return, in types of JSON, from what `CoordinationStore.from_spec` makes a client in another process."""
-        return self.client.spec()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Close the connections; if this process hosts the store, end it. Idempotent."""
-        self.client.close()
+        """Close the connection; if this process hosts the store, end it. Idempotent."""
+        client = getattr(self, "client", None)
+        if client is not None:
+            client.close()
         if self._server is not None:
             self._server.close()
 
@@ -144,9 +146,6 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
     def delete_prefix(self, prefix: str) -> int:
         return self.client.delete_prefix(prefix)
 
-    def forget(self, prefix: str) -> None:
-        self.client.forget(prefix)
-
     def arrive(self, name: str, member: str) -> int:
         return self.client.arrive(name, member)
 
@@ -155,22 +154,6 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
 
     def members(self, name: str) -> frozenset[str]:
         return self.client.members(name)
-
-    def _connect(self, address: Host, session: str, timeout: timedelta, *, may_host: bool) -> CoordinationStore:
-        """Connect; the process that may host tries that again and again, until the port is free or serves us."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        while True:
-            if may_host:
-                self._server = _host(address, session)
-            left = max(0.0, deadline - time.monotonic())
-            patience = timedelta(seconds=min(left, _TRY_S) if may_host else left)
-            try:
-                return CoordinationStore([address], session=session, timeout=timeout, connect_timeout=patience)
-            except BaseException as error:
-                if self._server is not None:
-                    self._server.close()
-                if not isinstance(error, StoreError) or time.monotonic() >= deadline:
-                    raise
 
     def _count_workers(self, world_size: int, timeout: timedelta, *, wait: bool) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
@@ -211,13 +194,21 @@ class PrefixStore(PrefixView, StoreMixin, TorchPrefixStore):  # the operations o
         return ranks
 
 
-def _host(address: Host, session: str) -> StoreServer | None:
-    """Return a server at this address; None if the port is taken."""
-    server = StoreServer(address.name, address.port, session=session, embedded=True)
-    try:
-        server.start()
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return None
-    return server
+def _own_secret() -> str:
+    """The secret of stores that are opened without the wrapper: from the environment, or that of this user here."""
+    given = job_secret("")
+    if given is not None:
+        return given
+    path = os.path.join(private_directory(), "store-secret")
+    with contextlib.suppress(FileExistsError):
+        fd = os.open(f"{path}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, secrets.token_hex(32).encode())
+        finally:
+            os.close(fd)
+        try:
+            os.link(f"{path}.{os.getpid()}", path)
+        finally:
+            os.unlink(f"{path}.{os.getpid()}")
+    with open(path) as file:
+        return file.read()

@@ -17,6 +17,7 @@ from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.call_injection import inject
+from inprocess.group_store import GroupStore
 from inprocess.hook_chain import HookChain
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.interrupt import MainThreadInterrupter
@@ -173,6 +174,8 @@ class CallWrapper:
         self.progress_watchdog.start()
         self._cleanup.callback(self.progress_watchdog.shutdown)
         self.atomic_lock = AtomicLock()
+        self._group_store = GroupStore()
+        self._cleanup.callback(self._group_store.close)
 
     # -- what the wrapped function uses --------------------------------------------------------------------------------
 
@@ -183,8 +186,8 @@ class CallWrapper:
 
     @property
     def store(self) -> Any:
-        """The store of the current iteration."""
-        return self.state.store
+        """The store of the current iteration: one of torch, for the wrapped function. None between iterations."""
+        return self._group_store.store
 
     def ping(self) -> None:
         """Say that the function makes progress. From the first ping of an iteration on, pings must keep coming."""
@@ -231,7 +234,6 @@ class CallWrapper:
         protocol = RestartProtocol(self.state, self.wrapper.settings, self.wrapper.hooks, self, run)
         with _excepthook_restored(), self._torch_made_interruptible():
             result = protocol.run()
-        self._monitoring.completed = protocol.completed
         self.wrapper.hooks.complete(self.state.freeze())
         return result
 
@@ -258,6 +260,21 @@ class CallWrapper:
         """Return the agreement of an iteration."""
         return self._monitoring.agreement(iteration, world_size)
 
+    def open_group_store(self) -> None:
+        """Set up what process groups of this iteration meet in. Waits for the process that is rank 0 in it."""
+        settings = self.wrapper.settings
+        self._group_store.open(
+            self.state.store,
+            self._monitoring.local_host,
+            serves=self.state.active_rank == 0,
+            timeout_s=settings.barrier_timeout.total_seconds(),
+            slice_s=settings.progress_watchdog_interval.total_seconds(),
+        )
+
+    def close_group_store(self) -> None:
+        """The iteration is over."""
+        self._group_store.close()
+
     def wake_main_thread(self) -> None:
         """Bring a blocked main thread back to bytecode; to be repeated until it is there."""
         self._sections.interrupt()
@@ -266,14 +283,10 @@ class CallWrapper:
             unblock_main_thread(_UNBLOCK_S)
 
     def forget_iteration(self, iteration: int) -> None:
-        """Nobody reads the keys of this iteration any more. And learn which servers stand by now."""
-        store = iteration_store(self.base_store, iteration)
-        clear = getattr(store, "clear", None)
+        """Nobody reads the keys of this iteration any more."""
+        clear = getattr(iteration_store(self.base_store, iteration), "clear", None)
         if clear is not None:
             clear()
-        client = getattr(self.base_store, "client", None)
-        if client is not None:
-            client.refresh_hosts()
 
 
 @contextlib.contextmanager

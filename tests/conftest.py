@@ -1,3 +1,4 @@
+import os
 import signal
 from collections.abc import Iterator
 
@@ -9,6 +10,11 @@ from tests.support.template import rank_template
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # how busy the machine is decides nothing
 hypothesis.settings.load_profile("untimed")
+
+
+# Torch asks a name server for the name of each address it connects to. One that drops a question must not cost more
+# than a second: time limits of tests are short.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 def pytest_configure() -> None:

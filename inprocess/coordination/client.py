@@ -1,100 +1,143 @@
-"""The client of the coordination store, and how it goes over to another server."""
+"""The client of the coordination store: one connection, any number of requests at a time."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import hmac
+import itertools
 import logging
+import os
+import select
+import socket
+import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from inprocess.coordination.journal import Entry
-from inprocess.coordination.links import Links
-from inprocess.coordination.wire import HOSTS_KEY, Frame, Host, Op, encode, number, pack_number, parse_hosts
-from inprocess.exception import StoreError, StoreTimeoutError
+from inprocess.coordination.wire import (
+    MAX_BODY,
+    PROTOCOL,
+    Access,
+    Frame,
+    FrameReader,
+    Op,
+    WireError,
+    encode,
+    fresh_nonce,
+    number,
+    pack_number,
+    proof,
+)
+from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
+from inprocess.main_thread.joinable import JoinableThread
 
-__all__ = ["StoreClient"]
+__all__ = ["Guard", "StoreClient"]
 
 _log = logging.getLogger(__name__)
+_DEFAULT_TIMEOUT = timedelta(seconds=300)
+_DIAL_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_MAIN_THREAD_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it
+_RECEIVE = 1 << 16
+_DELAY_S = 0.25  # by which a busy machine may delay a look
 
-# A live server answers a wait as soon as its time is over, and anything else at once; one that has not by then hangs.
-_ANSWER_S = 5.0
-_PATIENCE = timedelta(seconds=3)
-# Connections that broke in a row while a request was under way, although the server accepted a new one each time.
-_MOST_BREAKS = 10
+
+class Guard(NamedTuple):
+    """A request is done only as long as `key` holds `value`; otherwise it ends with StaleViewError."""
+
+    key: str
+    value: str
+
+
+_NO_GUARD = Guard("", "")
 
 
 class StoreClient:
-    """Access to the store, whichever host serves it at the moment. For any number of threads; not across a fork.
+    """Access to the store of a job. For any number of threads.
 
-    Keys are text, values bytes (text is encoded as UTF-8). A request that waits does so in one `recv` of its thread:
-    nothing is polled. It ends after its own timeout with `StoreTimeoutError`, later only by the time of a fail-over.
+    Keys are text, values bytes (text is encoded as UTF-8). Requests of different threads share one connection, which a
+    thread of the client makes, keeps alive and makes again when it breaks; requests under way are then sent again, and
+    each change is applied once however often it is sent.
 
-    *Fail-over.* When a connection breaks, or the server stays silent, the client tries the same host again, then the
-    later ones in the order of their position; it never goes back to an earlier one. `StoreError`, naming the hosts, if
-    none of them serves it. What holds across a fail-over:
-
-    * Every change is applied at most once on each server, however often it is sent, because it carries a number and
-      every server (also a mirror, for what it has copied) knows which it has applied.
-    * Every change that was acknowledged to a client which is still there, is there on the new server before the client
-      sends anything else: it replays its journal first. So a `set`, `append`, `add` or `arrive` is never lost, and a
-      wait that was interrupted is asked again. A client that asks nothing notices the end of its server, too, in a
-      thread that does nothing but wait for it.
-    * Changes of clients that have ended meanwhile are there as far as the new server had copied them. A server sends
-      a change to its mirrors before it acknowledges it: with a mirror connected, they survive the death of the server
-      process, and may be lost only with the node.
-    * For what the new server had not copied: the order of appends of different clients may differ, and so may the
-      value that `add` or `arrive` returns; a key that several clients set, holds the value of any of them; two
-      clients may both have won a `compare_set`; a deleted key is there again.
+    Once nothing was heard of the server for `patience`, the store is lost for good: requests under way and all later
+    ones end with StoreLostError, and `lost` is true. A job that is cut in two so goes on in one part only.
 
     *Interruption.* An exception that appears in the middle of a request (thrown into this thread by another one, for
-    example) leaves the client usable; whether the change was applied is then unknown. Not to be used in handlers of
-    signals, which may run in the middle of a request of the same thread.
+    example) leaves the client usable; whether the change was applied is then unknown.
+
+    *Fork.* A child has no connection: requests there end with StoreError.
     """
 
     def __init__(
         self,
-        hosts: Iterable[Host],
+        access: Access,
         *,
-        session: str,
-        timeout: timedelta = timedelta(seconds=300),
+        timeout: timedelta = _DEFAULT_TIMEOUT,
         connect_timeout: timedelta | None = None,
-        patience: timedelta = _PATIENCE,
+        patience: timedelta = timedelta(seconds=30),
+        ping_interval: timedelta = timedelta(seconds=1),
     ) -> None:
-        """Connect. StoreError if no host accepts this client within `connect_timeout` (default: `timeout`).
+        """Connect. StoreError if the server does not accept this client within `connect_timeout` (default: `timeout`).
 
-        `timeout` is the default of requests that wait. Once connected, no host at all may be reached for `patience`
-        before that is a StoreError.
+        `timeout` is the default of requests that wait.
         """
         super().__init__()
+        self.access = access
+        self.failure: StoreLostError | None = None
         self._timeout = timeout
-        self._session = session
-        self._links = Links(hosts, session, uuid.uuid4().bytes, patience.total_seconds())
-        self._links.connect((connect_timeout or timeout).total_seconds())
-
-    @classmethod
-    def from_spec(cls, spec: Mapping[str, Any]) -> Self:
-        """Make a client from what `spec` returned in another process."""
-        hosts = [Host.from_str(text) for text in spec["hosts"]]
-        return cls(hosts, session=spec["session"], timeout=timedelta(seconds=spec["timeout"]))
-
-    def spec(self) -> dict[str, Any]:
-        """Return a description that JSON can carry to another process."""
-        return {
-            "hosts": [str(host) for host in self.hosts],
-            "session": self._session,
-            "timeout": self._timeout.total_seconds(),
-        }
+        self._patience_s = patience.total_seconds()
+        self._ping_s = min(ping_interval.total_seconds(), self._patience_s / 3)
+        self._id = fresh_nonce()
+        self._pid = os.getpid()
+        self._ids = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._outbox: collections.deque[_Call | bytes] = collections.deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._socket: socket.socket | None = None
+        self._connected = threading.Event()
+        self._local_host = ""
+        self._silence = _Silence()
+        self._connect_s = (connect_timeout or timeout).total_seconds()
+        self._thread = JoinableThread(self._run, "inprocess-store-client")
+        self._thread.start()
+        _clients.add(self)
+        try:
+            self._wait(self._connected, None)
+            if self.failure is not None:
+                raise self.failure
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def timeout(self) -> timedelta:
         """How long requests that wait do so by default."""
         return self._timeout
 
+    @property
+    def lost(self) -> bool:
+        """Whether the server was not reached for so long that this client has given up."""
+        return self.failure is not None
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine towards the server; others reach it by that."""
+        return self._local_host
+
     def close(self) -> None:
-        """Close all connections; requests under way end with StoreError. Idempotent, no thread is left."""
-        self._links.close()
+        """Close the connection; requests under way end with StoreError. Idempotent, no thread is left."""
+        if os.getpid() != self._pid or self._wake < 0:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
 
     def __enter__(self) -> Self:
         return self
@@ -102,165 +145,391 @@ class StoreClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # Keys
+    # -- keys ----------------------------------------------------------------------------------------------------------
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def set(self, key: str, value: str | bytes, *, guard: Guard = _NO_GUARD) -> None:
         """Write a value, over any other."""
-        self._change(Op.SET, key, _bytes(value))
+        self._change(Op.SET, guard, key.encode(), _bytes(value))
 
-    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = _NO_GUARD) -> None:
+        """Write several values, all at once."""
+        self._change(Op.SET, guard, *(f for k, v in zip(keys, values, strict=True) for f in (k.encode(), _bytes(v))))
+
+    def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> bytes:
         """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
-        return self.multi_get([key], timeout)[0]
+        return self.multi_get([key], timeout, guard=guard)[0]
 
-    def add(self, key: str, amount: int) -> int:
+    def multi_get(
+        self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD
+    ) -> list[bytes]:
+        """Return the values of keys, once all exist."""
+        return list(self._ask(Op.GET, *_guarded(guard), *_names(keys), timeout=timeout, label=_few(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> None:
+        """Wait until all these keys exist. StoreTimeoutError if they do not in time."""
+        self.multi_get(keys, timeout, guard=guard)
+
+    def add(self, key: str, amount: int, *, guard: Guard = _NO_GUARD) -> int:
         """Add to a number, 0 if it does not exist yet; returns the sum."""
-        return number(self._change(Op.ADD, key, pack_number(amount))[0])
+        return number(self._change(Op.ADD, guard, key.encode(), pack_number(amount))[0])
 
-    def append(self, key: str, value: str | bytes) -> None:
+    def append(self, key: str, value: str | bytes, *, guard: Guard = _NO_GUARD) -> None:
         """Append to a value, empty if it does not exist yet."""
-        self._change(Op.APPEND, key, _bytes(value))
+        self._change(Op.APPEND, guard, key.encode(), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all these keys exist now."""
         return bool(number(self._ask(Op.CHECK, *_names(keys))[0]))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all these keys exist. StoreTimeoutError if they do not in time."""
-        self._wait(lambda left: encode(Op.WAIT, left, *_names(keys)), timeout, f"keys {_few(keys)}")
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = _NO_GUARD) -> bytes:
+        """Write `desired` if the key holds `expected`, or is absent and that is empty; returns what it holds then."""
+        return self._change(Op.COMPARE_SET, guard, key.encode(), _bytes(expected), _bytes(desired))[0]
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` if the key holds `expected`, or does not exist and `expected` is empty.
-
-        Returns the value that the key then has; `expected` if it does not exist.
-        """
-        return self._change(Op.COMPARE_SET, key, _bytes(expected), _bytes(desired))[0]
-
-    def delete_key(self, key: str) -> bool:
+    def delete_key(self, key: str, *, guard: Guard = _NO_GUARD) -> bool:
         """Delete a key; returns whether it existed."""
-        return bool(number(self._change(Op.DELETE_KEY, key)[0]))
-
-    def num_keys(self) -> int:
-        """Return how many keys there are; sets do not count."""
-        return number(self._ask(Op.NUM_KEYS)[0])
-
-    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """Return the values of all these keys, once they exist. StoreTimeoutError if they do not in time."""
-        values = self._wait(lambda left: encode(Op.GET, left, *_names(keys)), timeout, f"keys {_few(keys)}")
-        return list(values)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values, one after the other."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        return bool(number(self._change(Op.DELETE_KEY, guard, key.encode())[0]))
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys and sets whose name begins so, and `forget` them; returns how many there were."""
-        return number(self._change(Op.DELETE_PREFIX, prefix)[0])
+        """Delete all keys and sets whose names begin so; returns how many."""
+        return number(self._change(Op.DELETE_PREFIX, _NO_GUARD, prefix.encode())[0])
 
-    def forget(self, prefix: str) -> None:
-        """Drop the changes of such keys and sets from the journal: no later server will get them from here."""
-        self._links.forget(prefix.encode())
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+        return number(self._ask(Op.NUM_KEYS)[0])
 
-    # Sets
+    # -- sets ----------------------------------------------------------------------------------------------------------
 
-    def arrive(self, name: str, member: str) -> int:
+    def arrive(self, name: str, member: str, *, guard: Guard = _NO_GUARD) -> int:
         """Put a member into a set, where it may be already; returns the size."""
-        return number(self._change(Op.ARRIVE, name, member.encode())[0])
+        return number(self._change(Op.ARRIVE, guard, name.encode(), member.encode())[0])
 
-    def wait_size(self, name: str, size: int, timeout: timedelta | None = None) -> int:
+    def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> int:
         """Wait until a set has so many members; returns how many it has. StoreTimeoutError if not in time."""
-        label = f"{size} members of {name!r}"
-        answer = self._wait(lambda left: encode(Op.WAIT_SIZE, name.encode(), pack_number(size), left), timeout, label)
-        return number(answer[0])
+        fields = (*_guarded(guard), name.encode(), pack_number(size))
+        return number(self._ask(Op.WAIT_SIZE, *fields, timeout=timeout, label=f"member {size} of {name!r}")[0])
 
     def members(self, name: str) -> frozenset[str]:
         """Return the members of a set; it is empty if nobody has arrived."""
         return frozenset(member.decode() for member in self._ask(Op.MEMBERS, name.encode()))
 
-    # Hosts
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    @property
-    def hosts(self) -> tuple[Host, ...]:
-        """All servers this client knows, in order."""
-        return self._links.hosts
+    def _change(self, op: Op, guard: Guard, *fields: bytes) -> tuple[bytes, ...]:
+        return self._ask(op, *_guarded(guard), *fields)
 
-    @property
-    def current_host(self) -> Host:
-        """The server that serves this client."""
-        return self._links.current
+    def _ask(self, op: Op, *fields: bytes, timeout: timedelta | None = None, label: str = "") -> tuple[bytes, ...]:
+        """Send a request, and return the fields of its answer.
 
-    @property
-    def host_embedded(self) -> bool:
-        """Whether the current server lives in a rank process."""
-        return self._links.embedded
-
-    @property
-    def local_name(self) -> str:
-        """The name by which other clients reach this machine: what a standby server here goes by."""
-        return self._links.local_name()
-
-    def register_host(self, host: Host) -> None:
-        """Tell all clients of a standby server; they know it after their next `refresh_hosts`.
-
-        All clients should have refreshed before a server dies: one that knows less may end with StoreError.
+        Nothing here needs undoing but what `finally` does: an exception may come up at any line.
         """
-        self.append(HOSTS_KEY, f"{host}\n")
-        self._links.add_hosts([host])
-
-    def refresh_hosts(self) -> tuple[Host, ...]:
-        """Learn of all servers registered so far; returns all that are known."""
-        if self.check([HOSTS_KEY]):
-            self._links.add_hosts(parse_hosts(self.get(HOSTS_KEY)))
-        return self.hosts
-
-    # Requests
-
-    def _change(self, op: Op, key: str, *values: bytes) -> tuple[bytes, ...]:
-        entry = self._links.begin(op, (key.encode(), *values))
+        if os.getpid() != self._pid:
+            raise StoreError("this process was forked from one that uses the coordination store, and cannot use it")
+        encode(op, 0, *fields)  # WireError now, for one that is too large
+        call = _Call(next(self._ids), op, fields)
         try:
-            answer = self._exchange(lambda: self._links.frame(entry), _ANSWER_S, entry)
+            self._calls[call.id] = call
+            if self._closing or self.failure is not None:
+                raise self.failure or StoreError("the client of the coordination store is closed")
+            self._outbox.append(call)
+            os.eventfd_write(self._wake, 1)
+            waits_s = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else None
+            if not self._wait(call.done, waits_s):
+                call.cancelled = True  # and if the connection breaks now, it is asked and cancelled again
+                self._outbox.append(encode(Op.CANCEL, call.id))
+                os.eventfd_write(self._wake, 1)
+                self._wait(call.done, None)
+            if call.answer is not None and call.answer.op is Op.CANCELLED:
+                raise StoreTimeoutError(f"{label} did not appear in the store within {waits_s:g} s")
         finally:
-            self._links.abandon(entry)  # nothing if it has ended well
-        return _fields(answer)
+            self._calls.pop(call.id, None)
+            if call.answer is None and op.waits:
+                self._outbox.append(encode(Op.CANCEL, call.id))
+        return self._fields(call)
 
-    def _ask(self, op: Op, *fields: bytes) -> tuple[bytes, ...]:
-        return _fields(self._exchange(lambda: encode(op, *fields), _ANSWER_S))
-
-    def _wait(self, frame: Callable[[bytes], bytes], timeout: timedelta | None, label: str) -> tuple[bytes, ...]:
-        seconds = (self._timeout if timeout is None else timeout).total_seconds()
-        deadline = time.monotonic() + seconds
-        answer = self._exchange(
-            lambda: frame(pack_number(max(0, round(1000 * (deadline - time.monotonic()))))), seconds + _ANSWER_S
-        )
-        if answer.op is Op.TIMED_OUT:
-            raise StoreTimeoutError(f"{label} did not appear in the store within {seconds:g} s")
-        return _fields(answer)
-
-    def _exchange(self, frame: Callable[[], bytes], patience: float, entry: Entry | None = None) -> Frame:
-        """Send a request until a server has answered it."""
-        for attempt in range(_MOST_BREAKS):
-            link = self._links.take()
-            try:
-                answer = link.ask(frame(), patience)
-            except OSError as error:
-                _log.info("the connection to store server %s broke: %s", link.host, error)
-                self._links.drop(link)
-                last = error
-                time.sleep(0.01 * attempt)
-                continue
-            except BaseException:
-                self._links.drop(link)
-                raise
-            if self._links.settle(link, entry, answer):
-                return answer
-        raise StoreError(f"store server {self.current_host} breaks every connection; last: {last}") from last
-
-
-def _fields(answer: Frame) -> tuple[bytes, ...]:
-    if answer.op is not Op.OK:
+    def _fields(self, call: _Call) -> tuple[bytes, ...]:
+        answer = call.answer
+        if answer is None:
+            raise self.failure or StoreError("the client of the coordination store was closed")
+        if answer.op is Op.OK:
+            return answer.fields
         text = b" ".join(answer.fields).decode(errors="replace")
+        if answer.op is Op.STALE:
+            guard = f"{call.fields[0].decode()} {call.fields[1].decode()}"
+            raise StaleViewError(f"the others went on without this process: it knows of {guard}, and it is {text} now")
         raise StoreError(f"the store answered {answer.op.name}: {text}")
-    return answer.fields
+
+    def _wait(self, event: threading.Event, seconds: float | None) -> bool:
+        """Wait for an event; in the main thread in slices."""
+        if threading.current_thread() is not threading.main_thread():
+            return event.wait(seconds)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not event.wait(
+            _MAIN_THREAD_SLICE_S
+            if deadline is None
+            else max(0.0, min(_MAIN_THREAD_SLICE_S, deadline - time.monotonic()))
+        ):
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+        return True
+
+    # -- the thread of the client --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: Exception = StoreError("closed")
+        pause_s = _FIRST_PAUSE_S
+        limit_s = self._connect_s
+        try:
+            while not self._closing and self._silence.seconds() < limit_s:
+                try:
+                    with self._connection(limit_s - self._silence.seconds()) as connection:
+                        pause_s = _FIRST_PAUSE_S
+                        self._resend()
+                        self._connected.set()
+                        self._converse(connection)
+                except _RefusedError as refusal:
+                    error = refusal
+                    break
+                except (OSError, WireError) as problem:
+                    error = problem
+                    _log.info("no connection to the store server at %s: %s", self._place, problem)
+                if self._connected.is_set():
+                    limit_s = self._patience_s
+                self._sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if not self._closing:
+                self._give_up(error)
+        except BaseException as failure:
+            self._give_up(StoreError(f"{type(failure).__name__}: {failure}"))
+            raise
+        finally:
+            for call in list(self._calls.values()):
+                call.done.set()
+            self._connected.set()
+
+    @property
+    def _place(self) -> str:
+        return f"{self.access.host}:{self.access.port}"
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, _RefusedError):
+            text = f"the server at {self._place} {error}"
+        elif not self._connected.is_set():
+            text = f"the server at {self._place} was not reached within {self._connect_s:g} s: {error}"
+        else:
+            text = (
+                f"nothing was heard of the server at {self._place} for {self._patience_s:g} s: {error}. Its node is "
+                "lost, or this one is cut off from it"
+            )
+        self.failure = StoreLostError(f"the coordination store is lost: {text}")
+
+    @contextlib.contextmanager
+    def _connection(self, left_s: float) -> Any:
+        """Dial and greet; a context in which `_socket` is connected."""
+        patience_s = max(0.05, min(_DIAL_S, left_s))
+        self._silence.expect(2 * patience_s)
+        sock = socket.create_connection((self.access.host, self.access.port), patience_s)
+        try:
+            if sock.getsockname() == sock.getpeername():
+                # Dialling a free ephemeral port of this machine can end in a connection with itself.
+                raise ConnectionRefusedError("nobody listens there")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(sock)
+            connection.greet(self.access, self._id, time.monotonic() + patience_s)
+            self._socket, self._local_host = sock, sock.getsockname()[0]
+            self._silence.end()
+            yield connection
+        finally:
+            self._socket = None
+            sock.close()
+
+    def _resend(self) -> None:
+        """What was under way when the last connection broke goes first, in the order of the ids."""
+        self._outbox.clear()
+        for _, call in sorted(self._calls.copy().items()):
+            self._outbox.append(call)
+            if call.cancelled:
+                self._outbox.append(encode(Op.CANCEL, call.id))
+
+    def _converse(self, connection: _Connection) -> None:
+        """Send and receive until the connection breaks (OSError), or this client closes."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        ping_at = time.monotonic() + self._ping_s
+        while not self._closing:
+            now = time.monotonic()
+            if now >= ping_at:
+                connection.queue(encode(Op.PING))
+                ping_at = now + self._ping_s
+            if self._silence.seconds() >= self._patience_s:
+                raise TimeoutError(f"silent for {self._patience_s:g} s")
+            while self._outbox:
+                item = self._outbox.popleft()
+                connection.queue(item if isinstance(item, bytes) else item.frame(self._floor()))
+            poll.register(connection, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
+            pause_s = max(0.0, min(ping_at - now, self._patience_s - self._silence.seconds()))
+            self._silence.expect(pause_s)
+            ready = dict(poll.poll(1000 * pause_s + 1))
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            if ready.get(connection.fileno(), 0) & select.POLLOUT:
+                connection.flush()
+            if ready.get(connection.fileno(), 0) & ~select.POLLOUT:
+                for frame in connection.receive():
+                    self._handle(frame)
+                self._silence.end()
+        connection.queue(encode(Op.BYE))
+        connection.flush()
+
+    def _handle(self, frame: Frame) -> None:
+        call = self._calls.get(frame.id)
+        if call is not None:
+            call.answer = frame
+            call.done.set()
+
+    def _floor(self) -> int:
+        """The lowest id of a change whose answer may still be wanted."""
+        return min((id for id, call in self._calls.copy().items() if call.op.changes), default=0)
+
+    def _sleep(self, seconds: float) -> None:
+        if not self._closing:
+            self._silence.expect(seconds)
+            select.select([self._wake], [], [], seconds)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+
+    def _forked(self) -> None:
+        """In a child: let go of the connection, so that it ends when the parent's end does."""
+        with contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.close()
+
+
+class _Silence:
+    """For how long nothing was heard, of the time in which somebody listened.
+
+    A process that was stopped, or whose interpreter was held by others, has heard nothing meanwhile; that says nothing
+    about the server.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._looked_at = time.monotonic()
+        self._expected_s = 0.0
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._looked_at, self._expected_s + _DELAY_S)
+        self._looked_at, self._expected_s = now, 0.0
+        return self._seconds
+
+    def expect(self, seconds: float) -> None:
+        """The next look will be so much later."""
+        self.seconds()
+        self._expected_s = seconds
+
+    def end(self) -> None:
+        """Something was heard."""
+        self._seconds, self._looked_at = 0.0, time.monotonic()
+
+
+class _RefusedError(Exception):
+    """The server does not accept this client, and never will."""
+
+
+class _Call:
+    """A request under way."""
+
+    def __init__(self, id: int, op: Op, fields: tuple[bytes, ...]) -> None:
+        self.id = id
+        self.op = op
+        self.fields = fields
+        self.answer: Frame | None = None
+        self.cancelled = False
+        self.done = threading.Event()
+
+    def frame(self, floor: int) -> bytes:
+        fields = self.fields
+        if self.op.changes:
+            fields = (*fields[:2], pack_number(floor), *fields[2:])
+        return encode(self.op, self.id, *fields)
+
+
+class _Connection:
+    """The client's end of a connection, in its thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = FrameReader(MAX_BODY)
+        self.unsent = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def greet(self, access: Access, client: bytes, deadline: float) -> None:
+        """Prove that this is a client of the job, and have the server prove the same. OSError; _RefusedError."""
+        challenge = self._next(deadline)
+        if challenge.op is not Op.CHALLENGE or len(challenge.fields) != 2 or challenge.fields[0] != PROTOCOL:
+            raise _RefusedError("is no server of this protocol and version")
+        theirs, ours = challenge.fields[1], fresh_nonce()
+        self._socket.sendall(encode(Op.HELLO, 0, client, ours, proof(access, b"client", theirs, ours, client)))
+        answer = self._next(deadline)
+        expected = proof(access, b"server", ours, theirs)
+        if answer.op is Op.REFUSED:
+            raise _RefusedError("serves another job: the secret or the name of the job is not that of this one")
+        if answer.op is not Op.WELCOME or not hmac.compare_digest(b"".join(answer.fields), expected):
+            raise _RefusedError("does not know the secret of this job")
+        self._socket.setblocking(False)
+
+    def _next(self, deadline: float) -> Frame:
+        while True:
+            for frame in self._reader.frames():
+                return frame
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._socket.recv(_RECEIVE)
+            if not data:
+                raise ConnectionResetError("the server closed the connection")
+            self._reader.feed(data)
+
+    def queue(self, frame: bytes) -> None:
+        """Send soon."""
+        self.unsent += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as goes now."""
+        while self.unsent:
+            try:
+                sent = self._socket.send(memoryview(self.unsent)[: 1 << 20])
+            except BlockingIOError:
+                return
+            del self.unsent[:sent]
+
+    def receive(self) -> list[Frame]:
+        """Return the frames that are there."""
+        try:
+            data = self._socket.recv(_RECEIVE)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError("the server closed the connection")
+        self._reader.feed(data)
+        return list(self._reader.frames())
+
+
+_clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _guarded(guard: Guard) -> tuple[bytes, bytes]:
+    return guard.key.encode(), guard.value.encode()
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -1,23 +1,21 @@
-"""What a server holds: keys, sets, and which changes of which client it has applied."""
+"""What the server holds: keys, sets, which changes of which client it has applied, and who waits for what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from inprocess.coordination.wire import MAX_CHANGE, Frame, Op, WireError, decode_body, encode, number, pack_number
+from inprocess.coordination.wire import MAX_VALUE, Frame, Op, WireError, number, pack_number
 
-__all__ = ["Change", "Contents"]
+__all__ = ["Answer", "Contents", "NotApplicable", "Waiter", "Waiters"]
+
+_MOST_BYTES = 256 << 20  # of all values and names together
+
+Answer = tuple[Op, tuple[bytes, ...]]
 
 
-@dataclass(frozen=True)
-class Change:
-    """What became of a request to change something. `answer` is a whole frame; `touched` is nothing if it was known."""
-
-    answer: bytes
-    fresh: bool
-    key: bytes | None = None
-    set_name: bytes | None = None
+class NotApplicable(Exception):
+    """The change makes no sense on what the key holds, or would make the store too large."""
 
 
 @dataclass
@@ -29,136 +27,195 @@ class _Memory:
     """
 
     floor: int = 0
-    answers: dict[int, bytes] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
 
     def raise_floor(self, floor: int) -> None:
         if floor > self.floor:
             self.floor = floor
-            for number_ in [known for known in self.answers if known < floor]:
-                del self.answers[number_]
+            for id in [known for known in self.answers if known < floor]:
+                del self.answers[id]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of a request to change something; nothing is `touched` if it had been applied before."""
+
+    answer: Answer
+    keys: tuple[bytes, ...] = ()
+    set_name: bytes | None = None
 
 
 class Contents:
-    """Keys and sets, changed at most once by each (client, sequence number). For one thread.
-
-    A mirror applies the very frames that the active server applied, in the same order, and so remembers the same
-    changes: a client that replays its journal there changes only what the mirror has not seen.
-    """
+    """Keys and sets, changed at most once by each (client, id). For one thread."""
 
     def __init__(self) -> None:
         self.keys: dict[bytes, bytes] = {}
         self.sets: dict[bytes, dict[bytes, None]] = {}  # members in order of arrival
+        self._bytes = 0
         self._clients: dict[bytes, _Memory] = {}
+
+    def stale(self, guard: tuple[bytes, bytes]) -> Answer | None:
+        """Return the answer to a request whose guard does not hold; None if it does, or there is none."""
+        key, expected = guard
+        if not key or self.keys.get(key, b"") == expected:
+            return None
+        return Op.STALE, (self.keys.get(key, b""),)
+
+    def forget_client(self, client: bytes) -> None:
+        """The client sends nothing any more."""
+        self._clients.pop(client, None)
 
     def change(self, client: bytes, frame: Frame) -> Change:
         """Apply a frame that changes contents, unless it was applied before. ValueError if it is malformed."""
-        sequence, floor, *arguments = frame.fields
+        guard_key, guard_value, floor, *arguments = frame.fields
         memory = self._clients.setdefault(client, _Memory())
         memory.raise_floor(number(floor))
-        index = number(sequence)
-        if index in memory.answers:
-            return Change(memory.answers[index], fresh=False)
-        if index < memory.floor:
-            return Change(encode(Op.FAILED, b"a late copy of a request that was given up"), fresh=False)
-        key, set_name = None, None
+        if frame.id in memory.answers:
+            return Change(memory.answers[frame.id])
+        if frame.id < memory.floor:
+            return Change((Op.FAILED, (b"a late copy of a request that was given up",)))
+        stale = self.stale((guard_key, guard_value))
+        if stale is not None:
+            return Change(stale)
         try:
-            if frame.op is Op.ARRIVE:
-                set_name, member = arguments
-                answer = self._arrive(set_name, member)
-            elif frame.op is Op.DELETE_PREFIX:
-                (prefix,) = arguments
-                answer = self._delete_prefix(prefix)
-            else:
-                key, *values = arguments
-                answer = self._change_key(frame.op, key, values)
-        except _NotApplicable as error:
-            answer = encode(Op.FAILED, str(error).encode())
-        memory.answers[index] = answer
-        return Change(answer, True, key, set_name)
+            change = self._apply(frame.op, arguments)
+        except NotApplicable as error:
+            change = Change((Op.FAILED, (str(error).encode(),)))
+        memory.answers[frame.id] = change.answer
+        return change
 
-    def mirror(self, frame: Frame) -> None:
-        """Apply a frame from the active server. ValueError or WireError if it is none of those."""
-        if frame.op is Op.MIRROR:
-            client, body = frame.fields
-            self.change(client, decode_body(body))
-        elif frame.op is Op.MIRROR_KEY:
-            key, value = frame.fields
-            self.keys[key] = value
-        elif frame.op is Op.MIRROR_MEMBERS:
-            name, *members = frame.fields
-            self.sets[name] = dict.fromkeys(members)
-        elif frame.op is Op.MIRROR_CLIENT:
-            client, floor, *rest = frame.fields
-            answers = {number(rest[at]): rest[at + 1] for at in range(0, len(rest), 2)}
-            self._clients[client] = _Memory(number(floor), answers)
-        elif frame.op is Op.MIRROR_RESET:
-            self.keys, self.sets, self._clients = {}, {}, {}
-        else:
-            raise WireError(f"{frame.op.name} from a server that is mirrored")
+    def _apply(self, op: Op, arguments: list[bytes]) -> Change:
+        if op is Op.ARRIVE:
+            name, member = arguments
+            members = self.sets.setdefault(name, {})
+            if member not in members:
+                self._grow(len(member))
+                members[member] = None
+            return Change((Op.OK, (pack_number(len(members)),)), set_name=name)
+        if op is Op.DELETE_PREFIX:
+            (prefix,) = arguments
+            return Change((Op.OK, (pack_number(self._delete_prefix(prefix)),)))
+        if op is Op.SET:
+            if len(arguments) % 2:
+                raise WireError("a key without a value")
+            for at in range(0, len(arguments), 2):
+                self._set(arguments[at], arguments[at + 1])
+            return Change((Op.OK, ()), tuple(arguments[::2]))
+        key, *values = arguments
+        return Change((Op.OK, self._change_key(op, key, values)), (key,))
 
-    def snapshot(self) -> Iterator[bytes]:
-        """Yield frames from which `mirror` makes the same contents."""
-        yield encode(Op.MIRROR_RESET)
-        for key, value in self.keys.items():
-            yield encode(Op.MIRROR_KEY, key, value)
-        for name, members in self.sets.items():
-            yield encode(Op.MIRROR_MEMBERS, name, *members)
-        for client, memory in self._clients.items():
-            answers = (part for index, answer in memory.answers.items() for part in (pack_number(index), answer))
-            yield encode(Op.MIRROR_CLIENT, client, pack_number(memory.floor), *answers)
-
-    def _change_key(self, op: Op, key: bytes, values: list[bytes]) -> bytes:
+    def _change_key(self, op: Op, key: bytes, values: list[bytes]) -> tuple[bytes, ...]:
         if op is Op.DELETE_KEY:
-            return encode(Op.OK, pack_number(self.keys.pop(key, None) is not None))
+            old = self.keys.pop(key, None)
+            self._bytes -= len(old or b"")
+            return (pack_number(old is not None),)
         if op is Op.COMPARE_SET:
             expected, desired = values
-            return encode(Op.OK, self._compare_set(key, expected, desired))
+            return (self._compare_set(key, expected, desired),)
         (value,) = values
-        if op is Op.SET:
-            self.keys[key] = value
-        elif op is Op.APPEND:
-            longer = self.keys.get(key, b"") + value
-            if len(longer) > MAX_CHANGE:
-                raise _NotApplicable(f"key {key!r} would grow beyond {MAX_CHANGE} bytes")
-            self.keys[key] = longer
-        elif op is Op.ADD:
-            total = self._counter(key) + number(value)
-            self.keys[key] = str(total).encode()
-            return encode(Op.OK, pack_number(total))
-        else:
-            raise WireError(f"{op.name} changes nothing")
-        return encode(Op.OK)
+        if op is Op.APPEND:
+            self._set(key, self.keys.get(key, b"") + value)
+            return ()
+        total = self._counter(key) + number(value)
+        self._set(key, str(total).encode())
+        return (pack_number(total),)
+
+    def _set(self, key: bytes, value: bytes) -> None:
+        if len(value) > MAX_VALUE:
+            raise NotApplicable(f"key {key!r} would have {len(value)} bytes; the limit is {MAX_VALUE}")
+        self._grow(len(value) - len(self.keys.get(key, b"")))
+        self.keys[key] = value
+
+    def _grow(self, size: int) -> None:
+        if self._bytes + size > _MOST_BYTES:
+            raise NotApplicable(f"the store is full: it holds {self._bytes} bytes; the limit is {_MOST_BYTES}")
+        self._bytes += size
 
     def _counter(self, key: bytes) -> int:
         text = self.keys.get(key, b"0")
         try:
             return int(text)
         except ValueError:
-            raise _NotApplicable(f"key {key!r} holds {text[:100]!r}, which is not a number to add to") from None
+            raise NotApplicable(f"key {key!r} holds {text[:100]!r}, which is not a number to add to") from None
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         current = self.keys.get(key)
         if current is None and expected:
             return expected  # as torch's stores answer when the key is absent
         if current is None or current == expected:
-            self.keys[key] = desired
+            self._set(key, desired)
             return desired
         return current
 
-    def _arrive(self, name: bytes, member: bytes) -> bytes:
-        members = self.sets.setdefault(name, {})
-        members[member] = None
-        return encode(Op.OK, pack_number(len(members)))
-
-    def _delete_prefix(self, prefix: bytes) -> bytes:
+    def _delete_prefix(self, prefix: bytes) -> int:
         keys = [key for key in self.keys if key.startswith(prefix)]
         sets = [name for name in self.sets if name.startswith(prefix)]
         for key in keys:
-            del self.keys[key]
+            self._bytes -= len(self.keys.pop(key))
         for name in sets:
-            del self.sets[name]
-        return encode(Op.OK, pack_number(len(keys) + len(sets)))
+            self._bytes -= sum(map(len, self.sets.pop(name)))
+        return len(keys) + len(sets)
 
 
-class _NotApplicable(Exception):
-    """The change makes no sense on what the key holds."""
+@dataclass(eq=False)
+class Waiter:
+    """One waiting request of `peer`: for all of `keys`, or for `size` members of the set `set_name`."""
+
+    peer: Any
+    id: int
+    guard: tuple[bytes, bytes]
+    keys: tuple[bytes, ...] = ()
+    set_name: bytes | None = None
+    size: int = 0
+    filed: bytes = b""  # the key it is filed under: one that is missing
+
+
+class Waiters:
+    """Who waits for what. A change looks only at those it may concern. For one thread."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, dict[Waiter, None]] = {}
+        self._by_size: dict[bytes, dict[int, dict[Waiter, None]]] = {}
+        self._by_guard: dict[bytes, dict[Waiter, None]] = {}
+
+    def file(self, waiter: Waiter, missing: bytes = b"") -> None:
+        """Take in a waiter; `missing` is one of its keys that does not exist yet."""
+        if waiter.set_name is not None:
+            self._by_size.setdefault(waiter.set_name, {}).setdefault(waiter.size, {})[waiter] = None
+        else:
+            waiter.filed = missing
+            self._by_key.setdefault(missing, {})[waiter] = None
+        if waiter.guard[0]:
+            self._by_guard.setdefault(waiter.guard[0], {})[waiter] = None
+
+    def of_key(self, key: bytes) -> list[Waiter]:
+        """Return those filed under this key."""
+        return list(self._by_key.get(key, ()))
+
+    def of_size(self, name: bytes, size: int) -> list[Waiter]:
+        """Return those who wait for at most this size of the set."""
+        by_size = self._by_size.get(name, {})
+        return [waiter for wanted in sorted(by_size) if wanted <= size for waiter in by_size[wanted]]
+
+    def of_guard(self, key: bytes, value: bytes) -> list[Waiter]:
+        """Return those who wait only as long as this key has another value."""
+        return [waiter for waiter in self._by_guard.get(key, ()) if waiter.guard[1] != value]
+
+    def discard(self, waiter: Waiter) -> None:
+        """Remove a waiter that is filed."""
+        if waiter.set_name is not None:
+            by_size = self._by_size[waiter.set_name]
+            _drop(by_size, waiter.size, waiter)
+            if not by_size:
+                del self._by_size[waiter.set_name]
+        else:
+            _drop(self._by_key, waiter.filed, waiter)
+        if waiter.guard[0]:
+            _drop(self._by_guard, waiter.guard[0], waiter)
+
+
+def _drop(table: dict[Any, dict[Waiter, None]], key: Any, waiter: Waiter) -> None:
+    filed = table[key]
+    del filed[waiter]
+    if not filed:
+        del table[key]

@@ -1,4 +1,4 @@
-"""Torch-free stores with the logical contents: the whole store, and one namespace of it."""
+"""Torch-free stores with the logical contents: the whole store, and one namespace of it, of one iteration."""
 
 from __future__ import annotations
 
@@ -6,14 +6,49 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from inprocess.coordination.client import StoreClient
+from inprocess.coordination.client import Guard, StoreClient
 from inprocess.coordination.mixin import StoreMixin
+from inprocess.exception import StaleViewError
 
-__all__ = ["CoordinationStore", "Namespace", "PrefixView"]
+__all__ = ["CoordinationStore", "Namespace", "PrefixView", "RestartIndex"]
+
+_RESTART_INDEX = "restart_index"
 
 
 class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of the client count
-    """The client together with the logical contents. `CoordinationStore.from_spec(spec)` in another process."""
+    """The client together with the logical contents."""
+
+
+class RestartIndex:
+    """The number of the iteration that the job is in: a fencing token. It only grows, and is never deleted.
+
+    `store` is the whole store of the job.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def begin(self) -> None:
+        """The job begins, or has begun. StaleViewError if it has restarted since."""
+        found = self._store.compare_set(_RESTART_INDEX, "", "0").decode()
+        if found != "0":
+            raise StaleViewError(f"this process comes too late: the job was restarted {found} times without it")
+
+    def guard(self, iteration: int) -> Guard:
+        """Return the guard of what may be done in this iteration only."""
+        return Guard(_RESTART_INDEX, str(iteration))
+
+    def check(self, iteration: int) -> None:
+        """Raise StaleViewError if the job is in a later iteration."""
+        current = int(self._store.get(_RESTART_INDEX))
+        if current != iteration:
+            raise StaleViewError(f"this process is in iteration {iteration}, and the others are in {current}")
+
+    def advance(self, iteration: int) -> None:
+        """This iteration is over. Any number of processes say so. StaleViewError if the next one is over, too."""
+        following = str(iteration + 1)
+        if self._store.compare_set(_RESTART_INDEX, str(iteration), following).decode() != following:
+            raise StaleViewError(f"this process ends iteration {iteration}, and the others are further on")
 
 
 class PrefixView:
@@ -28,6 +63,10 @@ class PrefixView:
     def _all(self, keys: Sequence[str]) -> list[str]:
         return [self._full(key) for key in keys]
 
+    def _guarded(self) -> dict[str, Guard]:
+        """What goes along with each request that changes something, or waits."""
+        return {}
+
     @property
     def timeout(self) -> timedelta:
         """How long `get` and `wait` wait by default: as the base store."""
@@ -35,30 +74,30 @@ class PrefixView:
         return timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.base_store.set(self._full(key), value)
+        self.base_store.set(self._full(key), value, **self._guarded())
 
     def get(self, key: str) -> bytes:
         value: bytes = self.base_store.get(self._full(key))
         return value
 
     def add(self, key: str, amount: int) -> int:
-        return int(self.base_store.add(self._full(key), amount))
+        return int(self.base_store.add(self._full(key), amount, **self._guarded()))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self.base_store.append(self._full(key), value)
+        self.base_store.append(self._full(key), value, **self._guarded())
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self.base_store.check(self._all(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self.base_store.wait(self._all(keys), self.timeout if timeout is None else timeout)
+        self.base_store.wait(self._all(keys), self.timeout if timeout is None else timeout, **self._guarded())
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        value: bytes = self.base_store.compare_set(self._full(key), expected, desired)
+        value: bytes = self.base_store.compare_set(self._full(key), expected, desired, **self._guarded())
         return value
 
     def delete_key(self, key: str) -> bool:
-        return bool(self.base_store.delete_key(self._full(key)))
+        return bool(self.base_store.delete_key(self._full(key), **self._guarded()))
 
     def num_keys(self) -> int:
         """Return how many keys the whole store has, as torch's prefix store does."""
@@ -69,34 +108,35 @@ class PrefixView:
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self.base_store.multi_set(self._all(keys), list(values))
+        self.base_store.multi_set(self._all(keys), list(values), **self._guarded())
 
     def arrive(self, name: str, member: str) -> int:
-        return int(self.base_store.arrive(self._full(name), member))
+        return int(self.base_store.arrive(self._full(name), member, **self._guarded()))
 
     def wait_size(self, name: str, size: int, timeout: timedelta | None = None) -> int:
-        return int(self.base_store.wait_size(self._full(name), size, timeout))
+        return int(self.base_store.wait_size(self._full(name), size, timeout, **self._guarded()))
 
     def members(self, name: str) -> frozenset[str]:
         return frozenset(self.base_store.members(self._full(name)))
 
     def clear(self) -> None:
-        """Delete this namespace: from the server, and from the journal of this client.
-
-        Other clients must `clear`, or `forget`, as well; what stays in their journals comes back after a fail-over. A
-        store that cannot delete by prefix keeps its keys.
-        """
+        """Delete this namespace. A store that cannot delete by prefix keeps its keys."""
         delete_prefix = getattr(self.base_store, "delete_prefix", None)
         if delete_prefix is not None:
             delete_prefix(f"{self.prefix}/")
 
 
 class Namespace(PrefixView, StoreMixin):  # of both, the operations of the view count
-    """Namespace `prefix` of `base_store`, with the logical contents of its own.
+    """Namespace of an iteration in the `base_store` of a job, with the logical contents of its own.
 
-    The same keys as `inprocess.store.PrefixStore`: a rank and its monitor process see the same.
+    The same keys as `inprocess.store.PrefixStore`. What changes something, or waits, is guarded: StaleViewError as soon
+    as the job is in another iteration.
     """
 
-    def __init__(self, prefix: str | int, base_store: StoreClient) -> None:
-        self.prefix = str(prefix)
+    def __init__(self, iteration: int, base_store: StoreClient) -> None:
+        self.prefix = str(iteration)
         self.base_store = base_store
+        self._guard = {"guard": RestartIndex(base_store).guard(iteration)}
+
+    def _guarded(self) -> dict[str, Guard]:
+        return self._guard

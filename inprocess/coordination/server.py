@@ -1,117 +1,106 @@
 """The server of the coordination store: one thread that owns all contents and all connections.
 
-accepting a client        position 0: at once
-                          standby:    CHECKING -> Scout.look -> an earlier host lives: NOT_ACTIVE
-                                                             -> none does: active from here on, ACCEPTED
-a change                  Contents.change -> frames to the mirrors -> answer -> waiters that it satisfies
-STEP_DOWN                 a later server took over while this process was stopped: nobody is served any more
+    accept --> CHALLENGE --> HELLO with proof --> WELCOME --> requests, in any number at a time
+                  |
+                  +-- no proof within a few seconds, or a wrong one: closed, and nothing else is read
+
+There is one server for a job and no copy of it: who cannot reach it does not go on (see `client`).
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import errno
+import hmac
 import logging
+import resource
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
-from inprocess.coordination.connection import Connection, Purpose
-from inprocess.coordination.peers import Peer
-from inprocess.coordination.requests import Identity, Requests
-from inprocess.coordination.standby import Scout
-from inprocess.coordination.wire import Host, WireError
+from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
+from inprocess.coordination.wire import (
+    MAX_BODY,
+    MAX_GREETING,
+    PROTOCOL,
+    Access,
+    Frame,
+    FrameReader,
+    Op,
+    WireError,
+    encode,
+    fresh_nonce,
+    number,
+    pack_number,
+    proof,
+)
+from inprocess.exception import StoreError
 
-__all__ = ["StoreServer"]
+__all__ = ["StoreServer", "listen"]
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 4096
-_RETRY_S = 0.05
+_GREETING_S = 5.0
+_MOST_STRANGERS = 256  # connections that have not proved anything yet
+_STRANGER_S = 0.5  # so long one may take when others wait for its place
+_RECEIVE = 1 << 16
+_MOST_UNSENT = 64 << 20  # bytes that a peer has not taken; one that does not read must not fill our memory
+_SPARE_DESCRIPTORS = 64
+_ACCEPT_PAUSE_S = 0.1
 
 
 class StoreServer:
-    """Serves one store from a thread of this process.
+    """Serves the store of one job from a thread of this process.
 
-    `position` 0 is the primary and serves at once. Any other position is a standby: it mirrors the active server (see
-    `follow`) and serves nobody until a client asks for it and no earlier host answers any more; from then on it stays
-    active. `host` is the name others reach this machine by; the socket is bound to all addresses, except for a loopback
-    name. `port` 0 picks a free one. `session` says which job and which call of the wrapper this store is for; clients
-    with another session are turned away. `embedded` tells clients that the server lives in a rank process.
-
-    All methods may be called from any thread. `close` ends the thread and frees every socket.
+    It listens at `access.host`, and nowhere else; port 0 picks a free one. Only who knows `access.secret` is served. A
+    client that says nothing for `silence_s` is taken for gone. All methods may be called from any thread; `close` ends
+    the thread and frees every socket.
     """
 
-    def __init__(self, host: str, port: int, *, session: str, position: int = 0, embedded: bool = False) -> None:
-        self._host = Host(position, host, port)
+    def __init__(self, access: Access, *, silence_s: float = 60.0) -> None:
+        self._access = access
+        self._silence_s = silence_s
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
+        self._accepting = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
-        self._scout = Scout(session, str(position), self._adopt_upstream)
-        self._requests = Requests(Identity(position, session, embedded), self._look, self._scout.upstream_lost)
-        self._thread = threading.Thread(target=self._serve, name=f"inprocess-store-server-{position}", daemon=True)
+        self._strangers: dict[_Peer, None] = {}  # in the order of their arrival
+        self._peers: dict[_Peer, None] = {}
+        self._contents = Contents()
+        self._waiters = Waiters()
+        self._look_at = 0.0
+        self._thread = threading.Thread(target=self._serve, name="inprocess-store-server", daemon=True)
         self._closing = False
+        self.request_count = 0
+        self.bytes_sent = 0
 
-    def start(self, bind_timeout: float = 0.0) -> None:
-        """Bind and begin to serve. Once.
+    def start(self, clients: int = 0) -> Access:
+        """Bind and begin to serve; returns the access with the real port. Once.
 
-        OSError (EADDRINUSE) if the port is still taken after `bind_timeout` seconds, e.g. by the server of the
-        previous call that has not quite ended; the server is closed then.
+        OSError if the address cannot be had. StoreError if this process may not have as many descriptors as so many
+        `clients` need.
         """
         try:
-            self._listener = _bind(self._host, bind_timeout)
+            _raise_descriptor_limit(clients)
+            self._listener = listen(self._access.host, self._access.port)
         except BaseException:
             self.close()
             raise
-        self._listener.setblocking(False)
-        self._host = Host(self._host.position, self._host.name, self._listener.getsockname()[1])
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._access = Access(self._access.host, self._listener.getsockname()[1], self._access.job, self._access.secret)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._accept_again()
         self._thread.start()
-
-    @property
-    def host(self) -> Host:
-        """Position, name and real port: what a standby registers with `StoreClient.register_host`."""
-        return self._host
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host name and real port."""
-        return self._host.name, self._host.port
+        return self._access
 
     @property
     def client_count(self) -> int:
-        """How many different clients are connected now."""
-        return len(self._requests.clients)
-
-    @property
-    def request_count(self) -> int:
-        """How many requests were received so far."""
-        return self._requests.count
-
-    @property
-    def mirror_count(self) -> int:
-        """How many standbys copy this server now."""
-        return self._requests.mirror_count
-
-    @property
-    def active(self) -> bool:
-        """Whether this server accepts clients."""
-        return self._requests.active and not self._requests.superseded
-
-    def follow(self, hosts: Iterable[Host]) -> None:
-        """Keep a copy of the contents of the active one of these hosts, until this server itself is active.
-
-        Hosts with a higher position are left out. Call it once, after `start`.
-        """
-        earlier = list(hosts)
-        self._submit(lambda: self._requests.add_earlier(earlier))
-        self._scout.follow(self._earlier)
+        """How many connections there are that have proved to be of this job, and are not silent."""
+        return len(self._peers)
 
     def stop_listening(self) -> None:
         """Give the port back, but go on serving the clients that are connected; they cannot connect again."""
@@ -122,14 +111,10 @@ class StoreServer:
         if self._closing:
             return
         self._closing = True
-        self._scout.stop()
         if self._thread.is_alive():
             self._submit(lambda: None)
             self._thread.join()
-        while self._tasks:
-            self._tasks.popleft()()  # a connection that was handed over must not be left open
-        self._close_peers()
-        self._close_listener()
+        self._close_all()
         self._wake_reader.close()
         self._wake_writer.close()
         self._selector.close()
@@ -140,140 +125,325 @@ class StoreServer:
         with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: nobody is there to run it
             self._wake_writer.send(b"\0")
 
-    # In the threads of the scout.
-
-    def _earlier(self) -> Sequence[Host]:
-        found: list[Host] = []
-        done = threading.Event()
-
-        def collect() -> None:
-            found.extend(self._requests.earlier())
-            done.set()
-
-        self._submit(collect)
-        while not done.wait(_RETRY_S) and not self._closing:
-            pass
-        return found
-
-    def _adopt_upstream(self, connection: Connection) -> None:
-        def adopt() -> None:
-            peer = Peer(connection.socket, "upstream", self._selector, connection.reader)
-            self._requests.mirror_from(peer, connection.unread())
-
-        if self._closing:
-            connection.close()
-        else:
-            self._submit(adopt)
-
-    def _look(self, earlier: Sequence[Host]) -> None:
-        self._scout.look(earlier, lambda living: self._submit(lambda: self._requests.verdict(living)))
-
-    # In the thread of the server.
+    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             while not self._closing:
                 self._turn()
         except BaseException:
-            _log.exception("store server %d ends, its clients must find another one", self._host.position)
+            _log.exception("the store server ends; the job cannot go on without it")
             raise
         finally:
-            self._close_peers()
-            self._close_listener()
+            self._close_all()
 
     def _turn(self) -> None:
-        deadline = self._requests.waiters.next_deadline()
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = self._selector.select(timeout)
-        if any(key.fileobj is self._listener for key, _ in ready):
-            self._accept()
-            ready = self._selector.select(0)
-        # Those who are no clients come first: when this process was stopped, and a later server has taken over, the
-        # word of it is among them, and no client may be served any more.
-        for key, events in sorted(ready, key=lambda entry: _is_client(entry[0].data)):
-            if isinstance(key.data, Peer) and not (self._requests.superseded and _is_client(key.data)):
+        for key, events in self._selector.select(max(0.0, self._look_at - time.monotonic())):
+            if isinstance(key.data, _Peer):
                 self._attend(key.data, events)
             elif key.fileobj is self._wake_reader:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_reader.recv(4096)
+            else:
+                self._accept()
         while self._tasks:
             self._tasks.popleft()()
-        self._requests.expire()
-        if self._requests.superseded:
-            self._close_served_peers()
+        if time.monotonic() >= self._look_at:
+            self._drop_silent()
 
-    def _attend(self, peer: Peer, events: int) -> None:
+    def _attend(self, peer: _Peer, events: int) -> None:
         try:
-            if peer.closed:
-                return
             if events & selectors.EVENT_WRITE:
                 peer.flush()
             if events & selectors.EVENT_READ:
                 for frame in peer.frames():
                     if peer.closed:
                         return
-                    self._requests.handle(peer, frame)
-        except (OSError, WireError, ValueError) as error:
-            self._requests.drop(peer, error)
+                    self._handle(peer, frame)
+        except (OSError, ValueError) as error:
+            self._drop(peer, error)
+
+    def _drop_silent(self) -> None:
+        """Close connections that have not greeted, or are silent, for too long."""
+        now = time.monotonic()
+        for peer in [peer for peer in self._strangers if now - peer.heard_at >= _GREETING_S]:
+            self._drop(peer, TimeoutError(f"it proved nothing within {_GREETING_S:g} s"))
+        for peer in [peer for peer in self._peers if now - peer.heard_at >= self._silence_s]:
+            self._drop(peer, TimeoutError(f"it said nothing for {self._silence_s:g} s"))
+        self._look_at = now + min(1.0, self._silence_s / 4)
+        self._accept_again()
+
+    # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                try:
-                    sock, address = self._listener.accept()
-                except BlockingIOError:
-                    raise
-                except OSError as error:
-                    _log.error("store server %d cannot accept a connection: %s", self._host.position, error)
-                    time.sleep(_RETRY_S)  # most likely out of descriptors, which only time can heal
-                    return
-                Peer(sock, f"{address[0]}:{address[1]}", self._selector)
+        while self._make_room():
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # most likely out of descriptors, which only time can heal
+                _log.error("the store server cannot accept a connection: %s", error)
+                self._pause_accepting()
+                return
+            peer = _Peer(sock, f"{address[0]}:{address[1]}", self._selector, self)
+            self._strangers[peer] = None
+            try:
+                peer.send(encode(Op.CHALLENGE, 0, PROTOCOL, peer.nonce))
+            except OSError as error:
+                self._drop(peer, error)
+
+    def _make_room(self) -> bool:
+        """Whether one more stranger may come in. If there are too many, the oldest goes, but not before its time."""
+        if len(self._strangers) < _MOST_STRANGERS:
+            return True
+        oldest = next(iter(self._strangers))
+        if time.monotonic() - oldest.heard_at < _STRANGER_S:
+            self._pause_accepting()
+            return False
+        self._drop(oldest, TimeoutError("it proved nothing, and others wait"))
+        return True
+
+    def _pause_accepting(self) -> None:
+        if self._accepting and self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._accepting = False
+            self._look_at = min(self._look_at, time.monotonic() + _ACCEPT_PAUSE_S)
+
+    def _accept_again(self) -> None:
+        if not self._accepting and self._listener is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accepting = True
+
+    def _drop(self, peer: _Peer, reason: BaseException) -> None:
+        """Forget a peer and close its connection. Idempotent."""
+        if peer.closed:
+            return
+        level = logging.WARNING if isinstance(reason, ValueError) else logging.DEBUG
+        _log.log(level, "store server: connection from %s: %s", peer.name, reason)
+        for waiter in peer.waiting.values():
+            self._waiters.discard(waiter)
+        peer.waiting.clear()
+        self._strangers.pop(peer, None)
+        self._peers.pop(peer, None)
+        peer.close()
 
     def _close_listener(self) -> None:
         if self._listener is not None:
-            with contextlib.suppress(KeyError):
+            if self._accepting:
                 self._selector.unregister(self._listener)
+                self._accepting = False
             self._listener.close()
             self._listener = None
 
-    def _peers(self) -> list[Peer]:
-        return [key.data for key in self._selector.get_map().values() if isinstance(key.data, Peer)]
+    def _close_all(self) -> None:
+        for peer in [*self._strangers, *self._peers]:
+            self._drop(peer, ConnectionAbortedError("the server closes"))
+        self._close_listener()
 
-    def _close_served_peers(self) -> None:
-        for peer in self._peers():
-            if peer.accepted:
-                self._requests.drop(peer, ConnectionAbortedError("superseded"))
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _close_peers(self) -> None:
-        for peer in self._peers():
-            self._requests.drop(peer, ConnectionAbortedError("the server closes"))
+    def _handle(self, peer: _Peer, frame: Frame) -> None:
+        """Do what a frame says. ValueError: it makes no sense, and the connection must be dropped."""
+        op = frame.op
+        if peer.client is None:
+            self._greet(peer, frame)
+        elif op is Op.PING:
+            peer.send(encode(Op.PONG))
+        elif op is Op.BYE:
+            self._contents.forget_client(peer.client)
+            self._drop(peer, ConnectionResetError("it has ended"))
+        elif op is Op.CANCEL:
+            waiter = peer.waiting.get(frame.id)
+            if waiter is not None:
+                self._release(waiter, (Op.CANCELLED, ()))
+        else:
+            self.request_count += 1
+            self._serve_request(peer, peer.client, frame)
 
+    def _greet(self, peer: _Peer, frame: Frame) -> None:
+        if frame.op is not Op.HELLO or len(frame.fields) != 3:
+            raise WireError(f"{frame.op.name} is no greeting")
+        client, nonce, theirs = frame.fields
+        expected = proof(self._access, b"client", peer.nonce, nonce, client)
+        if not hmac.compare_digest(theirs, expected):
+            peer.send(encode(Op.REFUSED))
+            raise WireError("it does not know the secret of this job")
+        peer.client = client
+        peer.reader.limit = MAX_BODY
+        del self._strangers[peer]
+        self._peers[peer] = None
+        peer.send(encode(Op.WELCOME, 0, proof(self._access, b"server", nonce, peer.nonce)))
 
-def _is_client(data: object) -> bool:
-    return isinstance(data, Peer) and data.accepted and data.purpose is Purpose.CLIENT
+    def _serve_request(self, peer: _Peer, client: bytes, frame: Frame) -> None:
+        contents, fields = self._contents, frame.fields
+        if frame.op.changes:
+            change = contents.change(client, frame)
+            peer.answer(frame.id, change.answer)
+            for key in change.keys:
+                self._key_changed(key)
+            if change.set_name is not None:
+                self._set_grew(change.set_name)
+        elif frame.op.waits:
+            self._wait(peer, frame)
+        elif frame.op is Op.CHECK:
+            peer.answer(frame.id, (Op.OK, (pack_number(all(key in contents.keys for key in fields)),)))
+        elif frame.op is Op.NUM_KEYS:
+            peer.answer(frame.id, (Op.OK, (pack_number(len(contents.keys)),)))
+        elif frame.op is Op.MEMBERS:
+            peer.answer(frame.id, (Op.OK, tuple(contents.sets.get(fields[0], {}))))
+        else:
+            raise WireError(f"{frame.op.name} is no request")
 
+    def _wait(self, peer: _Peer, frame: Frame) -> None:
+        guard_key, guard_value, *rest = frame.fields
+        guard = (guard_key, guard_value)
+        if frame.op is Op.GET:
+            waiter = Waiter(peer, frame.id, guard, keys=tuple(rest))
+        else:
+            waiter = Waiter(peer, frame.id, guard, set_name=rest[0], size=number(rest[1]))
+        answer = self._contents.stale(guard) or self._answer_to(waiter)
+        if answer is not None:
+            peer.answer(frame.id, answer)
+        elif frame.id not in peer.waiting:
+            self._file(waiter)
 
-def _bind(host: Host, timeout: float) -> socket.socket:
-    """Return a listening socket."""
-    deadline = time.monotonic() + timeout
-    while True:
+    def _file(self, waiter: Waiter) -> None:
+        missing = next((key for key in waiter.keys if key not in self._contents.keys), b"")
+        waiter.peer.waiting[waiter.id] = waiter
+        self._waiters.file(waiter, missing)
+
+    def _answer_to(self, waiter: Waiter) -> Answer | None:
+        contents = self._contents
+        if waiter.set_name is not None:
+            size = len(contents.sets.get(waiter.set_name, ()))
+            return (Op.OK, (pack_number(size),)) if size >= waiter.size else None
+        if any(key not in contents.keys for key in waiter.keys):
+            return None
+        return Op.OK, tuple(contents.keys[key] for key in waiter.keys)
+
+    def _key_changed(self, key: bytes) -> None:
+        value = self._contents.keys.get(key, b"")
+        for waiter in self._waiters.of_guard(key, value):
+            self._release(waiter, (Op.STALE, (value,)))
+        if key in self._contents.keys:
+            for waiter in self._waiters.of_key(key):
+                answer = self._answer_to(waiter)
+                self._waiters.discard(waiter)
+                del waiter.peer.waiting[waiter.id]
+                if answer is None:
+                    self._file(waiter)
+                else:
+                    self._send_answer(waiter, answer)
+
+    def _set_grew(self, name: bytes) -> None:
+        size = len(self._contents.sets.get(name, ()))
+        for waiter in self._waiters.of_size(name, size):
+            self._release(waiter, (Op.OK, (pack_number(size),)))
+
+    def _release(self, waiter: Waiter, answer: Answer) -> None:
+        self._waiters.discard(waiter)
+        del waiter.peer.waiting[waiter.id]
+        self._send_answer(waiter, answer)
+
+    def _send_answer(self, waiter: Waiter, answer: Answer) -> None:
         try:
-            return _listen(host)
+            waiter.peer.answer(waiter.id, answer)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise
-        time.sleep(_RETRY_S)
+            self._drop(waiter.peer, error)
 
 
-def _listen(host: Host) -> socket.socket:
-    """Bind to loopback if that is the host's name, else to all addresses, of both families where there are two.
+class _Peer:
+    """One accepted connection, non-blocking, in the thread of the server.
 
-    Not to the address of the name: behind an address translation, no interface of this machine has it.
+    `client` is known once it has proved that it is of this job; until then only a small frame is accepted.
     """
-    if host.name == "localhost" or host.name.startswith("127."):
-        return socket.create_server((host.name, host.port), backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", host.port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", host.port), backlog=_BACKLOG)
+
+    def __init__(self, sock: socket.socket, name: str, selector: selectors.BaseSelector, server: StoreServer) -> None:
+        self.name = name
+        self.reader = FrameReader(MAX_GREETING)
+        self.nonce = fresh_nonce()
+        self.client: bytes | None = None
+        self.waiting: dict[int, Waiter] = {}
+        self.heard_at = time.monotonic()
+        self.closed = False
+        self._socket = sock
+        self._selector = selector
+        self._server = server
+        self._unsent = bytearray()
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # it may be gone already, which the first read will tell
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        selector.register(sock, selectors.EVENT_READ, self)
+
+    def frames(self) -> list[Frame]:
+        """Read what is there and return the complete frames.
+
+        ConnectionResetError when the peer has closed; WireError when what it sends is not of this protocol.
+        """
+        try:
+            data = self._socket.recv(_RECEIVE)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError("closed")
+        if self.client is not None:
+            self.heard_at = time.monotonic()
+        self.reader.feed(data)
+        return list(self.reader.frames())
+
+    def answer(self, id: int, answer: Answer) -> None:
+        """Answer a request."""
+        op, fields = answer
+        self.send(encode(op, id, *fields))
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, later if the peer is slow. OSError when that cannot be."""
+        if self.closed:
+            return
+        self._unsent += frame
+        self._server.bytes_sent += len(frame)
+        if len(self._unsent) > _MOST_UNSENT:
+            raise ConnectionAbortedError("it does not read what it is sent")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the peer takes now. OSError when the connection is broken."""
+        while self._unsent:
+            try:
+                sent = self._socket.send(memoryview(self._unsent)[: 1 << 20])
+            except BlockingIOError:
+                break
+            del self._unsent[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        if self._selector.get_key(self._socket).events != events:
+            self._selector.modify(self._socket, events, self)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._selector.unregister(self._socket)
+            self._socket.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket at the address of this name, and at no wider one; not blocking. OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _raise_descriptor_limit(clients: int) -> None:
+    """See that this process may have a descriptor for each client."""
+    needed = clients + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise StoreError(
+            f"the server of the coordination store needs {needed} file descriptors, and this process may have {hard}: "
+            f"raise the hard limit (`ulimit -Hn {needed}`, LimitNOFILE= of systemd) on the first node"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

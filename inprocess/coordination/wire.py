@@ -1,46 +1,53 @@
-"""What goes over a connection: length-prefixed frames of an operation and byte strings.
+"""What goes over a connection to the server: length-prefixed frames, and the proof that both ends know the secret.
 
     frame   := length of the body (4 bytes, big-endian) body
-    body    := operation (1 byte) field*
+    body    := operation (1 byte) id (8 bytes) field*
     field   := length (4 bytes) bytes
 
-Nothing on the wire is ever executed or unpickled. Numbers are 8 byte big-endian fields, durations are milliseconds.
+The server begins with a challenge. What the client answers proves that it knows the secret of the job, and what the
+server answers to that proves the same of the server: HMAC-SHA256 (RFC 2104) over the nonces of both, the name of the
+job and who speaks. Nothing else of a connection is read before that. Later frames are not signed.
+
+Requests carry an id that the client chose, and answers carry it back, in any order. Nothing on the wire is ever
+executed or unpickled. Numbers are 8 byte big-endian fields.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
+import hashlib
+import hmac
+import os
+import secrets
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 __all__ = [
-    "HOSTS_KEY",
     "MAX_BODY",
-    "MAX_CHANGE",
     "MAX_GREETING",
+    "MAX_VALUE",
     "PROTOCOL",
+    "Access",
     "Frame",
     "FrameReader",
-    "Host",
     "Op",
     "WireError",
-    "decode_body",
     "encode",
-    "body_of",
+    "fresh_nonce",
     "number",
     "pack_number",
-    "parse_hosts",
+    "proof",
 ]
 
-PROTOCOL = b"inprocess store 1"
-MAX_BODY = 64 << 20  # of one frame; the store is for coordination, not for tensors
-MAX_CHANGE = 32 << 20  # of the fields of a change, and of a value: it must fit into the frames of a mirror, too
-MAX_GREETING = 64 << 10  # before a connection has introduced itself
-HOSTS_KEY = "__hosts__"  # the one key that servers read: lines "position host port"
+PROTOCOL = b"inprocess store 2"
+MAX_VALUE = 4 << 20  # of one key; the store is for coordination, not for tensors
+MAX_BODY = 8 << 20  # of one frame
+MAX_GREETING = 1 << 10  # of a frame of a connection that has not proved anything yet
 
 _LENGTH = struct.Struct(">I")
+_HEAD = struct.Struct(">BQ")
 _NUMBER = struct.Struct(">q")
 
 
@@ -48,86 +55,85 @@ class WireError(ValueError):
     """The bytes on a connection are not frames of this protocol; only that connection is lost."""
 
 
+@dataclass(frozen=True)
+class Access:
+    """Where the server of a job listens, and what opens it. `job` is a nonce; the secret is not shown."""
+
+    host: str
+    port: int
+    job: str = field(default_factory=lambda: secrets.token_hex(8))
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+
+    def to_document(self) -> dict[str, Any]:
+        """Return it in JSON's types, with the secret."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Access:
+        """Read what `to_document` returned."""
+        return cls(str(document["host"]), int(document["port"]), str(document["job"]), str(document["secret"]))
+
+
 class Op(enum.IntEnum):
-    """Requests up to 63, answers from 64."""
+    """Requests up to 63, answers from 64. A request that is guarded begins with the guard's key and value."""
 
-    HELLO = 1  # protocol, session, client id, purpose, host "position host port" of every earlier server
-    SYNC = 2
-    GET = 3  # key, timeout
-    CHECK = 4  # key*
-    WAIT = 5  # timeout, key*
+    HELLO = 1  # client id, nonce, proof
+    PING = 2
+    BYE = 3  # the client needs nothing any more
+    CANCEL = 4  # the id of a request that waits: it is answered now, unless it was before
+    CHECK = 5  # key*
     NUM_KEYS = 6
-    WAIT_SIZE = 7  # name, size, timeout
-    MEMBERS = 8  # name
-    WATCH = 10  # never answered: who sends it waits for the end of the connection
-    STEP_DOWN = 9  # from a server that took over: serve nobody any more
+    MEMBERS = 7  # name
 
-    # These change contents; their first two fields are sequence number and floor.
-    SET = 16  # key, value
+    # These are answered when it is so. Guarded.
+    GET = 8  # guard, guard, key*: when all exist; their values
+    WAIT_SIZE = 9  # guard, guard, name, size: when the set has that size
+
+    # These change contents, once for each id of a client. Guarded; then the floor: all ids below are decided.
+    SET = 16  # (key, value)*
     ADD = 17  # key, amount
     APPEND = 18  # key, value
     COMPARE_SET = 19  # key, expected, desired
     DELETE_KEY = 20  # key
     DELETE_PREFIX = 21  # prefix
     ARRIVE = 22  # name, member
-    REPLAY = 23  # the body of a frame that changes contents; not answered
 
-    # From the active server to those that mirror it.
-    MIRROR = 32  # client id, the body of a frame that changed contents
-    MIRROR_KEY = 33  # key, value
-    MIRROR_MEMBERS = 34  # name, member*
-    MIRROR_CLIENT = 35  # client id, floor, (sequence number, answer body)*
-    MIRROR_RESET = 36
+    CHALLENGE = 64  # protocol, nonce
+    WELCOME = 65  # proof
+    REFUSED = 66
+    PONG = 67
+    OK = 68  # what the request asked for
+    FAILED = 69  # text: the request makes no sense
+    STALE = 70  # the value that the guard's key has instead
+    CANCELLED = 71  # what the request waits for is not so yet
 
-    OK = 64  # what the request asked for
-    TIMED_OUT = 65
-    FAILED = 66  # text: the request makes no sense
-    ACCEPTED = 67  # embedded: 1 if the server lives in a rank process
-    CHECKING = 68  # a standby looks whether an earlier host lives; its verdict follows on this connection
-    NOT_ACTIVE = 69  # a standby, and an earlier host lives
-    OTHER_SESSION = 70
-    SUPERSEDED = 71  # a later server has taken over
+    @property
+    def waits(self) -> bool:
+        return self in (Op.GET, Op.WAIT_SIZE)
 
     @property
     def changes(self) -> bool:
         return Op.SET <= self <= Op.ARRIVE
 
 
-@dataclass(frozen=True, order=True)
-class Host:
-    """Where a server listens. Clients use servers in ascending `position`; the primary has position 0."""
-
-    position: int
-    name: str
-    port: int
-
-    def __str__(self) -> str:
-        """Return the text form, which `from_str` reads."""
-        return f"{self.position} {self.name} {self.port}"
-
-    @classmethod
-    def from_str(cls, text: str) -> Host:
-        """Read the text form. ValueError if it is not one."""
-        position, name, port = text.split(" ")
-        return cls(int(position), name, int(port))
-
-
-def parse_hosts(text: bytes) -> list[Host]:
-    """Return the hosts in the value of `HOSTS_KEY`; lines that are none (somebody else wrote them) are left out."""
-    hosts = set()
-    for line in text.decode(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            hosts.add(Host.from_str(line))
-    return sorted(hosts)
-
-
 @dataclass(frozen=True)
 class Frame:
-    """One operation with its fields."""
+    """One operation with its id and fields."""
 
     op: Op
+    id: int
     fields: tuple[bytes, ...]
-    body: bytes  # as it came: mirrors get it unchanged
+
+
+def proof(access: Access, who: bytes, *nonces: bytes) -> bytes:
+    """Return what only somebody who knows the secret can say; compare with `hmac.compare_digest`."""
+    message = b"\0".join((PROTOCOL, who, access.job.encode(), *(nonce.hex().encode() for nonce in nonces)))
+    return hmac.new(access.secret.encode(), message, hashlib.sha256).digest()
+
+
+def fresh_nonce() -> bytes:
+    """Return bytes that nobody has seen before."""
+    return os.urandom(16)
 
 
 def pack_number(value: int) -> bytes:
@@ -146,11 +152,11 @@ def number(field: bytes) -> int:
     return value
 
 
-def encode(op: Op, *fields: bytes) -> bytes:
+def encode(op: Op, id: int = 0, *fields: bytes) -> bytes:
     """Return a whole frame. WireError when it is larger than `MAX_BODY`."""
-    parts = [b"", bytes((op,))]
-    for field in fields:
-        parts += (_LENGTH.pack(len(field)), field)
+    parts = [b"", _HEAD.pack(op, id)]
+    for part in fields:
+        parts += (_LENGTH.pack(len(part)), part)
     size = sum(map(len, parts))
     if size > MAX_BODY:
         raise WireError(f"a request of {size} bytes; the limit is {MAX_BODY}")
@@ -158,21 +164,16 @@ def encode(op: Op, *fields: bytes) -> bytes:
     return b"".join(parts)
 
 
-def body_of(frame: bytes) -> bytes:
-    """Return the body of one encoded frame."""
-    return frame[_LENGTH.size :]
-
-
-def decode_body(body: bytes) -> Frame:
-    """Return the frame with this body. WireError if it is malformed."""
-    if not body:
-        raise WireError("an empty frame")
+def _decode(body: bytes) -> Frame:
+    if len(body) < _HEAD.size:
+        raise WireError("a frame without operation and id")
+    code, id = _HEAD.unpack_from(body)
     try:
-        op = Op(body[0])
+        op = Op(code)
     except ValueError:
-        raise WireError(f"no operation has number {body[0]}") from None
+        raise WireError(f"no operation has number {code}") from None
     fields = []
-    at = 1
+    at = _HEAD.size
     while at < len(body):
         start = at + _LENGTH.size
         if start > len(body):
@@ -181,7 +182,7 @@ def decode_body(body: bytes) -> Frame:
         if at > len(body):
             raise WireError("a field is longer than its frame")
         fields.append(body[start:at])
-    return Frame(op, tuple(fields), body)
+    return Frame(op, id, tuple(fields))
 
 
 class FrameReader:
@@ -209,9 +210,4 @@ class FrameReader:
                 return
             body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
             del self._buffer[:end]
-            yield decode_body(body)
-
-    @property
-    def pending(self) -> int:
-        """How many bytes of an incomplete frame have come."""
-        return len(self._buffer)
+            yield _decode(body)

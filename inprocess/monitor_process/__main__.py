@@ -9,19 +9,17 @@ import signal
 import socket
 import sys
 
-from inprocess.coordination.server import StoreServer
 from inprocess.monitor_process.daemon import Daemon
 from inprocess.monitor_process.messages import Channel, Configure, Failed, Started
 from inprocess.monitor_process.target import Target
 
 _log = logging.getLogger("inprocess.monitor_process")
-_BIND_TIMEOUT_S = 30.0
 
 
 def main(arguments: list[str]) -> int:
-    """Watch one rank until it, and all who use the store hosted here, are done."""
+    """Watch one rank until it is done, or dead and spoken for."""
     os.chdir("/")
-    os.umask(0)
+    os.umask(0o077)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # of the rank's terminal or launcher; a monitor ends after its rank
     end = socket.socket(fileno=int(arguments[0]))
@@ -37,14 +35,13 @@ def main(arguments: list[str]) -> int:
     except ProcessLookupError:
         return 0
     try:
-        server = _host(config)
+        _write_pidfile(config)
     except OSError as error:
-        channel.send(Failed(f"cannot host the store at {config.host_address}: {error}"))
+        channel.send(Failed(f"cannot write its pid file: {error}"))
         return 1
-    _write_pidfile(config)
-    channel.send(Started(os.getpid(), server.address if server is not None else None))
+    channel.send(Started(os.getpid()))
     try:
-        Daemon(config, channel, target, stacks_fd, server).run()
+        Daemon(config, channel, target, stacks_fd).run()
     except BaseException:
         _log.exception("the monitor process of initial rank %d fails", config.initial_rank)
         return 1
@@ -66,15 +63,6 @@ def _first_message(channel: Channel) -> Configure | None:
     if not isinstance(message, Configure):
         raise TypeError(f"the first message must be Configure, not {type(message).__name__}")
     return message
-
-
-def _host(config: Configure) -> StoreServer | None:
-    if config.host_position is None:
-        return None
-    host, port = config.host_address or ("", 0)
-    server = StoreServer(host, port, session=config.session, position=config.host_position)
-    server.start(bind_timeout=_BIND_TIMEOUT_S if port else 0.0)
-    return server
 
 
 def _log_to(config: Configure) -> None:

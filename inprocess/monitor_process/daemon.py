@@ -3,13 +3,13 @@ is dead.
 
     one thread      Daemon.run: messages of the rank, its death, its time limits; talks to the store
     per iteration   SiblingMonitor: heartbeats
-    on some ranks   StoreServer: the store all ranks agree through, which so outlives every rank
 
 It is a process of its own, started from scratch: no torch, no CUDA context, no lock and no socket of the rank is in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import time
@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from inprocess.agreement import Agreement, CoordinationStore, depart
+from inprocess.agreement import Agreement, IterationStore, depart
 from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
-from inprocess.exception import RestartError
+from inprocess.exception import RestartError, StaleViewError
 from inprocess.main_thread.stacks import read_stacks
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.limits import Limit, ProgressLimits
@@ -35,7 +35,6 @@ __all__ = ["Daemon"]
 
 _log = logging.getLogger(__name__)
 _STACKS_TIMEOUT_S = 2.0  # of a machine that is busy; a process that cannot answer at all costs no time
-_LINGER_PAUSE_S = 0.05
 
 
 @dataclass
@@ -49,20 +48,20 @@ class _Position:
 
 @dataclass
 class Daemon:
-    """The loop of a monitor process. `server` is the store's, if it is hosted here."""
+    """The loop of a monitor process."""
 
     config: messages.Configure
     channel: Channel
     target: Target
     stacks_fd: int | None = None
-    server: Any = None
     _store: Any = None
     _position: _Position | None = None
     _sibling: SiblingMonitor | None = None
     _leaving: bool = False
     _done: bool = False
-    _completed: bool = False
     _heard_at: float = 0.0
+    _left_behind: bool = False
+    _cut_off_since: float | None = None
     _limits: ProgressLimits = field(init=False)
     _sections: EmbeddedSections = field(init=False)
 
@@ -73,7 +72,7 @@ class Daemon:
         self._sections = EmbeddedSections(config.sections_fd, grace_s, config.soft_timeout_s / 2, self._limits.silent_s)
 
     def run(self) -> None:
-        """Watch until the rank says that the call is over, or is dead and spoken for. Then host as long as needed."""
+        """Watch until the rank says that the call is over, or is dead and spoken for."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(self.target, select.POLLIN)
@@ -87,10 +86,9 @@ class Daemon:
                     channel_open = False
                 if self.target.fileno() in ready and not self._done:
                     self._target_died()
-                else:
+                elif self._belongs_to_the_job():
                     self._check_sections()
                     self._check_limits()
-            self._host_for_others()
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -122,8 +120,7 @@ class Daemon:
                 self._limits.enabled = True
             case messages.Leaving():
                 self._leaving = True
-            case messages.Terminate(completed):
-                self._completed = completed
+            case messages.Terminate():
                 self._done = True
             case _:
                 _log.error("a %s is not for a monitor process", type(message).__name__)
@@ -131,10 +128,7 @@ class Daemon:
     def _connect(self, description: dict[str, Any]) -> None:
         if self._store is not None:
             self._store.close()
-        self._store = open_store(description)
-        if self.server is not None and self.server.host.position > 0:
-            self.server.follow([host for host in self._store.hosts if host.position < self.server.host.position])
-
+        self._store = open_store(description, self.config.heartbeat_timeout_s)
         if self._position is None:  # from here on the others count on this rank
             self._position = _Position(self.config.initial_rank, None, 0)
             self._limits.start(time.monotonic())
@@ -143,10 +137,6 @@ class Daemon:
         self._stop_sibling()
         self._position = position
         assert position.world_size is not None
-        forget = getattr(self._store, "forget", None)
-        if forget is not None and position.iteration > 1:
-            forget(f"{position.iteration - 2}/")
-            self._store.refresh_hosts()
         self._limits.start(time.monotonic())
         self._sibling = SiblingMonitor(
             self._store_of(position.iteration),
@@ -156,12 +146,13 @@ class Daemon:
             timeout_s=self.config.heartbeat_timeout_s,
             report=lambda ranks: self._report_unresponsive(position, ranks),
             note=lambda: self._sections.note(position.rank),
+            stale=lambda: self._look_if_left_behind(position.iteration),
         )
         self._sibling.start()
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _store_of(self, iteration: int) -> CoordinationStore:
+    def _store_of(self, iteration: int) -> IterationStore:
         return iteration_store(self._store, iteration)
 
     def _agreement(self, iteration: int) -> Agreement:
@@ -191,10 +182,33 @@ class Daemon:
         for identity in identities:
             agreement.arrive_at_end(identity)
 
+    def _look_if_left_behind(self, iteration: int) -> None:
+        """Any thread: the others are in a later iteration than this one. Did they go on without this rank?"""
+        with contextlib.suppress(RestartError):
+            self._left_behind |= self._agreement(iteration).was_left_behind(self.config.initial_rank)
+
     def _stop_sibling(self) -> None:
         if self._sibling is not None:
             self._sibling.stop(self.config.barrier_timeout_s)
             self._sibling = None
+
+    def _belongs_to_the_job(self) -> bool:
+        """Whether this rank still has the store, and is up with the others. If not, it is ended.
+
+        A rank that is cut off ends itself; one that is stuck is ended here, some time later.
+        """
+        failure = getattr(self._store, "failure", None)
+        if failure is None and not self._left_behind:
+            self._cut_off_since = None
+            return True
+        now = time.monotonic()
+        if self._cut_off_since is None:
+            _log.error("%s", failure or "the others went on without this rank")
+            self._cut_off_since = now
+        if self._left_behind or now - self._cut_off_since > self.config.heartbeat_timeout_s / 2:
+            self.target.kill(0.0 if self._left_behind else self.config.termination_grace_s)
+            self._done = True
+        return False
 
     # -- time limits ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +251,8 @@ class Daemon:
         self._attempt(lambda: agreement.mark_gone(initial_rank), "the rank is killed without a word")
         self._record(InterruptionRecord(position.rank, Interruption.HARD_TIMEOUT, summary, detail))
         _log.error("killing process %d of rank %d", self.target.pid, position.rank)
-        self.target.kill(self.config.termination_grace_s)
+        if not self.target.kill(self.config.termination_grace_s):
+            _log.critical("process %d cannot be killed; the others go on without it", self.target.pid)
         self._target_died()
 
     def _is_mute(self) -> bool:
@@ -282,28 +297,18 @@ class Daemon:
         """Do something at the store; without a store the rank must be watched all the same."""
         try:
             return act()
+        except StaleViewError as error:
+            _log.error("%s: %s", otherwise, error)
+            if self._position is not None:
+                self._look_if_left_behind(self._position.iteration)
+            return None
         except RestartError as error:
             _log.error("%s: %s", otherwise, error)
             return None
-
-    def _host_for_others(self) -> None:
-        """Serve the store until no other process uses it. They end before us, or go over to another host."""
-        self._stop_sibling()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        if self.server is None:
-            return
-        if self._completed:
-            self.server.stop_listening()  # the next call wants the port
-        while self.server.client_count:
-            time.sleep(_LINGER_PAUSE_S)
 
     def _close(self) -> None:
         self._stop_sibling()
         if self._store is not None:
             self._store.close()
-        if self.server is not None:
-            self.server.close()
         self.channel.close()
         self.target.close()

@@ -11,14 +11,12 @@ import logging
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from inprocess.child_process import start_module
 from inprocess.exception import InternalError
 from inprocess.main_thread.joinable import JoinableThread
 from inprocess.monitor_process import messages
@@ -32,7 +30,6 @@ _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 _MOST_DEATHS_IN_A_ROW = 3
 _QUIET_S = 60.0
-_HOSTS = 4  # so many ranks host the store or stand by; a later host of the same rank comes after all first ones
 
 
 class _KilledAtStart(InternalError):
@@ -42,9 +39,8 @@ class _KilledAtStart(InternalError):
 class MonitorProcess:
     """The monitor process of this rank.
 
-    `describe_store(started)` is called after each start of another one and returns the description of the store for
-    it; `on_lost(error)` when no other one can be started. Both run on the keeper thread. All methods may be called from
-    any thread, and none waits for the monitor process, except `start` and `shutdown`, which are bounded.
+    `on_lost(error)` is called on the keeper thread when no other one can be started. All methods may be called from any
+    thread, and none waits for the monitor process, except `start` and `shutdown`, which are bounded.
     """
 
     def __init__(
@@ -52,12 +48,10 @@ class MonitorProcess:
         config: Configure,
         *,
         stacks_fd: int | None = None,
-        describe_store: Callable[[Started], dict[str, Any]] | None = None,
         on_lost: Callable[[Exception], None] | None = None,
     ) -> None:
         self._config = config
         self._stacks_fd = stacks_fd
-        self._describe_store = describe_store
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._channel: Channel | None = None
@@ -77,17 +71,12 @@ class MonitorProcess:
         assert self._process is not None
         return self._process.pid
 
-    @property
-    def host_position(self) -> int | None:
-        """Where the one that runs now stands in the order of hosts of the store; None if it hosts nothing."""
-        return self._config.host_position
-
     def start(self) -> Started:
         """Start it; returns when it runs, and hosts the store if it is to. InternalError if it does not."""
         try:
             started = self._spawn_again_if_killed()
         except BaseException:
-            self.shutdown(completed=False)
+            self.shutdown()
             raise
         self._keeper.start()
         return started
@@ -139,16 +128,13 @@ class MonitorProcess:
         os.eventfd_write(self._wake, 1)
         self._keeper.join()
 
-    def shutdown(self, *, completed: bool) -> None:
-        """End it, and wait for its end, a few seconds at most. Idempotent.
-
-        One that hosts the store goes on for as long as other processes use it, and ends by itself.
-        """
+    def shutdown(self) -> None:
+        """End it, and wait for its end, a few seconds at most. Idempotent."""
         if self._ended:
             return
         self.stop_replacing()
         self._ended = True
-        self._send(messages.Terminate(completed))  # also to one that was started a moment ago
+        self._send(messages.Terminate())  # also to one that was started a moment ago
         if self._process is not None:
             self._end(self._process)
         if self._channel is not None:
@@ -156,14 +142,9 @@ class MonitorProcess:
         os.close(self._wake)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        hosts = self._config.host_position is not None
         try:
             process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            if hosts:
-                _log.info("the monitor process %d still hosts the store for others; it ends by itself", process.pid)
-                process.returncode = 0  # not waited for any more
-                return
             _log.error("the monitor process %d does not end; killing it", process.pid)
             process.kill()
             process.wait()
@@ -182,7 +163,7 @@ class MonitorProcess:
 
     def _spawn(self) -> Started:
         channel, theirs = Channel.pair()
-        arguments = [sys.executable, "-P", "-m", "inprocess.monitor_process", str(theirs.fileno())]
+        arguments = [str(theirs.fileno())]
         inherited = [theirs.fileno()]
         if self._stacks_fd is not None:
             arguments.append(str(self._stacks_fd))
@@ -190,16 +171,7 @@ class MonitorProcess:
         if self._config.sections_fd is not None:
             inherited.append(self._config.sections_fd)
         with theirs:
-            process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=inherited,
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": _python_path()},
-            )
+            process = start_module("inprocess.monitor_process", *arguments, pass_fds=inherited)
         channel.send(self._config)
         started = _wait_started(channel, process)
         old, self._channel, self._process = self._channel, channel, process
@@ -245,14 +217,9 @@ class MonitorProcess:
             os.close(pidfd)
 
     def _replace(self) -> None:
-        position = self._config.host_position
-        if position is not None:
-            self._config = replace(self._config, host_position=position + _HOSTS, host_address=None)
-        started = self._spawn_again_if_killed()
+        self._spawn_again_if_killed()
         if self._connect is None or self._closing:
             return
-        if self._describe_store is not None:
-            self._connect = messages.Connect(self._describe_store(started))
         self._send(self._connect)
         if self._iteration is not None:
             self._send(self._iteration)
@@ -286,10 +253,3 @@ def _wait_started(channel: Channel, process: subprocess.Popen[bytes]) -> Started
     channel.close()
     kind = _KilledAtStart if killed_by_others else InternalError
     raise kind(f"the monitor process did not start (exit code {code}); see its log file")
-
-
-def _python_path() -> str:
-    """The directory this package is in comes first: the monitor process runs the same code."""
-    ours = str(Path(__file__).resolve().parents[2])
-    rest = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join([ours, rest]) if rest else ours

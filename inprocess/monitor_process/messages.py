@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from inprocess.progress_watchdog import Timestamp
@@ -37,9 +37,8 @@ MAX_BYTES = 64 << 10
 class Configure:
     """The first message: whom to watch, and how. Times in seconds.
 
-    The server of the store is hosted at `host_position` in the order of hosts if that is not None: the first at
-    `host_address`, the others on any port. `session` tells the servers of different calls apart. The stacks of the rank
-    are asked for with signal number `stack_signal`. `sections_fd` is the inherited descriptor of the section board.
+    The stacks of the rank are asked for with signal number `stack_signal`. `sections_fd` is the inherited descriptor of
+    the section board.
     """
 
     target_pid: int
@@ -56,26 +55,14 @@ class Configure:
     pidfile: str | None = None
     log_level: int = 10
     stack_signal: int | None = None
-    host_position: int | None = None
-    host_address: tuple[str, int] | None = None
-    session: str = ""
     sections_fd: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.host_address is not None:  # JSON knows no tuples
-            object.__setattr__(self, "host_address", (self.host_address[0], int(self.host_address[1])))
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The monitor's answer: it runs, and hosts the store at `address`, if asked to."""
+    """The monitor's answer: it runs."""
 
     pid: int
-    address: tuple[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.address is not None:
-            object.__setattr__(self, "address", (self.address[0], int(self.address[1])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +76,7 @@ class Failed:
 class Connect:
     """All ranks are there: open the store described by `store`."""
 
-    store: dict[str, Any]
+    store: dict[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +118,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """The call is over. With `completed` on all ranks, so that no new client of the store will come."""
-
-    completed: bool = True
+    """The call is over."""
 
 
 Message = (
@@ -207,7 +192,7 @@ class Channel:
             raise EOFError("the other side has closed the channel")
         name, values = json.loads(packet)
         kind = _KINDS[name]
-        return kind(**{field.name: values[field.name] for field in fields(kind)})
+        return kind(**{each.name: values[each.name] for each in fields(kind)})
 
     def close(self) -> None:
         """Close this end. Idempotent."""

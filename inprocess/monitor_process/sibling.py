@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from inprocess.exception import StoreError
+from inprocess.exception import StaleViewError, StoreError
 
 __all__ = ["HeartbeatStore", "SiblingMonitor"]
 
@@ -46,7 +46,8 @@ class SiblingMonitor:
     """Stamps the heartbeat of `rank` and watches its neighbour, from `start` to `stop`.
 
     `report(ranks)` is called with dense ranks that have been silent for longer than `timeout_s`, each once. With each
-    heartbeat goes a `note()`, for `notes_of_others` on other ranks.
+    heartbeat goes a `note()`, for `notes_of_others` on other ranks. `stale()` is called, and this ends, when the others
+    are in a later iteration.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class SiblingMonitor:
         timeout_s: float,
         report: Callable[[list[int]], None],
         note: Callable[[], str] = lambda: "",
+        stale: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -67,6 +69,7 @@ class SiblingMonitor:
         self._timeout_s = timeout_s
         self._report = report
         self._note = note
+        self._stale = stale
         self._reported: set[int] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sibling-{rank}", daemon=True)
@@ -104,6 +107,10 @@ class SiblingMonitor:
                     if self._silent(seen, self._timeout_s):
                         self._report_silent(self._silent_ranks(neighbour))
                         neighbour, seen = self._next_alive(neighbour), None
+            except StaleViewError:
+                if not self._stopped.is_set():
+                    self._stale()
+                return
             except StoreError as error:
                 _log.warning("the heartbeat of rank %d did not reach the store: %s", self._rank, error)
             self._stopped.wait(self._interval_s)

@@ -12,9 +12,8 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any, cast
 
-from inprocess.agreement import CoordinationStore
-from inprocess.coordination.namespace import CoordinationStore as SharedStore
-from inprocess.coordination.namespace import Namespace
+from inprocess.agreement import IterationStore
+from inprocess.coordination import Access, CoordinationStore, Namespace
 
 __all__ = ["describe_store", "iteration_store", "open_store"]
 
@@ -26,8 +25,8 @@ def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> di
 
     ValueError if the store cannot be made again in another process.
     """
-    if hasattr(base_store, "client_spec"):
-        return {"shared": base_store.client_spec()}
+    if hasattr(base_store, "client"):
+        return {"access": base_store.client.access.to_document()}
     name = f"{factory.__module__}:{factory.__qualname__}"
     if "<locals>" in name or factory.__module__ == "__main__":
         raise ValueError(
@@ -46,10 +45,10 @@ def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> di
     return {"factory": name, "kwargs": values, "environment": environment}
 
 
-def open_store(description: dict[str, Any]) -> Any:
+def open_store(description: dict[str, Any], patience_s: float) -> Any:
     """Monitor process: open the store that `describe_store` described. It has `close` if there is anything to close."""
-    if "shared" in description:
-        return SharedStore.from_spec(description["shared"])
+    if "access" in description:
+        return CoordinationStore(Access.from_document(description["access"]), patience=timedelta(seconds=patience_s))
     os.environ.update(description["environment"])
     module, _, qualname = description["factory"].partition(":")
     factory: Any = import_module(module)
@@ -62,11 +61,11 @@ def open_store(description: dict[str, Any]) -> Any:
     return factory(**kwargs)
 
 
-def iteration_store(base_store: Any, iteration: int) -> CoordinationStore:
+def iteration_store(base_store: Any, iteration: int) -> IterationStore:
     """Return the namespace of an iteration. The same keys for a rank and its monitor process."""
     client = getattr(base_store, "client", base_store)
-    if isinstance(client, SharedStore):
-        return cast(CoordinationStore, Namespace(iteration, client))
+    if isinstance(client, CoordinationStore):
+        return cast(IterationStore, Namespace(iteration, client))
     from inprocess.store import PrefixStore
 
-    return cast(CoordinationStore, PrefixStore(iteration, base_store))
+    return cast(IterationStore, PrefixStore(iteration, base_store))

@@ -11,6 +11,7 @@ import time
 __all__ = ["Target"]
 
 _KILL_PAUSE_S = 0.1
+_UNKILLABLE_S = 10.0  # after SIGKILL: a core dump or much memory takes a while
 
 
 class Target:
@@ -42,15 +43,20 @@ class Target:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self._fd, number)
 
-    def kill(self, grace_s: float) -> None:
-        """End the process: ask it, wait `grace_s`, then force it, until it is gone. A stopped one is continued."""
+    def kill(self, grace_s: float) -> bool:
+        """End the process: ask it, wait `grace_s`, then force it. A stopped one is continued.
+
+        Returns whether it is gone; False for one that the kernel does not let go of (a driver or a file system hangs).
+        """
         self.send(signal.SIGTERM)
         self.send(signal.SIGCONT)
         deadline = time.monotonic() + grace_s
-        while not self.wait_gone(min(_KILL_PAUSE_S, max(0.0, deadline - time.monotonic()))):
-            self.send(signal.SIGCONT)
-            if time.monotonic() >= deadline:
-                self.send(signal.SIGKILL)
+        while not self.wait_gone(min(_KILL_PAUSE_S, max(0.0, deadline + _UNKILLABLE_S - time.monotonic()))):
+            now = time.monotonic()
+            if now >= deadline + _UNKILLABLE_S:
+                return False
+            self.send(signal.SIGKILL if now >= deadline else signal.SIGCONT)
+        return True
 
     def close(self) -> None:
         """Release the descriptor. Idempotent."""

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["interruptible_store_connections"]
+from inprocess.unblock.store_wait import is_breakable
+
+__all__ = ["connect_store", "interruptible_store_connections"]
 
 _ATTEMPT_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
@@ -39,14 +41,35 @@ def interruptible_store_connections() -> Iterator[None]:
 def _waiting_first(store_class: Callable[..., Any]) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
         timeout = kwargs.get("timeout")
-        is_known_client = kwargs.get("is_master") is False and {"host_name", "port"} <= kwargs.keys()
-        if is_known_client and isinstance(timeout, timedelta):
-            deadline = time.monotonic() + timeout.total_seconds()
-            if not _wait_for_listener(kwargs["host_name"], kwargs["port"], deadline):
-                kwargs["timeout"] = timedelta(seconds=_ATTEMPT_S)  # torch reports the failure in its own words
-        return store_class(*args, **kwargs)
+        if args or not {"host_name", "port", "is_master"} <= kwargs.keys() or not isinstance(timeout, timedelta):
+            return store_class(*args, **kwargs)
+        if kwargs["is_master"]:
+            if is_breakable(kwargs["port"]):  # it is served until the iteration ends: nobody needs to wait for clients
+                kwargs["wait_for_workers"] = False
+            return store_class(**kwargs)
+        return connect_store(store_class, timeout, kwargs)
 
     return create
+
+
+def connect_store(store_class: Callable[..., Any], timeout: timedelta, arguments: dict[str, Any]) -> Any:
+    """Make a client of torch's store, in attempts of about a second, between which the caller is in bytecode.
+
+    What torch raises when there is none within `timeout`.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        _wait_for_listener(arguments["host_name"], arguments["port"], deadline)
+        last = deadline - time.monotonic() <= _ATTEMPT_S
+        try:
+            store = store_class(**{**arguments, "timeout": timedelta(seconds=_ATTEMPT_S)})
+        except RuntimeError:  # gone again, or not the store it was
+            if last:
+                raise
+            time.sleep(_FIRST_PAUSE_S)
+            continue
+        store.set_timeout(timeout)
+        return store
 
 
 def _wait_for_listener(host: str, port: int, deadline: float) -> bool:

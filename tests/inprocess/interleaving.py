@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from inprocess.exception import StoreTimeoutError
+from inprocess.exception import StaleViewError, StoreTimeoutError
 
 _LIMIT_S = 20.0
 
@@ -116,14 +116,25 @@ class Contents:
 
 
 class SteppedStore:
-    """The store as one process sees it: each request waits for the turn of the process. Waits never wait."""
+    """The store of an iteration as one process sees it, or (None) the whole one, which holds the restart index: each
+    request waits for the turn of the process. Waits never wait. What changes something is guarded, as it really is."""
 
-    def __init__(self, contents: Contents, actor: Actor) -> None:
-        self._contents = contents
+    def __init__(self, contents: dict[int | None, Contents], iteration: int | None, actor: Actor) -> None:
+        self._whole = contents[None]
+        self._contents = contents[iteration]
+        self._iteration = iteration
         self._actor = actor
+        self.base_store = self if iteration is None else SteppedStore(contents, None, actor)
+
+    def _step(self) -> None:
+        """The turn of a request that is guarded."""
+        self._actor.step()
+        current = self._whole.values.setdefault("restart_index", "0")
+        if self._iteration is not None and current != str(self._iteration):
+            raise StaleViewError(f"in iteration {self._iteration}, and the job is in {current}")
 
     def set(self, key: str, value: str) -> None:
-        self._actor.step()
+        self._step()
         self._contents.values[key] = value
 
     def get(self, key: str) -> bytes:
@@ -131,7 +142,7 @@ class SteppedStore:
         return self._contents.values[key].encode()
 
     def append(self, key: str, value: str) -> None:
-        self._actor.step()
+        self._step()
         self._contents.values[key] = self._contents.values.get(key, "") + value
 
     def check(self, keys: list[str]) -> bool:
@@ -139,19 +150,19 @@ class SteppedStore:
         return all(key in self._contents.values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        self._actor.step()
+        self._step()
         if not all(key in self._contents.values for key in keys):
             raise StoreTimeoutError(f"{keys} are not there")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self._actor.step()
+        self._step()
         value = self._contents.values.get(key, "")
         if value == expected:
             self._contents.values[key] = desired
         return self._contents.values.get(key, expected).encode()
 
     def arrive(self, name: str, member: str) -> int:
-        self._actor.step()
+        self._step()
         members = self._contents.sets.setdefault(name, set())
         members.add(member)
         return len(members)

@@ -37,13 +37,13 @@ class Process:
     initial_rank: int
     world_size: int
     fates: tuple[str, ...]
-    contents: dict[int, Contents]
+    contents: dict[int | None, Contents]
     position: tuple[int, int] | None = None  # rank and iteration, as far as its monitor process knows
     left: bool = False  # it has said so itself
     seen: dict[int, Ended] = field(default_factory=dict)
 
     def agreement(self, actor: Actor, iteration: int, world_size: int | None = None) -> Agreement:
-        return Agreement(SteppedStore(self.contents[iteration], actor), iteration, world_size)
+        return Agreement(SteppedStore(self.contents, iteration, actor), iteration, world_size)
 
     def run(self, actor: Actor) -> None:
         rank, world_size = self.initial_rank, self.world_size
@@ -121,7 +121,7 @@ def test_all_ranks_come_to_the_same_conclusions(
 ) -> None:
     """`deaths` is by process: before which of its requests it is killed. Its first four are those that publish its rank
     in iteration 0; who is killed there is missed by its neighbour in the ring of heartbeats, which is not here."""
-    contents: dict[int, Contents] = defaultdict(Contents)
+    contents: dict[int | None, Contents] = defaultdict(Contents)
     processes = [Process(i, len(fates), fate, contents) for i, fate in enumerate(fates)]
     turns = Turns(schedule)
     by_actor = {turns.add(f"rank {p.initial_rank}", p.run): p for p in processes}

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from inprocess.agreement import Agreement, Outcome
 from inprocess.attribution import Interruption, InterruptionRecord
-from inprocess.coordination import CoordinationStore, Namespace, StoreServer
+from inprocess.coordination import Access, CoordinationStore, Namespace, StoreServer
 from inprocess.exception import RankShouldRestart
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.interrupt import MainThreadInterrupter
@@ -61,15 +62,16 @@ class Iteration:
 
 @pytest.fixture
 def iteration(leak_check: LeakCheck) -> Iterator[Iteration]:
-    server = StoreServer("127.0.0.1", 0, session="test")
-    server.start()
+    server = StoreServer(Access("127.0.0.1", 0))
+    access = server.start()
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
-        client = stack.enter_context(CoordinationStore([server.host], session="test"))
+        client = stack.enter_context(CoordinationStore(access, patience=timedelta(seconds=0.5)))
         interrupter = stack.enter_context(MainThreadInterrupter())
         watchdog = ProgressWatchdog(0, _Takes(), 0.1)
         watchdog.start()
         stack.callback(watchdog.shutdown)
+        client.set("restart_index", "3")
         agreement = Agreement(Namespace(3, client), 3, 2)
         agreement.publish_rank(0, 0)
         yield Iteration(server, agreement, watchdog, AtomicLock(), interrupter)

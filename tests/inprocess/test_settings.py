@@ -118,7 +118,7 @@ def test_waits_that_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"store_factory": TCPStore.server_address}, "store_factory must be a class"),
+        ({"store_factory": TCPStore.close}, "store_factory must be a class"),
         ({"store_kwargs": [1]}, "store_kwargs must be a dict"),
         ({"enabled": 1}, "enabled must be a bool, not int"),
         ({"monitor_process_logfile": 3}, "monitor_process_logfile must be a path"),

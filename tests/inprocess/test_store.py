@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from inprocess.attribution import Interruption, InterruptionRecord
-from inprocess.coordination import CoordinationStore, Namespace, StoreServer
+from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.store import FileStore, PrefixStore, TCPStore
 from tests.support import LeakCheck, run_ranks
@@ -34,12 +34,12 @@ def _free_port() -> int:
 
 
 def _tcp(request: pytest.FixtureRequest) -> Connect:
-    server = StoreServer("127.0.0.1", 0, session="")
-    server.start()
+    server = StoreServer(Access("127.0.0.1", 0))
+    access = server.start()
     request.addfinalizer(server.close)
 
     def connect() -> TCPStore:
-        store = TCPStore("127.0.0.1", server.address[1], 1, timeout=LONG, wait_for_workers=False)
+        store = TCPStore(timeout=LONG, wait_for_workers=False, access=access)
         request.addfinalizer(store.close)
         return store
 
@@ -47,12 +47,12 @@ def _tcp(request: pytest.FixtureRequest) -> Connect:
 
 
 def _torch_free(request: pytest.FixtureRequest) -> Connect:
-    server = StoreServer("127.0.0.1", 0, session="x")
-    server.start()
+    server = StoreServer(Access("127.0.0.1", 0))
+    access = server.start()
     request.addfinalizer(server.close)
 
     def connect() -> CoordinationStore:
-        store = CoordinationStore([server.host], session="x", timeout=LONG)
+        store = CoordinationStore(access, timeout=LONG)
         request.addfinalizer(store.close)
         return store
 
@@ -75,7 +75,12 @@ MAKERS: dict[str, Callable[[pytest.FixtureRequest], Connect]] = {
 
 
 def _under(view: Callable[[int, Any], Any], connect: Connect) -> Connect:
-    return lambda: view(3, connect())
+    def under() -> Any:
+        base = connect()
+        base.set("restart_index", "3")
+        return view(3, base)
+
+    return under
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -292,38 +297,32 @@ class TestTCPStore:
         second.close()
         first.close()
 
-    def test_rank_0_uses_the_server_of_its_monitor_process(self) -> None:
-        address = TCPStore.server_address()
-        server = StoreServer(address.name, address.port, session="call 2")
-        server.start()
-        store = TCPStore(session="call 2", multi_tenant=True, use_libuv=False)
+    def test_with_access_it_uses_the_server_of_the_job(self) -> None:
+        server = StoreServer(Access("127.0.0.1", 0))
+        store = TCPStore(access=server.start(), wait_for_workers=False, multi_tenant=True, use_libuv=False)
         assert store.critical_ranks == ()
-        with CoordinationStore.from_spec(store.client_spec()) as daemon:
-            Namespace(1, daemon).set("key", "x")
-            assert PrefixStore(1, store).get("key") == b"x"
+        with CoordinationStore(store.client.access) as daemon:
+            RestartIndex(daemon).begin()
+            Namespace(0, daemon).set("key", "x")
+            assert PrefixStore(0, store).get("key") == b"x"
             assert server.client_count == 2
         store.close()
         server.close()
 
-    def test_hosts_once_the_previous_call_has_let_go(self, pool: ThreadPoolExecutor) -> None:
-        address = TCPStore.server_address()
-        previous = StoreServer(address.name, address.port, session="call 1")
-        previous.start()
-        with pytest.raises(StoreError, match="another session"):
-            TCPStore(session="call 2", timeout=timedelta(milliseconds=100))
-        starting = pool.submit(TCPStore, session="call 2")
-        previous.close()
-        store = starting.result(20)
-        assert store.critical_ranks == (0,)
+    def test_the_secret_of_the_environment_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = TCPStore()
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("INPROCESS_SECRET", "another one")
+        with pytest.raises(StoreError, match="serves another job"):
+            TCPStore(timeout=LONG)
         store.close()
 
     def test_waits_for_workers(self, pool: ThreadPoolExecutor) -> None:
         with pytest.raises(StoreTimeoutError):
             TCPStore(world_size=2, timeout=SOON)
-        address = TCPStore.server_address()
-        server = StoreServer(address.name, address.port, session="")
-        server.start()
-        for starting in [pool.submit(TCPStore, world_size=2) for _ in range(2)]:
+        server = StoreServer(Access("127.0.0.1", 0))
+        access = server.start()
+        for starting in [pool.submit(TCPStore, world_size=2, access=access) for _ in range(2)]:
             starting.result(20).close()
         server.close()
 

@@ -1,12 +1,12 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from inprocess.coordination import CoordinationStore, Host, StoreServer
-from tests.inprocess.coordination.helpers import SESSION
+from inprocess.coordination import Access, CoordinationStore, StoreServer
 from tests.support import LeakCheck
 
 Connect = Callable[..., CoordinationStore]
@@ -21,25 +21,30 @@ def _nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
-    server = StoreServer("127.0.0.1", 0, session=SESSION)
-    server.start()
+    server = StoreServer(Access("127.0.0.1", 0))
     yield server
     server.close()
 
 
 @pytest.fixture
-def connect() -> Iterator[Connect]:
+def access(server: StoreServer) -> Access:
+    return server.start()
+
+
+@pytest.fixture
+def connect(access: Access) -> Iterator[Connect]:
     with contextlib.ExitStack() as stack:
 
-        def connect(*hosts: Host, **options: Any) -> CoordinationStore:
-            return stack.enter_context(CoordinationStore(hosts, session=SESSION, **options))
+        def connect(to: Access = access, **options: Any) -> CoordinationStore:
+            quick = {"ping_interval": timedelta(seconds=100)}  # so that what goes over the connection is known
+            return stack.enter_context(CoordinationStore(to, **(quick | options)))
 
         yield connect
 
 
 @pytest.fixture
-def client(server: StoreServer, connect: Connect) -> CoordinationStore:
-    return connect(server.host)
+def client(connect: Connect) -> CoordinationStore:
+    return connect()
 
 
 @pytest.fixture

@@ -1,91 +1,14 @@
-"""Servers that can be killed, and a relay that breaks connections where the test wants it."""
+"""A relay that breaks connections where the test wants it, and waits for what gives no event."""
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 
-import psutil
-
-from inprocess.coordination import Host
-
-MAIN = Path(__file__).with_name("server_main.py")
-REPOSITORY = Path(__file__).resolve().parents[3]
-SESSION = "test"
-
-
-@dataclass(frozen=True)
-class State:
-    clients: int
-    requests: int
-    mirrors: int
-    active: bool
-
-
-class ServerProcess:
-    """A `StoreServer` in another process."""
-
-    def __init__(self, position: int, session: str = SESSION) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(MAIN), str(position), session],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
-        self.host = Host.from_str(self._read())
-
-    def follow(self, hosts: Sequence[Host]) -> None:
-        self._ask(";".join(["follow", *map(str, hosts)]))
-
-    def state(self) -> State:
-        clients, requests, mirrors, active = map(int, self._ask("state").split())
-        return State(clients, requests, mirrors, bool(active))
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-        eventually(lambda: psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED)
-
-    def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        self.kill()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-
-    def _ask(self, command: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{command}\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-
-@contextlib.contextmanager
-def server_processes(count: int) -> Iterator[list[ServerProcess]]:
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for position in range(count):
-            servers.append(ServerProcess(position))
-            stack.callback(servers[-1].close)
-        yield servers
+from inprocess.coordination import Access
+from inprocess.coordination.wire import FrameReader, Op, encode, fresh_nonce, proof
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
@@ -96,13 +19,16 @@ def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
         time.sleep(0.005)
 
 
+_GREETINGS = 2  # what a server sends before it answers requests
+
+
 class Relay:
     """Passes connections on to a server. `cut()` breaks all; `swallow_answers` breaks one as soon as it is answered."""
 
-    def __init__(self, target: Host) -> None:
+    def __init__(self, target: Access) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.host = Host(target.position, "127.0.0.1", self._listener.getsockname()[1])
+        self.access = replace(target, port=self._listener.getsockname()[1])
         self.swallow_answers = 0  # how many more answers, after the greeting, never reach the client
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -130,7 +56,7 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection((self._target.name, self._target.port))
+                server = socket.create_connection((self._target.host, self._target.port))
                 self._pairs.append((client, server))
                 for job in (self._requests, self._answers):
                     thread = threading.Thread(target=job, args=(client, server))
@@ -144,13 +70,25 @@ class Relay:
             server.shutdown(socket.SHUT_RDWR)
 
     def _answers(self, client: socket.socket, server: socket.socket) -> None:
-        greeted = False
+        received = 0
         with contextlib.suppress(OSError):
             while data := server.recv(1 << 16):
-                if greeted and self.swallow_answers:
+                received += 1
+                if received > _GREETINGS and self.swallow_answers:
                     self.swallow_answers -= 1
                     break
-                greeted = True
                 client.sendall(data)
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
+
+
+def greeted(access: Access) -> socket.socket:
+    """A connection that has proved that it knows the secret."""
+    sock = socket.create_connection((access.host, access.port), timeout=20)
+    reader = FrameReader()
+    reader.feed(sock.recv(1000))
+    (challenge,) = reader.frames()
+    nonce = fresh_nonce()
+    sock.sendall(encode(Op.HELLO, 0, b"me", nonce, proof(access, b"client", challenge.fields[1], nonce, b"me")))
+    assert sock.recv(1000)
+    return sock

@@ -1,26 +1,28 @@
 import contextlib
 import ctypes
+import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from inprocess.coordination import CoordinationStore, Host, Namespace, StoreServer
-from inprocess.coordination.journal import Entry, Journal
-from inprocess.coordination.wire import Op, pack_number
-from inprocess.exception import StoreError
+from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
+from inprocess.exception import StoreError, StoreLostError
 from tests.inprocess.coordination.conftest import Connect
-from tests.inprocess.coordination.helpers import Relay, eventually
+from tests.inprocess.coordination.helpers import Relay, eventually, greeted
 
 LONG = timedelta(seconds=20)
 QUICK = timedelta(milliseconds=200)
 
 
 @pytest.fixture
-def relay(server: StoreServer) -> Iterator[Relay]:
-    relay = Relay(server.host)
+def relay(access: Access) -> Iterator[Relay]:
+    relay = Relay(access)
     yield relay
     relay.close()
 
@@ -28,7 +30,7 @@ def relay(server: StoreServer) -> Iterator[Relay]:
 def test_a_change_whose_answer_is_lost_is_applied_once(
     connect: Connect, relay: Relay, client: CoordinationStore
 ) -> None:
-    relayed = connect(relay.host)
+    relayed = connect(relay.access)
     for round_ in range(5):
         relay.swallow_answers = round_ % 3
         assert relayed.add("sum", 1) == round_ + 1
@@ -42,7 +44,7 @@ def test_a_change_whose_answer_is_lost_is_applied_once(
 def test_a_wait_goes_on_over_a_new_connection(
     server: StoreServer, connect: Connect, relay: Relay, client: CoordinationStore, pool: ThreadPoolExecutor
 ) -> None:
-    waiting = pool.submit(connect(relay.host).wait, ["key"], LONG)
+    waiting = pool.submit(connect(relay.access).wait, ["key"], LONG)
     for count in (1, 2, 3):
         eventually(lambda count=count: server.request_count == count)  # type: ignore[misc]
         relay.cut()
@@ -51,17 +53,17 @@ def test_a_wait_goes_on_over_a_new_connection(
 
 
 def test_a_server_that_is_gone(connect: Connect, server: StoreServer) -> None:
-    client = connect(server.host, patience=QUICK)
+    client = connect(patience=QUICK)
     client.set("key", "x")
     server.close()
-    with pytest.raises(StoreError, match=rf"no host .*127.0.0.1:{server.address[1]}"):
+    with pytest.raises(StoreLostError, match=f"server at 127.0.0.1:{client.access.port}"):
         client.get("key")
 
 
 def test_connecting_gives_up_in_time(connect: Connect, server: StoreServer) -> None:
     server.close()
     with pytest.raises(StoreError, match="refused"):
-        connect(server.host, connect_timeout=QUICK)
+        connect(connect_timeout=QUICK)
 
 
 class _Thrown(BaseException):
@@ -99,14 +101,13 @@ def test_exceptions_at_any_bytecode_leave_the_client_usable(server: StoreServer,
     stop.set()
     thread.join()
     assert completed <= client.add("sum", 0) <= attempted
-    assert client.spec()["hosts"] == [str(server.host)]
     assert server.client_count == 1
 
 
 def test_an_exception_while_waiting(
     server: StoreServer, connect: Connect, relay: Relay, client: CoordinationStore
 ) -> None:
-    relayed = connect(relay.host)
+    relayed = connect(relay.access)
     results: list[object] = []
 
     def work() -> None:
@@ -127,61 +128,107 @@ def test_an_exception_while_waiting(
     assert results == ["thrown", b"x"]
 
 
-def test_hosts_are_in_the_order_of_their_positions(connect: Connect, server: StoreServer) -> None:
-    first, second = connect(server.host), connect(server.host)
-    later = [Host(position, "127.0.0.1", 1000 + position) for position in (1, 2, 3)]
-    first.register_host(later[2])
-    second.register_host(later[0])
-    first.register_host(later[1])
-    assert first.refresh_hosts() == second.refresh_hosts() == (server.host, *later)
-    assert first.current_host == server.host
-    with CoordinationStore.from_spec(first.spec()) as third:
-        assert third.hosts == first.hosts
-    assert first.local_name == "127.0.0.1"
+# -- a server that is out of reach -------------------------------------------------------------------------------------
 
 
-def _entry(sequence: int, op: Op, *arguments: bytes) -> Entry:
-    return Entry(sequence, op, arguments)
+def test_a_store_that_is_lost_stays_lost(
+    server: StoreServer, connect: Connect, relay: Relay, client: CoordinationStore, pool: ThreadPoolExecutor
+) -> None:
+    lonely = connect(relay.access, patience=QUICK)
+    waiting = pool.submit(lonely.wait, ["absent"], LONG)
+    eventually(lambda: server.request_count == 1)
+    relay.close()
+    with pytest.raises(StoreLostError, match=r"nothing was heard of the server at .* for 0\.2 s"):
+        waiting.result(20)
+    with pytest.raises(StoreLostError):
+        lonely.set("key", "x")
+    assert lonely.lost
+    assert not client.check(["key"])
+    assert not client.lost
 
 
-class TestJournal:
-    def test_keeps_the_last_value_of_a_key_and_all_that_adds_up(self) -> None:
-        journal = Journal()
-        journal.record(_entry(1, Op.APPEND, b"key", b"lost"))
-        for sequence in range(2, 100):
-            journal.record(_entry(sequence, Op.SET, b"key", b"value"))
-        journal.record(_entry(100, Op.ADD, b"sum", pack_number(1)))
-        journal.record(_entry(101, Op.ADD, b"sum", pack_number(1)))
-        journal.record(_entry(102, Op.ARRIVE, b"key", b"member"))
-        assert [entry.sequence for entry in journal.since(0)] == [99, 100, 101, 102]
-        assert [entry.sequence for entry in journal.since(100)] == [101, 102]
-
-    def test_forgets_by_prefix_and_by_deletion(self) -> None:
-        journal = Journal()
-        for sequence, key in enumerate((b"1/a", b"1/b", b"10/a", b"2"), 1):
-            journal.record(_entry(sequence, Op.SET, key, b"x"))
-        journal.record(_entry(5, Op.ARRIVE, b"1/set", b"member"))
-        journal.forget(b"1/")
-        assert [entry.sequence for entry in journal.since(0)] == [3, 4]
-        journal.record(_entry(6, Op.DELETE_KEY, b"2"))
-        journal.record(_entry(7, Op.DELETE_PREFIX, b"10"))
-        assert len(journal) == 0
-
-    @pytest.mark.parametrize("won", [True, False])
-    def test_knows_how_a_comparison_ended(self, won: bool) -> None:
-        journal = Journal()
-        entry = _entry(1, Op.COMPARE_SET, b"key", b"", b"x")
-        journal.record(entry)
-        journal.settle_compare_set(entry, won=won)
-        assert journal.since(0) == ([_entry(1, Op.SET, b"key", b"x")] if won else [])
+def test_a_server_that_is_stopped_is_lost_after_the_patience_and_not_before(access: Access, connect: Connect) -> None:
+    """It is in a process that still accepts connections, and says nothing."""
+    patience_s = 1.0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        relay = Relay(access)
+        client = connect(relay.access, patience=timedelta(seconds=patience_s), ping_interval=timedelta(seconds=0.1))
+        client.set("key", "x")
+        begin = time.monotonic()
+        relay._target = replace(access, port=silent.getsockname()[1])
+        relay.cut()
+        with pytest.raises(StoreLostError):
+            client.get("absent", LONG)
+        assert time.monotonic() - begin >= 0.9 * patience_s
+        relay.close()
 
 
-def test_clearing_a_namespace_empties_the_journal(client: CoordinationStore) -> None:
-    for iteration in range(3):
-        store = Namespace(iteration, client)
-        store.send_heartbeat(0, "1")
-        store.arrive("set", "x")
-        store.add("sum", 1)
-        store.clear()
-    assert client.num_keys() == 0
-    assert client._links._journal.since(0) == []
+def test_an_interruption_shorter_than_the_patience_costs_nothing(
+    connect: Connect, relay: Relay, client: CoordinationStore
+) -> None:
+    relayed = connect(relay.access, patience=LONG)
+    for round_ in range(20):
+        assert relayed.add("sum", 1) == round_ + 1
+        relay.cut()
+    assert client.get("sum") == b"20"
+
+
+def test_pings_keep_a_client_that_asks_nothing(connect: Connect) -> None:
+    impatient = StoreServer(Access("127.0.0.1", 0), silence_s=0.5)
+    there = impatient.start()
+    pinging = connect(there, ping_interval=timedelta(seconds=0.05))
+    with greeted(there) as mute:
+        assert impatient.client_count == 2
+        assert mute.recv(1000) == b""
+    assert impatient.client_count == 1
+    pinging.set("key", "x")
+    impatient.close()
+
+
+# -- other processes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_has_no_connection(server: StoreServer, client: CoordinationStore) -> None:
+    client.set("key", "x")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            client.set("key", "of the child")
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            client.close()
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as said:
+        assert "was forked" in said.read()
+    assert client.get("key") == b"x"
+    assert server.client_count == 1
+
+
+def test_a_forked_child_does_not_keep_the_connection_open(server: StoreServer, connect: Connect) -> None:
+    client = connect()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent is done
+        os._exit(0)
+    client.close()
+    eventually(lambda: server.client_count == 0)
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(child, 0)
+
+
+def test_clearing_a_namespace(client: CoordinationStore) -> None:
+    RestartIndex(client).begin()
+    store = Namespace(0, client)
+    store.send_heartbeat(0, "1")
+    store.arrive("set", "x")
+    store.add("sum", 1)
+    store.clear()
+    assert client.num_keys() == 1  # the restart index
+    assert store.members("set") == frozenset()

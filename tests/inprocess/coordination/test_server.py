@@ -1,16 +1,20 @@
 import errno
+import resource
+import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from inprocess.coordination import CoordinationStore, StoreServer
+from inprocess.coordination import Access, CoordinationStore, StoreServer
+from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, fresh_nonce, proof
 from inprocess.exception import StoreError, StoreTimeoutError
 from tests.inprocess.coordination.conftest import Connect
-from tests.inprocess.coordination.helpers import SESSION, eventually
+from tests.inprocess.coordination.helpers import eventually
 
 LONG = timedelta(seconds=20)
 
@@ -24,7 +28,7 @@ def test_who_waits_asks_once(
         pool.submit(client.get, "b", LONG),
     ]
     eventually(lambda: server.request_count == 3)
-    other = connect(server.host)
+    other = connect()
     other.set("a", "1")
     other.arrive("set", "x")
     assert not any(wait.done() for wait in waits)
@@ -42,9 +46,17 @@ def test_timeouts_end_in_their_order(client: CoordinationStore, pool: ThreadPool
             client.wait(["absent"], timedelta(milliseconds=milliseconds))
         ended.append(milliseconds)
 
-    for waiting in [pool.submit(wait, milliseconds) for milliseconds in (300, 100, 200)]:
+    for waiting in [pool.submit(wait, milliseconds) for milliseconds in (900, 100, 500)]:
         waiting.result(20)
-    assert ended == [100, 200, 300]
+    assert ended == [100, 500, 900]
+
+
+def test_a_wait_of_no_time_tells_what_is(client: CoordinationStore) -> None:
+    client.set("there", "x")
+    for _ in range(100):
+        client.wait(["there"], timedelta(0))
+        with pytest.raises(StoreTimeoutError):
+            client.wait(["absent"], timedelta(0))
 
 
 def test_barrier_of_64_threads(server: StoreServer, client: CoordinationStore) -> None:
@@ -59,7 +71,7 @@ def test_barrier_of_64_threads(server: StoreServer, client: CoordinationStore) -
 
 
 def test_changes_of_many_threads_and_clients(server: StoreServer, connect: Connect, pool: ThreadPoolExecutor) -> None:
-    clients = [connect(server.host) for _ in range(4)]
+    clients = [connect() for _ in range(4)]
 
     def change(index: int) -> None:
         for round_ in range(50):
@@ -75,7 +87,7 @@ def test_changes_of_many_threads_and_clients(server: StoreServer, connect: Conne
 
 
 def test_client_count(server: StoreServer, connect: Connect) -> None:
-    first, second = connect(server.host), connect(server.host)
+    first, second = connect(), connect()
     first.check(["x"])
     second.check(["x"])
     assert server.client_count == 2
@@ -85,42 +97,118 @@ def test_client_count(server: StoreServer, connect: Connect) -> None:
         first.check(["x"])
 
 
-def test_the_port_can_be_used_again_at_once(server: StoreServer, client: CoordinationStore) -> None:
-    client.set("key", "x")
-    second = StoreServer(*server.address, session="next")
+def test_a_port_that_is_taken(server: StoreServer, access: Access) -> None:
+    second = StoreServer(access)
     with pytest.raises(OSError, match="in use") as caught:
         second.start()
     assert caught.value.errno == errno.EADDRINUSE
-    closing = threading.Timer(0.1, server.close)
-    closing.start()
-    third = StoreServer(*server.address, session="next")
-    third.start(bind_timeout=20)
-    closing.join()
+    server.close()
+    third = StoreServer(access)
+    assert third.start() == access
     third.close()
 
 
 def test_stop_listening_keeps_those_who_are_there(
-    server: StoreServer, client: CoordinationStore, connect: Connect
+    server: StoreServer, access: Access, client: CoordinationStore, connect: Connect
 ) -> None:
     server.stop_listening()
-    successor = StoreServer(*server.address, session="next")
-    successor.start(bind_timeout=20)
     client.set("key", "x")
+    successor = StoreServer(replace(access, job="next"))
+    successor.start()
     assert client.get("key") == b"x"
-    with pytest.raises(StoreError, match="another session"):
-        connect(server.host, connect_timeout=timedelta(milliseconds=50))
+    with pytest.raises(StoreError, match="serves another job"):
+        connect()
     successor.close()
 
 
-def test_a_client_waits_for_its_session(server: StoreServer, pool: ThreadPoolExecutor) -> None:
-    host = server.host
-    connecting = pool.submit(CoordinationStore, [host], session="next", timeout=LONG)
-    eventually(lambda: not connecting.done())
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_listens_where_it_is_told_to_and_nowhere_else() -> None:
+    server = StoreServer(Access("127.0.0.2", 0))
+    port = server.start().port
+    socket.create_connection(("127.0.0.2", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
     server.close()
-    successor = StoreServer(host.name, host.port, session="next")
-    successor.start(bind_timeout=20)
-    connecting.result(20).close()
-    successor.close()
+
+
+@pytest.mark.parametrize("wrong", [{"secret": "guessed"}, {"job": "the one before"}])
+def test_who_does_not_know_the_secret_is_refused_at_once(
+    server: StoreServer, access: Access, connect: Connect, wrong: dict[str, str]
+) -> None:
+    with pytest.raises(StoreError, match="serves another job"):
+        connect(replace(access, **wrong))
+    assert server.client_count == 0
+    assert server.request_count == 0
+
+
+def test_a_proof_cannot_be_said_again(server: StoreServer, access: Access) -> None:
+    """What one connection has proved is worth nothing on another one."""
+    nonce, client = fresh_nonce(), b"me"
+
+    def challenge(sock: socket.socket) -> bytes:
+        reader = FrameReader()
+        reader.feed(sock.recv(1000))
+        return next(reader.frames()).fields[1]
+
+    with socket.create_connection((access.host, access.port)) as first:
+        hello = encode(Op.HELLO, 0, client, nonce, proof(access, b"client", challenge(first), nonce, client))
+        first.sendall(hello)
+        eventually(lambda: server.client_count == 1)
+        with socket.create_connection((access.host, access.port)) as second:
+            challenge(second)
+            second.sendall(hello)
+            reader = FrameReader()
+            reader.feed(second.recv(1000))
+            assert next(reader.frames()).op is Op.REFUSED
+            assert second.recv(1000) == b""
+    assert server.request_count == 0
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_trusted(access: Access) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def play() -> None:
+            sock, _ = impostor.accept()
+            sock.sendall(encode(Op.CHALLENGE, 0, PROTOCOL, fresh_nonce()))
+            sock.recv(1000)
+            sock.sendall(encode(Op.WELCOME, 0, bytes(32)))
+            sock.recv(1000)
+            sock.close()
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        with pytest.raises(StoreError, match="does not know the secret"):
+            CoordinationStore(replace(access, port=impostor.getsockname()[1]))
+        thread.join()
+
+
+def test_many_who_prove_nothing_keep_nobody_out(
+    server: StoreServer, access: Access, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inprocess.coordination.server._MOST_STRANGERS", 8)
+    strangers = [socket.create_connection((access.host, access.port)) for _ in range(20)]
+    connect().set("key", "x")
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_who_proves_nothing_is_dropped(access: Access, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inprocess.coordination.server._GREETING_S", 0.2)
+    with socket.create_connection((access.host, access.port), timeout=20) as stranger:
+        while stranger.recv(1000):
+            pass
+
+
+def test_a_limit_of_descriptors_that_is_too_low_is_named() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    server = StoreServer(Access("127.0.0.1", 0))
+    with pytest.raises(StoreError, match=f"needs {hard + 64} file descriptors, and this process may have {hard}"):
+        server.start(clients=hard)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def test_values_are_returned_by_add_only_for_numbers(client: CoordinationStore) -> None:
@@ -131,24 +219,35 @@ def test_values_are_returned_by_add_only_for_numbers(client: CoordinationStore) 
 
 
 def test_large_values(client: CoordinationStore) -> None:
-    value = bytes(range(256)) * (32 << 10)
+    value = bytes(range(256)) * (16 << 10)
     client.set("large", value)
     assert client.get("large") == value
+    with pytest.raises(StoreError, match="limit is 4194304"):
+        client.append("large", "x")
     with pytest.raises(ValueError, match="limit"):
-        client.set("too large", bytes(33 << 20))
+        client.set("too large", bytes(9 << 20))
     assert client.num_keys() == 1
 
 
+def test_a_store_that_is_full_says_so(client: CoordinationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inprocess.coordination.contents._MOST_BYTES", 1000)
+    client.set("a", bytes(900))
+    with pytest.raises(StoreError, match="the store is full"):
+        client.set("b", bytes(200))
+    client.delete_key("a")
+    client.set("b", bytes(900))
+
+
 def test_close_is_quick_with_waiters(server: StoreServer, connect: Connect, pool: ThreadPoolExecutor) -> None:
-    client = connect(server.host, patience=timedelta(milliseconds=200))
+    client = connect(patience=timedelta(milliseconds=200))
     waiting = pool.submit(client.wait, ["absent"], LONG)
     eventually(lambda: server.request_count == 1)
     started = time.monotonic()
     server.close()
     assert time.monotonic() - started < 1
-    with pytest.raises(StoreError, match=rf"no host .*:{server.address[1]}"):
+    with pytest.raises(StoreError, match="the coordination store is lost"):
         waiting.result(20)
 
 
 def test_a_server_may_be_closed_without_start() -> None:
-    StoreServer("127.0.0.1", 0, session=SESSION).close()
+    StoreServer(Access("127.0.0.1", 0)).close()

@@ -237,8 +237,8 @@ def test_the_wrapper_names_the_rank_that_hangs() -> None:
                 client.init_workload_monitoring()
                 client.set_iteration(3)
                 client.start_section("save")
-                call.store.arrive("saving", str(rank))
-                while len(call.store.members("saving")) < world_size:
+                call.state.store.arrive("saving", str(rank))
+                while len(call.state.store.members("saving")) < world_size:
                     pass
                 if rank != 2:
                     client.end_section("save")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -17,8 +18,7 @@ from typing import Any, Self
 
 import psutil
 
-from inprocess.coordination.client import StoreClient
-from inprocess.coordination.wire import Host
+from inprocess.coordination import Access, StoreClient
 from tests.inprocess.faults.events import Event, read_events, wait_until
 from tests.inprocess.faults.nursery import Nursery
 
@@ -85,8 +85,9 @@ class Job:
     @contextlib.contextmanager
     def store(self) -> Iterator[StoreClient]:
         """A client of the job's coordination store."""
-        timeout = timedelta(seconds=10)
-        with StoreClient([Host(0, _HOST, self._port)], session="call 1", timeout=timeout) as client:
+        wait_until((self.folder / "access").exists, "rank 0 to say where the store is")
+        access = Access.from_document(json.loads((self.folder / "access").read_text()))
+        with StoreClient(access, timeout=timedelta(seconds=10)) as client:
             yield client
 
     def wait_members(self, name: str, ranks: Iterable[int], timeout_s: float = 20.0) -> None:

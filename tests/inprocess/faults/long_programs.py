@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 import inprocess
 from tests.inprocess.faults.events import Journal
@@ -76,14 +75,8 @@ def _noted(journal: Journal, call: inprocess.CallWrapper) -> Iterator[None]:
         journal.note("function ends", state)
 
 
-def _sum_over_ranks(call: inprocess.CallWrapper, value: int) -> int:
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("group", call.store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=60),
-    )
+def _sum_over_ranks(value: int) -> int:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     total = torch.tensor([value])
     dist.all_reduce(total)
     return int(total)
@@ -98,12 +91,12 @@ def endure(restarts: int, journal: Journal) -> int:
     def function(call: inprocess.CallWrapper) -> int:
         if call.iteration in (restarts // 5, restarts):
             journal.note("holdings", call.state, **_holdings(), keys=call.base_store.num_keys())
-        total = _sum_over_ranks(call, 1)
+        total = _sum_over_ranks(1)
         if call.iteration < restarts:
             fails = call.iteration % call.state.world_size
-            call.store.arrive("added", str(journal.process))
+            call.state.store.arrive("added", str(journal.process))
             if call.state.rank == fails:
-                call.store.wait_size("added", call.state.world_size)
+                call.state.store.wait_size("added", call.state.world_size)
                 raise Fault(f"fault {call.iteration}")
             dist.recv(torch.empty(1), src=fails)
         dist.destroy_process_group()
@@ -141,8 +134,8 @@ def crowd(victims: list[int], journal: Journal) -> int:
 
     def function(call: inprocess.CallWrapper) -> int:
         world_size = call.state.world_size
-        call.store.arrive("there", str(journal.process))
-        call.store.wait_size("there", world_size, timedelta(seconds=20))
+        call.state.store.arrive("there", str(journal.process))
+        call.state.store.wait_size("there", world_size, timedelta(seconds=20))
         if call.iteration == 0 and journal.process == max(victims) + 1:
             raise Fault("the first fault")
         if call.iteration == 1 and journal.process in victims:
@@ -165,13 +158,13 @@ def serve(when: str, journal: Journal) -> int:
         journal.wait_marks("go", timeout_s=40.0)
 
     def function(call: inprocess.CallWrapper) -> int:
-        total = _sum_over_ranks(call, journal.process + 1)
+        total = _sum_over_ranks(journal.process + 1)
         if call.iteration == 0 and when == "function":
             wait()
         if call.iteration == 0 and when == "restart":
-            call.store.arrive("added", str(journal.process))
+            call.state.store.arrive("added", str(journal.process))
             if journal.process == 3:
-                call.store.wait_size("added", 4)
+                call.state.store.wait_size("added", 4)
                 raise Fault("the first fault")
             dist.recv(torch.empty(1), src=3)
         dist.destroy_process_group()
@@ -184,9 +177,9 @@ def orphan(journal: Journal) -> int:
     """The monitor process of rank 1 is stopped when its rank fails; it goes on when all are in the next iteration."""
 
     def function(call: inprocess.CallWrapper) -> int:
-        total = _sum_over_ranks(call, journal.process + 1)
-        call.store.arrive("added", str(journal.process))
-        call.store.wait_size("added", 3)
+        total = _sum_over_ranks(journal.process + 1)
+        call.state.store.arrive("added", str(journal.process))
+        call.state.store.wait_size("added", 3)
         if call.iteration == 0 and journal.process == 1:
             os.kill(call.monitor_process.pid, signal.SIGSTOP)
             raise Fault("the first fault")

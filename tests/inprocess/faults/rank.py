@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from tests.inprocess.faults.events import Journal
 
 __all__ = ["live"]
@@ -31,6 +33,7 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
     journal = Journal(folder, process)
     module, _, name = program.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the first one makes two pipes for ever
     before = _holdings()
     details: dict[str, Any]
     try:

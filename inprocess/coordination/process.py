@@ -1,0 +1,149 @@
+"""The process that serves the coordination store: `python -m inprocess.coordination.process`, started by rank 0.
+
+It is neither a rank nor a monitor process, so the death of one of these does not end the job; its own does. It imports
+no torch. What it is to do comes as a line of JSON on its standard input, with the secret, and never on a command line;
+the port goes back as another one. The end of the input means that rank 0 needs it no more, or is dead: then it serves
+those who still need it, and ends with the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from inprocess.child_process import start_module
+from inprocess.coordination.server import StoreServer
+from inprocess.coordination.wire import Access
+from inprocess.exception import StoreError
+
+__all__ = ["ServerProcess"]
+
+_log = logging.getLogger(__name__)
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 1.0
+_PAUSE_S = 0.05
+_ADDRESS_HINT = (
+    "`store_kwargs={'host_name': ..., 'port': ...}` names an address of this machine that the others reach; the "
+    "default is MASTER_ADDR, and any free port"
+)
+
+
+class ServerProcess:
+    """Rank 0's side. `access` says where the server is, once it has started.
+
+    `clients` are so many as it must have descriptors for; one that is silent for `silence_s` is taken for gone.
+    """
+
+    def __init__(self, access: Access, *, clients: int, silence_s: float, logfile: str | None = None) -> None:
+        self.access = access
+        self._config = {"clients": clients, "silence_s": silence_s, "logfile": logfile}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+
+    def start(self) -> None:
+        """Start it, and do not wait for it."""
+        process = start_module("inprocess.coordination.process", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = process
+        assert process.stdin is not None
+        line = json.dumps({**self._config, "access": self.access.to_document()})
+        process.stdin.write(f"{line}\n".encode())
+        process.stdin.flush()
+
+    def wait_started(self) -> Access:
+        """Return the access with the real port once it listens. StoreError if it cannot."""
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        try:
+            answer = _read_line(process.stdout)
+        except BaseException:
+            process.kill()
+            self.close()
+            raise
+        if "port" not in answer:
+            self.close()
+            raise StoreError(f"the coordination store cannot be served: {answer.get('error', 'its process ended')}")
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(answer["pid"])
+        self.access = replace(self.access, port=int(answer["port"]))
+        return self.access
+
+    def close(self) -> None:
+        """This process needs it no more: it ends when nobody does. Idempotent; waits a moment for it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()  # for the one that was started; it has left the work to a process of its own
+        if self._pidfd >= 0:
+            if not select.select([self._pidfd], [], [], _END_TIMEOUT_S)[0]:
+                _log.debug("the server of the coordination store still serves others; it ends by itself")
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _read_line(stream: Any) -> dict[str, Any]:
+    """Return the document on the next line; an empty one if there is none in time."""
+    if not select.select([stream], [], [], _START_TIMEOUT_S)[0]:
+        raise StoreError(f"the process of the coordination store did not start within {_START_TIMEOUT_S:g} s")
+    line = stream.readline()
+    document: dict[str, Any] = json.loads(line) if line else {}
+    return document
+
+
+def main() -> int:
+    """Serve until rank 0 has ended, and then until nobody is connected any more."""
+    os.umask(0o077)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # of the rank's terminal or launcher; this ends after all ranks
+    config = json.loads(sys.stdin.buffer.readline() or b"null")
+    if config is None or os.fork():  # it outlives rank 0, which could not wait for it
+        return 0
+    _log_to(config["logfile"])
+    access = Access.from_document(config["access"])
+    server = StoreServer(access, silence_s=config["silence_s"])
+    try:
+        port = server.start(config["clients"]).port
+    except (OSError, StoreError) as error:
+        _answer({"error": f"{error}: {access.host}:{access.port}; {_ADDRESS_HINT}"})
+        return 1
+    _answer({"port": port, "pid": os.getpid()})
+    sys.stdin.buffer.read()
+    while server.client_count:
+        time.sleep(_PAUSE_S)
+    server.close()
+    return 0
+
+
+def _answer(document: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(f"{json.dumps(document)}\n")
+        sys.stdout.flush()
+
+
+def _log_to(logfile: str | None) -> None:
+    root = logging.getLogger("inprocess")
+    root.propagate = False
+    handler: logging.Handler = logging.NullHandler()
+    if logfile is not None:
+        os.makedirs(os.path.dirname(logfile), exist_ok=True)
+        handler = logging.FileHandler(logfile)
+        handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | store server | %(name)s | %(message)s"))
+    root.addHandler(handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

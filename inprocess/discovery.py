@@ -1,0 +1,189 @@
+"""How the ranks of a job find the server of its coordination store, and get the secret that opens it.
+
+    alone (a world of 1)                     nothing to find
+    torchrun, and launchers built on it      rank 0 writes it into the store that the launcher's agent serves
+    MASTER_ADDR and MASTER_PORT, as srun,    rank 0 serves a store of torch at MASTER_PORT until all have read it, and
+    mpirun or a shell set them               then gives the port back: it belongs to the wrapped function
+
+With INPROCESS_SECRET in the environment of all ranks, the secret is made from that, and never leaves a process;
+otherwise whoever can connect to those stores in that moment can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from inprocess.coordination import Access
+from inprocess.exception import StoreError
+
+__all__ = ["Rendezvous", "job_secret", "new_access", "private_directory"]
+
+_SECRET = "INPROCESS_SECRET"
+_PAUSE_S = 0.05
+_calls = 0
+
+
+def job_secret(job: str) -> str | None:
+    """Return the secret of a job, from the environment; None if there is none."""
+    given = os.environ.get(_SECRET)
+    return None if not given else hashlib.sha256(f"{given}\0{job}".encode()).hexdigest()
+
+
+def new_access(host_name: str | None, port: int | None) -> Access:
+    """Return where this process will have the server hosted: by default at MASTER_ADDR, and at a free port."""
+    job = secrets.token_hex(8)
+    host = host_name or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    return Access(host, port or 0, job, job_secret(job) or secrets.token_hex(32))
+
+
+def private_directory() -> str:
+    """Return a directory of this user alone, made if it is not there. StoreError if it is somebody else's."""
+    path = os.path.join(tempfile.gettempdir(), f"inprocess-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise StoreError(
+            f"{path} is not a directory of this user's alone (mode 0700): somebody else made it. Remove it, or set "
+            f"{_SECRET} in the environment of all ranks"
+        )
+    return path
+
+
+class Rendezvous:
+    """Where the ranks of one call of the wrapper meet first. Made on all ranks, in the same order.
+
+    What the environment says is read when this is made: the wrapped function gets another MASTER_ADDR.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
+        global _calls
+        _calls += 1
+        self._rank = rank
+        self._world_size = world_size
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._timeout_s = timeout.total_seconds()
+        self._prefix = f"inprocess/{_launch()}/{_calls}"
+        self._address = _launcher_address()
+        self._has_agent = os.environ.get("TORCHELASTIC_RUN_ID") is not None and _agent is not None
+
+    def exchange(self, access: Access | None) -> Access:
+        """Rank 0: tell the others, and return `access`. The others: wait for it, and return it. StoreError."""
+        if self._world_size == 1:
+            assert access is not None
+            return access
+        if self._address is None:
+            raise StoreError(
+                f"WORLD_SIZE is {self._world_size}, and MASTER_ADDR and MASTER_PORT, which tell the ranks where to "
+                "meet, are not set: start the processes with torchrun, ckpt_launcher or srun, or set both"
+            )
+        if access is None:
+            return self._read()
+        self._write(access)
+        return access
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def _write(self, access: Access) -> None:
+        document = access.to_document()
+        if job_secret(access.job) is not None:
+            document["secret"] = ""  # the others make it as well
+        store = self._agent_store() if self._has_agent else self._own_store()
+        store.set(f"{self._prefix}/access", json.dumps(document))
+        if not self._has_agent:
+            self._wait(
+                lambda: int(store.add(f"{self._prefix}/read", 0)) >= self._world_size - 1,
+                lambda: f"{int(store.add(f'{self._prefix}/read', 0)) + 1} of {self._world_size} ranks came",
+            )
+
+    def _own_store(self) -> Any:
+        dist: Any = importlib.import_module("torch.distributed")
+        assert self._address is not None
+        host, port = self._address
+        problem: Exception | None = None
+        while time.monotonic() < self._deadline:
+            try:
+                return dist.TCPStore(host, port, None, True, timedelta(seconds=self._timeout_s), wait_for_workers=False)
+            except RuntimeError as error:
+                problem = error
+                time.sleep(_PAUSE_S)  # the job before this one may just be ending
+        raise StoreError(f"rank 0 cannot listen at MASTER_PORT {port}; is another job using it? {problem}")
+
+    # -- the others ----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> Access:
+        store = self._agent_store()
+        key = f"{self._prefix}/access"
+        self._wait(lambda: bool(store.check([key])), lambda: "rank 0 did not come")
+        document = json.loads(store.get(key))
+        if not self._has_agent:
+            store.add(f"{self._prefix}/read", 1)
+        document["secret"] = document["secret"] or job_secret(document["job"])
+        if document["secret"] is None:
+            raise StoreError(f"rank 0 has {_SECRET} in its environment, and rank {self._rank} has not: set it for all")
+        return Access.from_document(document)
+
+    def _agent_store(self) -> Any:
+        """Connect to the store that another process serves. In Python until somebody listens: see `_wait`."""
+        dist: Any = importlib.import_module("torch.distributed")
+        assert self._address is not None
+        host, port = self._address
+        self._wait(lambda: _listens(host, port), lambda: "nobody listens there")
+        left_s = max(1.0, self._deadline - time.monotonic())
+        return dist.TCPStore(host, port, None, False, timedelta(seconds=left_s), wait_for_workers=False)
+
+    def _wait(self, condition: Callable[[], bool], problem: Callable[[], str]) -> None:
+        """Ask again and again, so that an exception gets through to the main thread."""
+        while not condition():
+            if time.monotonic() >= self._deadline:
+                host, port = self._address or ("", 0)
+                raise StoreError(
+                    f"rank {self._rank}: the {self._world_size} ranks did not meet at {host}:{port} (MASTER_ADDR and "
+                    f"MASTER_PORT) within {self._timeout_s:g} s: {problem()}"
+                )
+            time.sleep(_PAUSE_S)
+
+
+def _address_of_environment() -> tuple[str, int] | None:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return None if not host or not port else (host, int(port))
+
+
+_agent: tuple[str, int] | None = None
+
+
+def _launcher_address() -> tuple[str, int] | None:
+    """Where the launcher's agent serves a store, if it does, else what MASTER_ADDR and MASTER_PORT say.
+
+    For each iteration the wrapper changes what the environment says, so the agent is remembered.
+    """
+    global _agent
+    if _agent is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _agent = _address_of_environment()
+    return _agent or _address_of_environment()
+
+
+def _launch() -> str:
+    """What is the same for all processes that were started together, and another for the next ones."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return "/".join(os.environ.get(name, "") for name in names)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
