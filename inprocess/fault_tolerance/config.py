@@ -81,11 +81,11 @@ class FaultToleranceConfig:
         return FaultToleranceConfig(**{name: value for name, value in kwargs.items() if name in known})
 
     @staticmethod
-    def from_yaml_file(path: str | os.PathLike[str], ignore_not_recognized: bool = True) -> FaultToleranceConfig:
+    def from_yaml_file(cfg_path: str | os.PathLike[str], ignore_not_recognized: bool = True) -> FaultToleranceConfig:
         """Read the first mapping called "fault_tolerance" in a file, at any depth. ValueError if there is none."""
-        found = _read_section(path)
+        found = _read_section(cfg_path)
         if not found:
-            raise ValueError(f"{os.fspath(path)} has no {_SECTION!r} section with settings in it")
+            raise ValueError(f"{os.fspath(cfg_path)} has no {_SECTION!r} section with settings in it")
         return FaultToleranceConfig.from_kwargs(ignore_not_recognized, **found)
 
     @staticmethod
@@ -110,9 +110,9 @@ class FaultToleranceConfig:
         values["log_level"] = logging.getLevelName(self.log_level) if self.log_level % 10 == 0 else self.log_level
         return values
 
-    def to_yaml_file(self, path: str | os.PathLike[str]) -> None:
+    def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
         """Write a file that `from_yaml_file` reads."""
-        with open(path, "w") as file:
+        with open(cfg_path, "w") as file:
             _yaml().safe_dump({_SECTION: self.to_dict()}, file, sort_keys=False)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from inprocess.fault_tolerance.data import LAUNCHER_SOCKET_ENV
+from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_survivors
 from inprocess.fault_tolerance.launcher.meeting import Meeting, MeetingError, StoreLost
 from inprocess.fault_tolerance.launcher.outcome import CycleEnd, Outcome
@@ -232,7 +232,9 @@ class LauncherAgent(LocalElasticAgent):
         workers.close()
         end_leftovers(workers.pids.values())
         if self._parts.options.config.check_remaining_processes:
-            log_survivors(f"{LAUNCHER_SOCKET_ENV}={self._parts.inbox.environment[LAUNCHER_SOCKET_ENV]}")
+            log_survivors(
+                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._parts.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
+            )
         self._parts.monitors.end_cycle()
 
 
