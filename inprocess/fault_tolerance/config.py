@@ -23,8 +23,10 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 class FaultToleranceConfig:
     """All settings; times in seconds, None for a limit: never late. May be changed until it is handed to somebody.
 
-    `ladder` is ours: how a section that is late leads to an in-process restart, where there is a wrapper: "limit": at
-    its limit; "progress": not as long as the main thread executes bytecode. ValueError for a value that makes no sense.
+    Two settings are ours. `ladder`: how a section that is late leads to an in-process restart, where there is a
+    wrapper: "limit": at its limit; "progress": not as long as the main thread executes bytecode.
+    `termination_grace_time`: how long a rank may take to end after `rank_termination_signal` before it gets SIGKILL
+    from the launcher's monitor (the wrapper has an argument of that name). ValueError for a value that is invalid.
     """
 
     workload_check_interval: float = 5.0
@@ -35,6 +37,7 @@ class FaultToleranceConfig:
     rank_out_of_section_timeout: float | None = None
     safety_factor: float = 5.0
     rank_termination_signal: signal.Signals = signal.SIGKILL
+    termination_grace_time: float = 15.0
     log_level: int = logging.INFO
     restart_check_interval: float = 60.0
     skip_section_response: bool = True
