@@ -1,6 +1,6 @@
 """A rank is killed, and a spare takes its place: the others keep their numbers, and as many ranks work as before.
 
-    python -m tools.demo.launch --ranks 4 --may-die 1 -- python examples/restart_spares.py
+    ckpt_launcher --standalone --nproc-per-node 4 --ft-restart-policy in-process examples/restart_spares.py
 
 Not under torchrun, which ends all ranks of a node with the first one that dies.
 

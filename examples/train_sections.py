@@ -1,6 +1,6 @@
 """A DDP training that names its sections: who hangs in one is noticed, and the job goes on from the last checkpoint.
 
-    ft_launcher --standalone --nproc-per-node 2 --max-restarts 3 \\
+    ckpt_launcher --standalone --nproc-per-node 2 --max-restarts 3 \\
         --ft-rank-section-timeouts setup:60,step:10,checkpoint:30,ckpt.write:60 \\
         examples/train_sections.py --root /tmp/sections --hang step:7
 

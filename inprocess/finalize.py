@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 from inprocess.bounded_call import bounded_call
@@ -36,7 +37,7 @@ class ThreadedFinalize(Finalize):
         timeout: timedelta | float,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> None:
         self.timeout = timeout
         self.fn = fn

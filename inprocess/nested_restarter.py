@@ -31,15 +31,22 @@ _log = logging.getLogger(__name__)
 
 
 class _OnOneRank:
-    """`special_rank` is the initial rank that writes the lines."""
+    """Writes one line with the given words. `special_rank` is the initial rank that does; `logger` gets the line."""
 
-    def __init__(self, special_rank: int = 0) -> None:
+    def __init__(
+        self, restarter_state: str, restarter_stage: str | None, logger: logging.Logger | None, special_rank: int
+    ) -> None:
+        self.restarter_state = restarter_state
+        self.restarter_stage = restarter_stage
+        self.logger = _log if logger is None else logger
         self.special_rank = special_rank
 
-    def _report(self, frozen: FrozenState, state: str, stage: str | None = None) -> FrozenState:
+    def _report(self, frozen: FrozenState) -> FrozenState:
         if frozen.initial_rank == self.special_rank:
-            words = ["[NestedRestarter]", "name=[InProcess]", f"state={state}"]
-            _log.info(" ".join(words if stage is None else [*words, f"stage={stage}"]))
+            words = ["[NestedRestarter]", "name=[InProcess]", f"state={self.restarter_state}"]
+            if self.restarter_stage is not None:
+                words.append(f"stage={self.restarter_stage}")
+            self.logger.info(" ".join(words))
         return frozen
 
 
@@ -47,32 +54,58 @@ class NestedRestarterHandlingCompleted(_OnOneRank, Initialize):
     """A restart is over; the first time: the job begins."""
 
     def __init__(self, special_rank: int = 0) -> None:
-        super().__init__(special_rank)
-        self._began = False
+        super().__init__("initialize", None, None, special_rank)
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        if self._began:
-            return self._report(state, "handling", "completed")
-        self._began = True
-        return self._report(state, "initialize")
+        try:
+            return self._report(state)
+        finally:
+            self.restarter_state, self.restarter_stage = "handling", "completed"
 
 
 class NestedRestarterHandlingStarting(_OnOneRank, Abort):
     """A restart begins."""
 
+    def __init__(
+        self,
+        restarter_state: str = "handling",
+        restarter_stage: str | None = "starting",
+        logger: logging.Logger | None = None,
+        special_rank: int = 0,
+    ) -> None:
+        super().__init__(restarter_state, restarter_stage, logger, special_rank)
+
     def __call__(self, state: FrozenState) -> FrozenState:
-        return self._report(state, "handling", "starting")
+        return self._report(state)
 
 
 class NestedRestarterFinalized(_OnOneRank, Completion):
     """The job has succeeded."""
 
+    def __init__(
+        self,
+        restarter_state: str = "finalized",
+        restarter_stage: str | None = None,
+        logger: logging.Logger | None = None,
+        special_rank: int = 0,
+    ) -> None:
+        super().__init__(restarter_state, restarter_stage, logger, special_rank)
+
     def __call__(self, state: FrozenState) -> FrozenState:
-        return self._report(state, "finalized")
+        return self._report(state)
 
 
 class NestedRestarterAborted(_OnOneRank, Terminate):
     """This rank leaves."""
 
+    def __init__(
+        self,
+        restarter_state: str = "aborted",
+        restarter_stage: str | None = None,
+        logger: logging.Logger | None = None,
+        special_rank: int = 0,
+    ) -> None:
+        super().__init__(restarter_state, restarter_stage, logger, special_rank)
+
     def __call__(self, state: FrozenState) -> FrozenState:
-        return self._report(state, "aborted")
+        return self._report(state)

@@ -25,27 +25,28 @@ class RankFilter(abc.ABC):
 
 
 class MaxActiveWorldSize(RankFilter):
-    """Keeps at most the first `n` ranks active; None is no limit. ValueError if `n` is less than 1."""
+    """Keeps at most the first `max_active_world_size` ranks active; None is no limit. ValueError if it is below 1."""
 
-    def __init__(self, n: int | None = None) -> None:
-        if n is not None:
-            check_count("n", n)
-        self.n = n
+    def __init__(self, max_active_world_size: int | None = None) -> None:
+        if max_active_world_size is not None:
+            check_count("max_active_world_size", max_active_world_size)
+        self.max_active_world_size = max_active_world_size
 
     def __call__(self, state: State) -> State:
         size = active_size(state)
-        activate_below(state, size if self.n is None else min(size, self.n))
+        limit = self.max_active_world_size
+        activate_below(state, size if limit is None else min(size, limit))
         return state
 
 
 class WorldSizeDivisibleBy(RankFilter):
-    """Rounds the number of active ranks down to a multiple of `d`. ValueError if `d` is less than 1."""
+    """Rounds the number of active ranks down to a multiple of `divisor`. ValueError if it is less than 1."""
 
-    def __init__(self, d: int = 1) -> None:
-        check_count("d", d)
-        self.d = d
+    def __init__(self, divisor: int = 1) -> None:
+        check_count("divisor", divisor)
+        self.divisor = divisor
 
     def __call__(self, state: State) -> State:
         size = active_size(state)
-        activate_below(state, size - size % self.d)
+        activate_below(state, size - size % self.divisor)
         return state

@@ -17,7 +17,7 @@ import torch
 import ckpt
 from ckpt.restart import report_sections
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient
-from inprocess.fault_tolerance.data import MONITOR_SOCKET_ENV
+from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
 from tests.crash.killers import KillingWriter
 from tests.support import run_ranks
@@ -92,7 +92,7 @@ class _Reports(logging.Handler):
 
 def _is_stuck_once(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """The writer of the last rank hangs in the second save; three are made."""
-    os.environ[MONITOR_SOCKET_ENV] = path = str(folder / f"{rank}.sock")
+    os.environ[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR] = path = str(folder / f"{rank}.sock")
     reports = _Reports()
     logging.getLogger("inprocess").addHandler(reports)
     config = FaultToleranceConfig(rank_section_timeouts={_WRITE: 60.0}, rank_out_of_section_timeout=60.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckpt.async_calls.config import WriterConfig
@@ -30,14 +31,14 @@ class DistributedAsyncCaller:
         self,
         async_fn: Callable[..., Any] | None,
         save_args: tuple[Any, ...],
-        save_kwargs: Mapping[str, Any] | None = None,
+        save_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Start the call in the background. Raises RuntimeError while the previous one is not known to be done."""
         if self._queue.get_num_unfinalized_calls():
             raise RuntimeError(
                 "the previous call is still running; wait with is_current_async_call_done(blocking=True)"
             )
-        self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs or {}))
+        self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
         """Whether no call is running; with ``no_dist=False`` on any rank, and all ranks must ask together.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["WriterConfig"]
+__all__ = ["WriterConfig", "with_priorities"]
 
 
 @dataclass(frozen=True)
@@ -23,3 +23,25 @@ class WriterConfig:
     start_timeout_s: float = 60.0
     close_timeout_s: float = 60.0
     writer_timeout_s: float | None = None
+
+
+def with_priorities(config: WriterConfig, nice: int | None, io_class: int | None) -> WriterConfig:
+    """Return the config with other priorities, None for those it has.
+
+    `io_class` is a scheduling class of Linux: 0 leaves it alone, 2 is best-effort, 3 idle. ValueError for any other
+    (1, realtime, would let checkpoints go before everything else), and for a negative `nice`.
+    """
+    if nice is not None:
+        if nice < 0:
+            raise ValueError(f"the priority of writers cannot be above the trainer's: {nice} is negative")
+        config = replace(config, nice=nice)
+    match io_class:
+        case None:
+            return config
+        case 0:
+            return replace(config, io_class=None)
+        case 2:
+            return replace(config, io_class="best-effort")
+        case 3:
+            return replace(config, io_class="idle")
+    raise ValueError(f"io_priority must be 0, 2 or 3 (unchanged, best-effort, idle), not {io_class}")

@@ -71,12 +71,19 @@ class WriterProcess:
             self._life = WriterLife.begin(self._server)
             self._alive_at, self._last_progress = time.monotonic(), 0
 
-    def submit(self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def submit(
+        self,
+        index: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        preload_fn: Callable[[], Any] | None = None,
+    ) -> None:
         """Queue a call; never waits for the writer. Indices only grow.
 
         Raises what pickling the call raises; every other failure is the call's outcome.
         """
-        call = SentCall(index, fn, args, kwargs)
+        call = SentCall(index, fn, args, kwargs, preload_fn)
         if not self._calls:
             self._alive_at = time.monotonic()
         self._calls[index] = call

@@ -22,12 +22,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ckpt.async_calls.agreement import Agreement, own_rank
-from ckpt.async_calls.config import WriterConfig
+from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.messages import Event
 from ckpt.async_calls.pending import PendingCall
 from ckpt.async_calls.process import Outcome, WriterProcess, wait_for_any
 from ckpt.async_calls.processes import Processes
-from ckpt.async_calls.request import AsyncRequest
+from ckpt.async_calls.request import AsyncRequest, check_preload_fn
 from ckpt.async_calls.wakeup import Wakeup
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 
@@ -51,16 +51,31 @@ class AsyncCallsQueue:
 
     def __init__(
         self,
+        persistent: bool = False,
+        is_daemon: bool = True,
+        cpu_priority: int | None = None,
+        io_priority: int | None = None,
+        sigterm_timeout: float | None = None,
+        cpu_shm_mode: bool = True,
         *,
         num_writers: int = 1,
         config: WriterConfig | None = None,
         process_group: ProcessGroup | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        """Starts no process (see `start`). `timeout_s` is the deadline of every blocking wait for calls."""
+        """Starts no process (see `start`). `timeout_s` is the deadline of every blocking wait for calls.
+
+        The positional parameters are those of nvidia_resiliency_ext. `cpu_priority` (added to the niceness) and
+        `io_priority` (the Linux scheduling class: 0 unchanged, 2 best-effort, 3 idle) go before `config`. The others
+        are accepted and without meaning here: writers are always persistent; they outlive the trainer until they have
+        finished what was scheduled, daemon or not; `close(abort=True)` kills them without a SIGTERM; and bytes in
+        `SharedMemory` always go through shared memory.
+
+        ValueError for a number of writers below 1, and for priorities that this process cannot give itself.
+        """
         if num_writers < 1:
             raise ValueError(f"num_writers must be at least 1, not {num_writers}")
-        self._config = config if config is not None else WriterConfig()
+        self._config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
         self._agreement = Agreement(process_group)
         self._timeout_s = timeout_s
         self._owner_pid = os.getpid()
@@ -85,21 +100,32 @@ class AsyncCallsQueue:
             writer.start()
         self._intact = intact
 
-    def schedule_async_request(self, request: AsyncRequest) -> int:
-        """Queue `request` and return its index (0, 1, ...). Never waits: costs pickling the arguments and one message.
+    def warmup_persistent_caller(self, rank: int, mp_mode: str = "spawn") -> None:
+        """`start`, as nvidia_resiliency_ext calls it.
 
-        Raises what pickling raises, and then has queued nothing. All other failures are the call's, and raised when it
-        would be finalized.
+        Both parameters are without meaning here: the queue knows its rank, and writers are always forked from a small
+        process of their own, which has neither threads nor CUDA.
+        """
+        self.start()
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Queue the request and return its index (0, 1, ...). Never waits: costs pickling and one message.
+
+        Raises what pickling raises, or ValueError if `preload_fn` has no argument to replace, and then has queued
+        nothing. All other failures are the call's, and raised when it would be finalized.
         """
         self._check_usable()
         self.pump()
-        index, fn = self._next_index, request.async_fn
+        index, fn = self._next_index, async_request.async_fn
+        check_preload_fn(async_request.async_fn_args, async_request.preload_fn)
         intact, self._intact = self._intact, False
         if fn is not None:
             writer = self._writers[index % len(self._writers)]
-            writer.submit(index, fn, request.async_fn_args, request.async_fn_kwargs)
+            writer.submit(
+                index, fn, async_request.async_fn_args, async_request.async_fn_kwargs, async_request.preload_fn
+            )
         self._next_index += 1
-        self._pending.append(PendingCall(index, request.freeze()))
+        self._pending.append(PendingCall(index, async_request.freeze()._replace(call_idx=index)))
         self._intact = intact
         return index
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from ckpt.async_calls.agreement import Agreement, own_rank
 from ckpt.errors import CheckpointError
 
-__all__ = ["AsyncRequest", "CallTimer", "RecoverableCall"]
+__all__ = ["AsyncRequest", "CallTimer", "RecoverableCall", "check_preload_fn", "preloaded"]
 
 
 class CallTimer(Protocol):
@@ -53,6 +54,11 @@ class AsyncRequest(NamedTuple):
 
     `async_fn` runs in a writer process with `async_fn_args` and `async_fn_kwargs`; None runs nothing. When it has
     returned, on all ranks if so asked, `finalize_fns` run in the trainer in order.
+
+    `preload_fn` runs in the writer before `async_fn`; what it returns replaces the second of `async_fn_args`, the data.
+    It gets no arguments: bind them with `functools.partial`. Like the arguments it is pickled when the request is
+    scheduled, with the values that it refers to at that time. `call_idx` is the index of the call in its queue, which
+    sets it.
     """
 
     async_fn: Callable[..., Any] | None
@@ -60,6 +66,8 @@ class AsyncRequest(NamedTuple):
     finalize_fns: list[Callable[[], Any]]
     async_fn_kwargs: Mapping[str, Any] = {}
     is_frozen: bool = False
+    preload_fn: Callable[[], Any] | None = None
+    call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Append `fn`. Raises RuntimeError when the request is frozen, which it is once scheduled."""
@@ -68,25 +76,49 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Run everything here and now, in this process: the function, then the finalize functions.
+        """Run everything here and now, in this process: `preload_fn`, the function, then the finalize functions.
 
-        Raises what they raise.
+        Makes no collective. Raises what they raise; ValueError if `preload_fn` has no argument to replace.
         """
         if self.async_fn is not None:
-            self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
-        if (error := self.finalize()) is not None:
-            raise error
+            self.async_fn(*preloaded(self.async_fn_args, self.preload_fn), **self.async_fn_kwargs)
+        self.execute_finalize_fns(validate_matching_call_idx=False)
 
-    def freeze(self) -> AsyncRequest:
-        """A copy that accepts no more finalize functions."""
-        return self._replace(finalize_fns=list(self.finalize_fns), is_frozen=True)
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Run all finalize functions in order, whatever they raise, then raise the first exception. Returns `call_idx`.
 
-    def finalize(self) -> Exception | None:
-        """Run all finalize functions in order, whatever they raise. Returns the first exception."""
+        With `validate_matching_call_idx`, where torch.distributed is initialized, all ranks must call this together:
+        one all_reduce compares `call_idx`. RuntimeError, and no finalize function runs, if ranks have different ones.
+        """
+        if validate_matching_call_idx and own_rank() is not None:
+            smallest, minus_largest = Agreement(None).minimum(self.call_idx, -self.call_idx)
+            if smallest != -minus_largest:
+                raise RuntimeError(
+                    f"ranks finalize different calls: their indices are {smallest} to {-minus_largest}, "
+                    f"{self.call_idx} on this rank; all ranks must schedule and finalize the same requests in order"
+                )
         first: Exception | None = None
         for fn in self.finalize_fns:
             try:
                 fn()
             except Exception as error:
                 first = first or error
-        return first
+        if first is not None:
+            raise first
+        return self.call_idx
+
+    def freeze(self) -> AsyncRequest:
+        """A copy that accepts no more finalize functions."""
+        return self._replace(finalize_fns=list(self.finalize_fns), is_frozen=True)
+
+
+def preloaded(args: tuple[Any, ...], preload_fn: Callable[[], Any] | None) -> tuple[Any, ...]:
+    """Return the arguments of a call with what `preload_fn` returns in place of the second; as they are without one."""
+    check_preload_fn(args, preload_fn)
+    return args if preload_fn is None else (args[0], preload_fn(), *args[2:])
+
+
+def check_preload_fn(args: tuple[Any, ...], preload_fn: Callable[[], Any] | None) -> None:
+    """ValueError if there is no second argument that `preload_fn` could replace."""
+    if preload_fn is not None and len(args) < 2:
+        raise ValueError(f"preload_fn replaces the second of async_fn_args, but there are only {len(args)}")

@@ -18,10 +18,17 @@ class SentCall:
     Raises what pickling the call raises.
     """
 
-    def __init__(self, index: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        index: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        preload_fn: Callable[[], Any] | None = None,
+    ) -> None:
         self.index = index
         self.label = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        self.payload = Payload(fn, args, kwargs)
+        self.payload = Payload(fn, args, kwargs, preload_fn)
         self.attempts = 0
         self.timer: CallTimer | None = None
         self._on_begun: Callable[[int], CallTimer | None] | None = getattr(fn, "on_begun", None)

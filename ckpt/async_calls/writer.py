@@ -120,9 +120,9 @@ class WriterLoop:
             self._kept,
         )
         try:
-            fn, args, kwargs = payload.load(fd, self._regions)
+            call = payload.load(fd, self._regions)
             with context.entered():
-                fn(*args, **kwargs)
+                call.run()
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a function are not ours to obey either
             return _failure(index, began_ns, error)
         return Finished(index, began_ns, time.monotonic_ns())

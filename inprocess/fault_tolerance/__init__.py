@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WorkloadControlRequest,
     )
     from inprocess.fault_tolerance.rank_monitor_client import RankMonitorClient, RankMonitorClientError
+    from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
     from inprocess.fault_tolerance.state_machine import (
         InvalidStateTransitionException,
         RankMonitorState,
@@ -41,6 +42,7 @@ _HOMES = {
     "InvalidStateTransitionException": "state_machine",
     "RankMonitorClient": "rank_monitor_client",
     "RankMonitorClientError": "rank_monitor_client",
+    "RankMonitorServer": "rank_monitor_server",
     "RankMonitorState": "state_machine",
     "RankMonitorStateMachine": "state_machine",
     "SectionTimeouts": "data",
@@ -54,6 +56,7 @@ __all__ = [
     "InvalidStateTransitionException",
     "RankMonitorClient",
     "RankMonitorClientError",
+    "RankMonitorServer",
     "RankMonitorState",
     "RankMonitorStateMachine",
     "SectionTimeouts",

@@ -8,10 +8,39 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
-__all__ = ["FaultToleranceConfig", "convert", "parse_log_level", "parse_section_timeouts", "parse_signal"]
+__all__ = [
+    "WITHOUT_EFFECT",
+    "FaultToleranceConfig",
+    "convert",
+    "is_off",
+    "parse_log_level",
+    "parse_section_timeouts",
+    "parse_signal",
+]
 
+_log = logging.getLogger(__name__)
+
+# Settings of other launchers, which files are shared with, and what to do instead. Given as an option they are refused,
+# in a file they are reported.
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "segment": "nodes are not grouped by NVLink domain; use inprocess.rank_assignment.Tree with a key of each",
+        "numa_bind_strict": "binding to NUMA nodes is torchrun's: use --numa-binding",
+        "enable_nic_healthcheck": "use --ft-enable-nic-monitor; the in-process wrapper checks cards after a fault",
+        "enable_dist_storage_healthcheck": "storage is not checked first; a save that fails says so on all ranks",
+        "storage_healthcheck_path": "storage is not checked first; a save that fails says so on all ranks",
+        "pci_topo_file": "network cards near a GPU are found in /sys; leave it out",
+        "link_down_path_template": "the state of network cards is read in /sys; leave it out",
+        "link_state_path_template": "the state of network cards is read in /sys; leave it out",
+        "attribution_endpoint": "no service is asked; the launcher's log has the root suspect of ranks that are late",
+        "attribution_stop_action": "no service is asked; a rank may use send_workload_control_request",
+        "attribution_export_url": "nothing is exported; reports of late ranks are lines of JSON in the log",
+        "cycle_info_dir": "there are no files for cycles; the launcher's log says when each begins and why it ends",
+    }
+)
 _SECTION = "fault_tolerance"
 _NULLS = ("", "null", "none")
 _LEVELS = {"DBG": logging.DEBUG, "WARN": logging.WARNING, "ERR": logging.ERROR, "CRIT": logging.CRITICAL}
@@ -23,8 +52,12 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 class FaultToleranceConfig:
     """All settings; times in seconds, None for a limit: never late. May be changed until it is handed to somebody.
 
-    `ladder` is ours: how a section that is late leads to an in-process restart, where there is a wrapper: "limit": at
-    its limit; "progress": not as long as the main thread executes bytecode. ValueError for a value that makes no sense.
+    Two settings are ours. `ladder`: how a section that is late leads to an in-process restart, where there is a
+    wrapper: "limit": at its limit; "progress": not as long as the main thread executes bytecode.
+    `termination_grace_time`: how long a rank may take to end after `rank_termination_signal` before it gets SIGKILL
+    from the launcher's monitor (the wrapper has an argument of that name). ValueError for a value that is invalid.
+
+    Those in `WITHOUT_EFFECT` are kept as they are, for files that other launchers read, too.
     """
 
     workload_check_interval: float = 5.0
@@ -35,6 +68,7 @@ class FaultToleranceConfig:
     rank_out_of_section_timeout: float | None = None
     safety_factor: float = 5.0
     rank_termination_signal: signal.Signals = signal.SIGKILL
+    termination_grace_time: float = 15.0
     log_level: int = logging.INFO
     restart_check_interval: float = 60.0
     skip_section_response: bool = True
@@ -81,21 +115,27 @@ class FaultToleranceConfig:
         return FaultToleranceConfig(**{name: value for name, value in kwargs.items() if name in known})
 
     @staticmethod
-    def from_yaml_file(path: str | os.PathLike[str], ignore_not_recognized: bool = True) -> FaultToleranceConfig:
-        """Read the first mapping called "fault_tolerance" in a file, at any depth. ValueError if there is none."""
-        found = _read_section(path)
+    def from_yaml_file(cfg_path: str | os.PathLike[str], ignore_not_recognized: bool = True) -> FaultToleranceConfig:
+        """Read the first mapping called "fault_tolerance" in a file, at any depth. ValueError if there is none.
+
+        A warning in the log names what has no effect here.
+        """
+        found = _read_section(cfg_path)
         if not found:
-            raise ValueError(f"{os.fspath(path)} has no {_SECTION!r} section with settings in it")
+            raise ValueError(f"{os.fspath(cfg_path)} has no {_SECTION!r} section with settings in it")
+        _report_without_effect(cfg_path, found)
         return FaultToleranceConfig.from_kwargs(ignore_not_recognized, **found)
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> FaultToleranceConfig:
         """Defaults, changed by the file `args.ft_cfg_path` if one is named, changed by each `args.ft_*` not None.
 
-        The file may lack the section, but must be there: OSError.
+        The file may lack the section, but must be there: OSError. A warning in the log names what has no effect here.
         """
         path = getattr(args, "ft_cfg_path", None)
         values = dict(_read_section(path) or {}) if path else {}
+        if path:
+            _report_without_effect(path, values)
         for item in fields(FaultToleranceConfig):
             value = getattr(args, f"ft_{item.name}", None)
             if value is not None:
@@ -110,9 +150,9 @@ class FaultToleranceConfig:
         values["log_level"] = logging.getLevelName(self.log_level) if self.log_level % 10 == 0 else self.log_level
         return values
 
-    def to_yaml_file(self, path: str | os.PathLike[str]) -> None:
+    def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
         """Write a file that `from_yaml_file` reads."""
-        with open(path, "w") as file:
+        with open(cfg_path, "w") as file:
             _yaml().safe_dump({_SECTION: self.to_dict()}, file, sort_keys=False)
 
 
@@ -190,6 +230,19 @@ def _read(kind: str, value: Any) -> Any:
 
 def _no(value: Any) -> Any:
     raise ValueError(value)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a setting that has no effect here asks for nothing."""
+    return value is None or value is False
+
+
+def _report_without_effect(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+    unknown = sorted(set(values) - {item.name for item in fields(FaultToleranceConfig)})
+    found = [f"{name} ({WITHOUT_EFFECT[name]})" for name in WITHOUT_EFFECT if not is_off(values.get(name))]
+    found += [f"{name} (unknown)" for name in unknown]
+    if found:
+        _log.warning("%s: these settings have no effect here: %s", os.fspath(path), "; ".join(found))
 
 
 def _read_section(path: str | os.PathLike[str]) -> dict[str, Any] | None:

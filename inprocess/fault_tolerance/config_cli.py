@@ -7,11 +7,19 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from inprocess.fault_tolerance.config import FaultToleranceConfig, convert, parse_section_timeouts
+from inprocess.fault_tolerance.config import (
+    WITHOUT_EFFECT,
+    FaultToleranceConfig,
+    convert,
+    is_off,
+    parse_section_timeouts,
+)
 
-__all__ = ["NO_RESTART_EXIT_CODE", "add_arguments"]
+__all__ = ["ANY_FAILED", "IN_PROCESS", "NO_RESTART_EXIT_CODE", "add_arguments"]
 
 NO_RESTART_EXIT_CODE = 93
+ANY_FAILED = "any-failed"
+IN_PROCESS = "in-process"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for item in fields(FaultToleranceConfig):
         old = [f"--ft-param-{item.name}", f"--ft-param-{item.name.replace('_', '-')}"]
-        _add(group, item.name, old, f"default: {_shown(item.name)}", type=_reader(item.name, str(item.type)))
+        instead = WITHOUT_EFFECT.get(item.name)
+        text = f"default: {_shown(item.name)}" if instead is None else f"not available: {instead}"
+        _add(group, item.name, old, text, type=_reader(item.name, str(item.type)))
     for spelling in _spellings("ignore_missing_cfg"):
         shown = spelling == "--ft-ignore-missing-cfg"
         group.add_argument(
@@ -45,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=NO_RESTART_EXIT_CODE,
     )
     _add(
-        group, "restart_policy", [], "when workers restart", choices=["any-failed", "min-healthy"], default="any-failed"
+        group,
+        "restart_policy",
+        [],
+        "when a worker fails: any-failed (default): end all and start them again; in-process: leave the others alone",
+        type=_restart_policy,
+        default=ANY_FAILED,
     )
 
 
@@ -68,12 +83,25 @@ def _reader(name: str, kind: str) -> Callable[[str], Any]:
         if text.strip().lower() in ("", "null", "none"):
             return None
         try:
-            return parse_section_timeouts(text) if kind.startswith("dict") else convert(name, kind, text)
+            value = parse_section_timeouts(text) if kind.startswith("dict") else convert(name, kind, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        if name in WITHOUT_EFFECT and not is_off(value):
+            raise argparse.ArgumentTypeError(f"not available: {WITHOUT_EFFECT[name]}")
+        return value
 
     read.__name__ = name
     return read
+
+
+def _restart_policy(text: str) -> str:
+    if text in (ANY_FAILED, IN_PROCESS):
+        return text
+    if text == "min-healthy":
+        raise argparse.ArgumentTypeError(
+            f"min-healthy is not available: use {IN_PROCESS}, --ft-min-workers, and inprocess.Wrapper in the workers"
+        )
+    raise argparse.ArgumentTypeError(f"{text!r} is no policy; use {ANY_FAILED} or {IN_PROCESS}")
 
 
 def _shown(name: str) -> str:

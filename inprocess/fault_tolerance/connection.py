@@ -9,7 +9,7 @@ from typing import Self
 from inprocess.fault_tolerance import wire
 from inprocess.fault_tolerance.client_errors import RankMonitorClientError
 from inprocess.fault_tolerance.config import FaultToleranceConfig
-from inprocess.fault_tolerance.data import MONITOR_SOCKET_ENV, RankInfo
+from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR, RankInfo
 from inprocess.fault_tolerance.link import MonitorLink
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.sections.board import Board
@@ -43,9 +43,11 @@ class MonitorConnection:
 
     @classmethod
     def _connect(cls, rank_info: RankInfo) -> Self:
-        path = os.environ.get(MONITOR_SOCKET_ENV)
+        path = os.environ.get(FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR)
         if path is None:
-            raise RankMonitorClientError(f"{MONITOR_SOCKET_ENV} is not set: this process was not started by a launcher")
+            raise RankMonitorClientError(
+                f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR} is not set: this process was not started by a launcher"
+            )
         stacks = StackReporter()
         stacks.install()
         link = MonitorLink(path, wire.Init(rank_info, stacks.signal_number), stacks.fd)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = [
-    "LAUNCHER_SOCKET_ENV",
-    "MONITOR_SOCKET_ENV",
+    "FT_LAUNCHER_IPC_SOCKET_ENV_VAR",
+    "FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR",
     "HeartbeatTimeouts",
     "RankInfo",
     "SectionTimeouts",
@@ -20,8 +20,8 @@ __all__ = [
     "WorkloadControlRequest",
 ]
 
-MONITOR_SOCKET_ENV = "FT_RANK_MONITOR_IPC_SOCKET"
-LAUNCHER_SOCKET_ENV = "FT_LAUNCHER_IPC_SOCKET"
+FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR = "FT_RANK_MONITOR_IPC_SOCKET"
+FT_LAUNCHER_IPC_SOCKET_ENV_VAR = "FT_LAUNCHER_IPC_SOCKET"
 
 
 @dataclass(frozen=True)

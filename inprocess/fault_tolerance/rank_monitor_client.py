@@ -31,7 +31,7 @@ from inprocess.fault_tolerance.client_errors import (
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.connection import MonitorConnection
 from inprocess.fault_tolerance.data import (
-    LAUNCHER_SOCKET_ENV,
+    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
     HeartbeatTimeouts,
     RankInfo,
     SectionTimeouts,
@@ -69,10 +69,10 @@ class RankMonitorClient:
         self._acknowledged = False
         self._earlier_hook: Any = None
         self._follows_forks = False
-        path = os.environ.get(LAUNCHER_SOCKET_ENV)
+        path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
         self._launcher = None if path is None else IpcConnector(path)
         if path is None:
-            self.logger.debug("%s is not set: there is no launcher to ask for anything", LAUNCHER_SOCKET_ENV)
+            self.logger.debug("%s is not set: there is no launcher to ask for anything", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
 
     @property
     def is_initialized(self) -> bool:
@@ -141,26 +141,26 @@ class RankMonitorClient:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def start_section(self, name: str) -> None:
+    def start_section(self, section: str) -> None:
         """Open a section. One that is not in the settings is ignored; one that is open already is an error."""
         recorder = self._recorder
         if recorder is None:
             not_initialized()
         try:
-            opened = recorder.open(name)
+            opened = recorder.open(section)
         except (TimeoutsCalcError, Forked) as error:
             raise_error(error)
         if opened and self._acknowledged:
             self._confirm()
 
-    def end_section(self, name: str) -> None:
+    def end_section(self, section: str) -> None:
         """Close a section. One that is not in the settings is ignored; one that is not open is an error."""
         recorder = self._recorder
         if recorder is None:
             not_initialized()
         try:
             # Under an exception the section has not done its work: nothing to learn from.
-            closed = recorder.close(name, learn=sys.exc_info()[0] is None)
+            closed = recorder.close(section, learn=sys.exc_info()[0] is None)
         except (TimeoutsCalcError, Forked) as error:
             raise_error(error)
         if closed and self._acknowledged:
@@ -252,14 +252,14 @@ class RankMonitorClient:
             return dict(self._loaded or learned_state(None, None))
         return learned_state(self.hb_timeouts, self.section_timeouts)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Install limits an earlier run has learned; before initialization: keep them for it."""
-        self._loaded = dict(state_dict)
+        self._loaded = dict(state)
         if self.is_initialized:
             with errors("limits cannot be loaded"):
                 assert self.hb_timeouts is not None
                 assert self.section_timeouts is not None
-                self._install(*with_learned(self.hb_timeouts, self.section_timeouts, state_dict))
+                self._install(*with_learned(self.hb_timeouts, self.section_timeouts, state))
                 self._confirm()
 
     def _learn_hb(self, recorder: Recorder, skip: bool) -> bool:
@@ -287,7 +287,7 @@ class RankMonitorClient:
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
         """Ask the launcher for something; returns when it has got it. It gets the tuple (RankInfo, request)."""
         if self._launcher is None:
-            raise RankMonitorClientError(f"{LAUNCHER_SOCKET_ENV} is not set: there is no launcher to ask")
+            raise RankMonitorClientError(f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR} is not set: there is no launcher to ask")
         with errors("the launcher cannot be asked"):
             self._launcher.send((self.rank_info or RankInfo.get_for_current_rank(), req))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import socket
 import stat
@@ -62,16 +63,37 @@ def remove_socket(path: str) -> None:
 
 
 def private_directory() -> str:
-    """Return the directory for sockets of this user, mode 0700, made if needed. PermissionError if it is not ours."""
-    path = os.path.join(tempfile.gettempdir(), f"inprocess-ft-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} is not a directory of this user; remove it or set TMPDIR")
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        os.chmod(path, 0o700)
-    return path
+    """Return a directory for sockets that only this user can enter: theirs, mode 0700, and no link. Made if needed.
+
+    Where the usual name (inprocess-ft-UID in the temporary folder) is taken by another user, a link, or a directory
+    that others could have written to, it is left alone and a directory with a name that nobody could guess is used.
+    OSError if the temporary folder cannot be written.
+    """
+    folder, name = tempfile.gettempdir(), f"inprocess-ft-{os.geteuid()}"
+    usual = os.path.join(folder, name)
+    with contextlib.suppress(OSError):  # it exists; or none can be made, which is found out below
+        os.mkdir(usual, 0o700)
+        os.chmod(usual, 0o700)  # whatever the umask is
+    for path in (usual, *sorted(glob.glob(f"{glob.escape(usual)}-*"))):
+        if _is_private(path):
+            return path
+    try:
+        return tempfile.mkdtemp(prefix=f"{name}-", dir=folder)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"no directory for sockets can be made in {folder} ({error.strerror}), and {usual} is not a directory of "
+            "this user with mode 0700; remove that, or set TMPDIR to a folder of your own",
+        ) from error
+
+
+def _is_private(path: str) -> bool:
+    """Whether this is a directory, not a link to one, that belongs to this user and nobody else may enter."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
 def _check_path(path: str) -> None:

@@ -26,7 +26,7 @@ from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
 from inprocess.fault_tolerance.peers import Done
 from inprocess.fault_tolerance.state_machine import RankMonitorStateMachine
-from inprocess.fault_tolerance.watched_rank import WatchedRank
+from inprocess.fault_tolerance.watched_rank import EndingProcess, WatchedRank
 from inprocess.sections.board import BoardError
 from inprocess.sections.suspect import Standing
 
@@ -87,6 +87,7 @@ class Station:
         self._cycle = cycle
         self._connections: list[_Connection] = []
         self._watched: WatchedRank | None = None
+        self._ending: list[EndingProcess] = []  # were told to end, and have said goodbye before they did
         self._dismissed: deque[int] = deque(maxlen=16)  # may live a while; their clients must not come back
         self._listener = sockets.listen(path)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -95,6 +96,8 @@ class Station:
         """Hang up on everybody and remove the socket. Idempotent."""
         for connection in list(self._connections):
             self._drop(connection, "the monitor ends")
+        while self._ending:
+            self._ending.pop().target.close()
         if self._listener.fileno() >= 0:
             self._selector.unregister(self._listener)
             self._listener.close()
@@ -108,6 +111,7 @@ class Station:
         times = [c.deadline for c in self._connections if c.phase is not _Phase.OWNER]
         if self._watched is not None and self._watched.next_look_s is not None:
             times.append(self._watched.next_look_s)
+        times += [ending.kill_at_s for ending in self._ending if ending.kill_at_s is not None]
         return min(times, default=None)
 
     def step(self) -> None:
@@ -121,6 +125,11 @@ class Station:
         watched = self._watched
         if watched is not None and watched.next_look_s is not None and now_s >= watched.next_look_s:
             watched.look()
+        for ending in list(self._ending):
+            ending.step(now_s)
+            if ending.kill_at_s is None:
+                self._ending.remove(ending)
+                ending.target.close()
 
     # -- the rank ------------------------------------------------------------------------------------------------------
 
@@ -279,7 +288,9 @@ class Station:
         watched, self._watched = self._watched, None
         if watched is not None:
             self._selector.unregister(watched.target)
-            watched.close(reason)
+            ending = watched.close(reason)
+            if ending is not None:
+                self._ending.append(ending)
         _log.info("%s is not watched any more: %s", owner.rank, reason)
         self._on_owner(None)
         self._fill_slot()

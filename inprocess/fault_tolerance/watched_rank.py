@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
@@ -19,10 +19,34 @@ from inprocess.sections.diagnosis import report_alarm
 from inprocess.sections.suspect import Standing, in_collective, standing_of
 from inprocess.sections.watch import Alarm, SectionWatch
 
-__all__ = ["WatchedRank"]
+__all__ = ["EndingProcess", "WatchedRank"]
 
 _log = logging.getLogger(__name__)
 _STACKS_TIMEOUT_S = 0.5
+_NS = 1e-9
+
+
+@dataclass
+class EndingProcess:
+    """A process that has got its termination signal. `kill_at_s`: when it gets SIGKILL, by CLOCK_MONOTONIC; None: has.
+
+    A process that cleans up gets no second termination signal: that would interrupt its handler.
+    """
+
+    target: Target
+    first_signal: signal.Signals
+    grace_s: float
+    kill_at_s: float | None
+
+    def step(self, now_s: float) -> None:
+        """Send SIGKILL if that is due and the process has not ended."""
+        if self.kill_at_s is None or now_s < self.kill_at_s:
+            return
+        self.kill_at_s = None
+        if not self.target.gone:
+            name, pid = self.first_signal.name, self.target.pid
+            _log.error("sending SIGKILL to process %d: it has not ended %g s after %s", pid, self.grace_s, name)
+            self.target.send(signal.SIGKILL)
 
 
 class WatchedRank:
@@ -54,23 +78,34 @@ class WatchedRank:
         self._cycle = cycle
         self._asking = False
         self._watch: SectionWatch | None = None
+        self._looked_s = 0.0
+        self._ending: EndingProcess | None = None
 
     def attach(self, fd: int) -> None:
         """Watch the board behind this descriptor from now on. BoardError if there is none."""
-        self._watch = SectionWatch(Board.attach(fd), repeat_s=self._config.workload_check_interval)
+        self._watch = SectionWatch(Board.attach(fd))
 
     @property
     def next_look_s(self) -> float | None:
         """When to `look` again at the latest, in seconds of CLOCK_MONOTONIC; None: nothing can be late."""
-        return None if self._watch is None else self._watch.next_look_s
+        if self._ending is not None:
+            return self._ending.kill_at_s
+        if self._watch is None or self._watch.next_look_s is None:
+            return None
+        return min(self._watch.next_look_s, self._looked_s + self._config.workload_check_interval)
 
     def look(self) -> None:
         """Look at the board, and do what is to be done."""
         watch = self._watch
         if watch is None:
             return
-        alarm = watch.look(self._clock_ns())
+        now_ns = self._clock_ns()
+        self._looked_s = now_ns * _NS
+        alarm = watch.look(now_ns)
         self._observe(watch.events)
+        if self._ending is not None:
+            self._ending.step(self._looked_s)
+            return
         if alarm is not None and not self._asking:
             self._asking = True
             self._ask_others(lambda others: self._act(alarm, others))
@@ -88,16 +123,21 @@ class WatchedRank:
         return replace(found, waits=in_collective(self._read_stacks()))
 
     def kill(self, reason: str) -> None:
-        """Send the termination signal; a stopped process is continued first."""
-        if self.target.gone:
+        """Send the termination signal, once; SIGKILL follows after the grace. A stopped process is continued first."""
+        if self._ending is not None or self.target.gone:
             return
-        number = self._config.rank_termination_signal
+        number, grace_s = self._config.rank_termination_signal, self._config.termination_grace_time
         _log.error("sending %s to process %d: %s", number.name, self.target.pid, reason)
         self.target.send(signal.SIGCONT)
         self.target.send(number)
+        kill_at_s = None if number == signal.SIGKILL else self._clock_ns() * _NS + grace_s
+        self._ending = EndingProcess(self.target, number, grace_s, kill_at_s)
 
-    def close(self, reason: str) -> None:
-        """Let go of it. Idempotent."""
+    def close(self, reason: str) -> EndingProcess | None:
+        """Let go of it. Idempotent.
+
+        Returns the process if it was told to end and has not; it is the caller's then.
+        """
         watch, self._watch = self._watch, None
         if watch is not None:
             reading = read_board(watch.board, self._clock_ns())
@@ -106,7 +146,11 @@ class WatchedRank:
                 _log.warning("%s goes within section(s) %s: %s", self.rank, sorted(reading.activity.open), reason)
             watch.board.close()
             self._machine.handle_ipc_connection_lost()
+        ending, self._ending = self._ending, None
+        if ending is not None and ending.kill_at_s is not None and not self.target.gone:
+            return ending
         self.target.close()
+        return None
 
     def _observe(self, events: int) -> None:
         """Tell the observer of restarts whether the rank has given a sign of life."""
@@ -116,7 +160,7 @@ class WatchedRank:
 
     def _act(self, alarm: Alarm, others: list[Standing]) -> None:
         self._asking = False
-        if self._watch is not None:
+        if self._watch is not None and self._ending is None:
             board, rank = self._watch.board, self.rank.global_rank
             report_alarm(alarm, board, self.target.pid, rank, self._read_stacks, others, self._cycle())
             self.kill(alarm.summary)

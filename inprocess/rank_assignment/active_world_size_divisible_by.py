@@ -9,19 +9,19 @@ __all__ = ["ActiveWorldSizeDivisibleBy", "WorldSizeDivisibleBy"]
 
 
 class ActiveWorldSizeDivisibleBy(TwoStyleAssignment):
-    """Rounds the number of active ranks down to a multiple of `d` and makes the others spares.
+    """Rounds the number of active ranks down to a multiple of `divisor` and makes the others spares.
 
-    With fewer than `d` ranks nobody is active. Stands left of the numbering in `Compose`. ValueError if `d` is less
-    than 1.
+    With fewer than `divisor` ranks none is active. Stands left of the numbering in `Compose`. ValueError if `divisor`
+    is less than 1.
     """
 
-    def __init__(self, d: int = 1) -> None:
-        check_count("d", d)
-        self.d = d
+    def __init__(self, divisor: int = 1) -> None:
+        check_count("divisor", divisor)
+        self.divisor = divisor
 
     def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         size = active_size(ctx.state)
-        activate_below(ctx.state, size - size % self.d)
+        activate_below(ctx.state, size - size % self.divisor)
         return ctx
 
 

@@ -68,30 +68,30 @@ class RankAssignment(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, *args: Any) -> Any: ...
+    def __call__(self, ctx: Any, *args: Any) -> Any: ...
 
 
 class TwoStyleAssignment(RankAssignment):
     """An assignment of this package: subclasses write `assign`, callers may use either style."""
 
     @overload
-    def __call__(self, ctx: RankAssignmentCtx, /) -> RankAssignmentCtx: ...
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx: ...
 
     @overload
-    def __call__(self, state: State, terminated_ranks: set[int], /) -> tuple[State, set[int]]: ...
+    def __call__(self, ctx: State, terminated_ranks: set[int]) -> tuple[State, set[int]]: ...
 
     def __call__(
-        self, first: RankAssignmentCtx | State, terminated_ranks: set[int] | None = None
+        self, ctx: RankAssignmentCtx | State, terminated_ranks: set[int] | None = None
     ) -> RankAssignmentCtx | tuple[State, set[int]]:
-        if isinstance(first, RankAssignmentCtx):
-            return self.assign(first)
-        if not isinstance(first, State) or terminated_ranks is None:
+        if isinstance(ctx, RankAssignmentCtx):
+            return self.assign(ctx)
+        if not isinstance(ctx, State) or terminated_ranks is None:
             raise TypeError(
                 f"{type(self).__name__} takes a RankAssignmentCtx, or a State and the terminated ranks; "
-                f"not {type(first).__name__}"
+                f"not {type(ctx).__name__}"
             )
-        ctx = self.assign(RankAssignmentCtx(first, first.store, terminated_ranks))
-        return ctx.state, ctx.terminated_ranks
+        assigned = self.assign(RankAssignmentCtx(ctx, ctx.store, terminated_ranks))
+        return assigned.state, assigned.terminated_ranks
 
     @abc.abstractmethod
     def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:

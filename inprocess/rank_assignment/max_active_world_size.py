@@ -9,17 +9,18 @@ __all__ = ["MaxActiveWorldSize"]
 
 
 class MaxActiveWorldSize(TwoStyleAssignment):
-    """Keeps at most the first `n` ranks active and makes the others spares; None is no limit.
+    """Keeps at most the first `max_active_world_size` ranks active and makes the others spares; None is no limit.
 
-    Stands left of the numbering in `Compose`. ValueError if `n` is less than 1.
+    Stands left of the numbering in `Compose`. ValueError if it is less than 1.
     """
 
-    def __init__(self, n: int | None = None) -> None:
-        if n is not None:
-            check_count("n", n)
-        self.n = n
+    def __init__(self, max_active_world_size: int | None = None) -> None:
+        if max_active_world_size is not None:
+            check_count("max_active_world_size", max_active_world_size)
+        self.max_active_world_size = max_active_world_size
 
     def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         size = active_size(ctx.state)
-        activate_below(ctx.state, size if self.n is None else min(size, self.n))
+        limit = self.max_active_world_size
+        activate_below(ctx.state, size if limit is None else min(size, limit))
         return ctx

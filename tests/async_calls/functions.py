@@ -59,6 +59,14 @@ def stop_at(gate: Gate, path: Path | None = None, text: str = "") -> None:
         append(path, text)
 
 
+def pid_and(values: object) -> str:
+    return f"{os.getpid()} {values}"
+
+
+def write_pid_and(path: Path, text: str, end: str) -> None:
+    path.write_text(f"{os.getpid()} {text}{end}")
+
+
 def fail(message: str) -> None:
     raise ValueError(message)
 
@@ -107,6 +115,12 @@ def report_state() -> None:
             "cwd": os.getcwd(),
         }
     )
+
+
+def report_priorities() -> None:
+    import psutil
+
+    report({"nice": os.getpriority(os.PRIO_PROCESS, 0), "io_class": int(psutil.Process().ionice().ioclass)})
 
 
 def report(event: dict[str, Any]) -> None:

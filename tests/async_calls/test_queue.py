@@ -1,5 +1,6 @@
 """What a queue promises when nothing dies."""
 
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -284,3 +285,65 @@ def test_caller_runs_one_call_at_a_time(tmp_path: Path, leak_check: LeakCheck) -
         caller.is_current_async_call_done(blocking=True)
     assert caller.is_current_async_call_done()
     caller.close()
+
+
+def test_what_preload_returns_replaces_the_data_and_is_made_in_the_writer(
+    queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    log, data = tmp_path / "log", [1, 2]
+    request = AsyncRequest(
+        async_fn=functions.write_pid_and,
+        async_fn_args=(log, None),
+        finalize_fns=[],
+        async_fn_kwargs={"end": "."},
+        preload_fn=functools.partial(functions.pid_and, data),
+    )
+    assert queue.schedule_async_request(async_request=request) == 0
+    data.append(3)  # too late: it was copied
+    assert queue.maybe_finalize_async_calls(blocking=True, no_dist=True) == [0]
+    writer, preloaded_in, values = log.read_text().split(" ", 2)
+    assert writer == preloaded_in != str(os.getpid())
+    assert values == "[1, 2]."
+
+
+def test_a_preload_that_fails_fails_the_call(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    preload = functools.partial(functions.fail, "no data")
+    queue.schedule_async_request(AsyncRequest(functions.append, (tmp_path / "log", ""), [], preload_fn=preload))
+    with pytest.raises(WriterError, match="no data"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_preload_without_data_to_replace_is_refused(queue: AsyncCallsQueue) -> None:
+    with pytest.raises(ValueError, match="only 1"):
+        queue.schedule_async_request(AsyncRequest(functions.ignore, ("x",), [], preload_fn=functions.nothing))
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_calls_as_nvidia_resiliency_ext_makes_them(leak_check: LeakCheck) -> None:
+    queue = AsyncCallsQueue(
+        persistent=True, is_daemon=True, cpu_priority=3, io_priority=3, sigterm_timeout=30.0, cpu_shm_mode=False
+    )
+    queue.warmup_persistent_caller(0, mp_mode="spawn")
+    idle = 3
+    priorities = ask(queue, functions.report_priorities)
+    assert priorities == {"nice": os.getpriority(os.PRIO_PROCESS, 0) + 3, "io_class": idle}
+    queue.close(abort=False)
+
+
+@pytest.mark.parametrize("io_priority", [1, 4, -1])
+def test_priorities_that_no_writer_can_have(io_priority: int) -> None:
+    with pytest.raises(ValueError, match="io_priority"):
+        AsyncCallsQueue(io_priority=io_priority)
+    with pytest.raises(ValueError, match="negative"):
+        AsyncCallsQueue(cpu_priority=-1)
+
+
+def test_the_caller_takes_its_names(tmp_path: Path, leak_check: LeakCheck) -> None:
+    caller = DistributedAsyncCaller()
+    caller.schedule_async_call(async_fn=functions.append, save_args=(tmp_path / "log",), save_kwargs={"text": "x"})
+    assert caller.is_current_async_call_done(blocking=True, no_dist=True)
+    caller.schedule_async_call(functions.nothing, ())
+    assert caller.is_current_async_call_done(blocking=True)
+    caller.close()
+    assert (tmp_path / "log").read_text() == "x"

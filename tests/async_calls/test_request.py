@@ -2,6 +2,7 @@ import pytest
 
 from ckpt.async_calls import AsyncRequest, RecoverableCall, current
 from tests.async_calls.functions import Call, fail
+from tests.support import run_ranks
 
 
 def test_execute_sync_runs_everything_here_in_order() -> None:
@@ -42,3 +43,36 @@ def test_frozen_request_cannot_change() -> None:
 def test_recoverable_call_is_recognized_by_its_methods() -> None:
     assert isinstance(Call(print), RecoverableCall)
     assert not isinstance(print, RecoverableCall)
+
+
+def test_execute_sync_preloads_the_data() -> None:
+    seen: list[object] = []
+    request = AsyncRequest(lambda *args: seen.append(args), (1, "old", 3), [], preload_fn=lambda: "new")
+    request.execute_sync()
+    assert seen == [(1, "new", 3)]
+    with pytest.raises(ValueError, match="only 1"):
+        AsyncRequest(print, (1,), [], preload_fn=lambda: "new").execute_sync()
+
+
+def test_finalize_functions_run_by_themselves_and_tell_the_call() -> None:
+    seen: list[int] = []
+    request = AsyncRequest(None, (), [lambda: seen.append(1)], call_idx=7)
+    assert request.execute_finalize_fns(validate_matching_call_idx=True) == 7  # there are no other ranks
+    assert seen == [1]
+
+
+def _finalize(rank: int, world_size: int, call_idx: list[int]) -> list[int]:
+    seen: list[int] = []
+    request = AsyncRequest(None, (), [lambda: seen.append(rank)], call_idx=call_idx[rank])
+    if len(set(call_idx)) > 1:
+        with pytest.raises(RuntimeError, match="their indices are 1 to 2"):
+            request.execute_finalize_fns()
+        request.execute_finalize_fns(validate_matching_call_idx=False)
+    else:
+        request.execute_finalize_fns()
+    return seen
+
+
+@pytest.mark.parametrize("call_idx", [[1, 1], [1, 2]])
+def test_ranks_must_finalize_the_same_call(call_idx: list[int]) -> None:
+    assert [result.value for result in run_ranks(_finalize, 2, call_idx)] == [[0], [1]]

@@ -27,7 +27,7 @@ HOOKS = (
 def lines(caplog: pytest.LogCaptureFixture, initial_rank: int, special_rank: int = 0) -> list[str]:
     caplog.set_level(logging.INFO, "inprocess")
     state = FrozenState(rank=0, world_size=2, initial_rank=initial_rank)
-    initialize, abort, completion, terminate = (hook(special_rank) for hook, _ in HOOKS)
+    initialize, abort, completion, terminate = (hook(special_rank=special_rank) for hook, _ in HOOKS)
     for hook in (initialize, abort, initialize, completion, terminate):
         assert hook(state) is state
     return [record.getMessage() for record in caplog.records]
@@ -51,3 +51,12 @@ def test_only_one_initial_rank_writes(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("hook", "kind"), HOOKS)
 def test_they_pass_for_what_they_are(hook: type, kind: type) -> None:
     assert isinstance(hook(), kind)
+
+
+def test_words_and_logger_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mine")
+    hook = NestedRestarterAborted(restarter_state="gone", restarter_stage="late", logger=logging.getLogger("mine"))
+    hook(FrozenState(rank=0, world_size=1, initial_rank=0))
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("mine", "[NestedRestarter] name=[InProcess] state=gone stage=late")
+    ]

@@ -7,7 +7,7 @@ import select
 import time
 
 from inprocess.fault_tolerance import RankMonitorClient, wire
-from inprocess.fault_tolerance.data import MONITOR_SOCKET_ENV
+from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.link import LinkError
 
 __all__ = ["BusyRank", "client_at"]
@@ -17,7 +17,7 @@ _EVENTS_PER_S = 100
 
 def client_at(path: str) -> RankMonitorClient:
     """Return a client of the monitor at this socket."""
-    os.environ[MONITOR_SOCKET_ENV] = path
+    os.environ[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR] = path
     client = RankMonitorClient()
     client.init_workload_monitoring()
     return client

@@ -1,11 +1,12 @@
-"""`ft_launcher`: torchrun, with a monitor process beside each worker and restarts that all nodes agree on.
+"""`ckpt_launcher`: torchrun, with a monitor process beside each worker and restarts that all nodes agree on.
 
-    ft_launcher, one per node                               monitor processes, one per local rank
+    ckpt_launcher, one per node                             monitor processes, one per local rank
       command, options   the command line of torchrun ─┐      started once, before the first workers; they outlive
       agent              one cycle after the other     │      workers, and are started again when they die
         monitors  ───────────────────────────────────────▶
         workers          stop sequence, by events     ─────▶ workers, each in a session of its own
         leftovers        what workers leave behind
+        survivors        who goes on when others have failed (policy "in-process"); `replacement`: one more worker
         signals          what the launcher is told
         control          what ranks ask for          ◀────── FT_LAUNCHER_IPC_SOCKET
         progress         whether checkpoints advance

@@ -1,4 +1,4 @@
-"""`python -m inprocess.fault_tolerance.launcher` is `ft_launcher`."""
+"""`python -m inprocess.fault_tolerance.launcher` is `ckpt_launcher`."""
 
 import sys
 

@@ -16,12 +16,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from inprocess.fault_tolerance.data import LAUNCHER_SOCKET_ENV
+from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_survivors
 from inprocess.fault_tolerance.launcher.meeting import Meeting, MeetingError, StoreLost
 from inprocess.fault_tolerance.launcher.outcome import CycleEnd, Outcome
 from inprocess.fault_tolerance.launcher.parts import Parts
 from inprocess.fault_tolerance.launcher.signals import Interrupted
+from inprocess.fault_tolerance.launcher.survivors import Survivors
 from inprocess.fault_tolerance.launcher.verdict import decide
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, wait_readable
 
@@ -39,6 +40,7 @@ class LauncherAgent(LocalElasticAgent):
         super().__init__(spec, **torchs)
         self._parts = parts
         self._workers = WorkerProcesses({})
+        self._survivors: Survivors | None = None
         self._cycle = 0
         self._is_polled = not isinstance(spec.entrypoint, str)  # functions hand their results over before they end
 
@@ -71,7 +73,7 @@ class LauncherAgent(LocalElasticAgent):
         """Return how this launcher ends; None if another cycle follows."""
         meeting = self._parts.rounds.meeting
         assert meeting is not None
-        self._start()
+        self._start(meeting)
         end = self._watch(meeting)
         if end.is_ours:
             meeting.ask_restart(end.reason)
@@ -117,7 +119,7 @@ class LauncherAgent(LocalElasticAgent):
             return Outcome(0, "the job is over; this node was not needed")
         return earlier.stopped() or Outcome(1, "the rendezvous was closed")
 
-    def _start(self) -> None:
+    def _start(self, meeting: Meeting) -> None:
         group = self._worker_group
         self._parts.monitors.begin_cycle(self._cycle)
         _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
@@ -134,6 +136,16 @@ class LauncherAgent(LocalElasticAgent):
         # Torch stops the other workers itself, with a timeout of its own, as soon as it is asked how they are.
         setattr(self._pcontext, "_close", close)  # noqa: B010 - a method is replaced
         group.state = WorkerState.HEALTHY
+        options = self._parts.options
+        if options.leaves_survivors:
+            self._survivors = Survivors(
+                workers,
+                group.workers,
+                meeting,
+                fewest=options.min_workers,
+                silence_s=self._parts.rounds.silence_s,
+                error_files=self._pcontext.error_files,
+            )
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         """Torch's agent calls this when it has made the variables of the workers: ours are added."""
@@ -153,18 +165,22 @@ class LauncherAgent(LocalElasticAgent):
                 return self._end_gracefully(number, meeting, is_done)
             self._parts.monitors.restart_ended()
             if not is_done:
-                result = self._look()
-                if result is not None and result.is_failed():
-                    return CycleEnd(_describe(result), failures=result.failures, is_ours=True)
-                if result is not None:
+                end = self._look()
+                if end is not None and end.is_ours:
+                    return end
+                if end is not None:
                     is_done = True
                     meeting.report_done()
             try:
                 if is_done and meeting.all_done():
-                    return CycleEnd("success", Outcome(0, "all workers have ended with 0", ends_job=True))
+                    return CycleEnd("success", Outcome(0, self._success(), ends_job=True))
                 if meeting.has_words():
                     return self._told(meeting)
-                if meeting.nodes > 1 and not is_done and time.monotonic() >= membership_s:
+                if self._survivors is not None:
+                    end = self._survivors.watch_nodes(is_done)
+                    if end is not None:
+                        return end
+                elif meeting.nodes > 1 and not is_done and time.monotonic() >= membership_s:
                     membership_s = time.monotonic() + _MEMBERSHIP_INTERVAL_S
                     if self._parts.rounds.num_nodes_waiting() > 0:
                         return CycleEnd("a node is gone and a spare waits", is_ours=True)
@@ -176,12 +192,24 @@ class LauncherAgent(LocalElasticAgent):
     def _wait(self, timeout_s: float | None) -> None:
         wait_readable([self._parts.signals.fd, *self._parts.monitors.fds, *self._workers.fds], timeout_s)
 
-    def _look(self) -> RunResult | None:
-        """Return how the workers of this node have ended; None while they run. All have, when one has failed."""
+    def _look(self) -> CycleEnd | None:
+        """Return how the workers of this node have ended, `is_ours` if the cycle has failed; None while they run."""
+        if self._survivors is not None:
+            return self._survivors.look()
         if not self._workers.take_ended() and self._workers.fds and not self._is_polled:
             return None
         result: RunResult = self._monitor_workers(self._worker_group)
-        return None if result.state == WorkerState.HEALTHY else result
+        if result.state == WorkerState.HEALTHY:
+            return None
+        if result.is_failed():  # torch has stopped the others
+            return CycleEnd(_describe(result), failures=result.failures, is_ours=True)
+        return CycleEnd("all workers of this node have ended with 0")
+
+    def _success(self) -> str:
+        lost = sorted(self._survivors.failures) if self._survivors is not None else []
+        if not lost:
+            return "all workers have ended with 0"
+        return f"the workers that are left have ended with 0; of this node, ranks {lost} were left behind"
 
     def _told(self, meeting: Meeting) -> CycleEnd:
         stopped = meeting.stopped()
@@ -196,20 +224,25 @@ class LauncherAgent(LocalElasticAgent):
         _log.warning("%s: workers get it, and %g s to end", number.name, wait_s)
         self._workers.signal(number)
         deadline = time.monotonic() + wait_s
-        result: RunResult | None = None
-        while not is_done and result is None and (left_s := deadline - time.monotonic()) > 0:
+        end: CycleEnd | None = None
+        failed_before = self._failed()
+        while not is_done and end is None and (left_s := deadline - time.monotonic()) > 0:
             self._wait(min(left_s, self._worker_group.spec.monitor_interval) if self._is_polled else left_s)
             if self._parts.signals.take() is not None:  # somebody gets impatient
                 deadline = min(deadline, time.monotonic() + options.workers_stop_timeout_s)
             self._parts.monitors.restart_ended()
-            result = self._look()
-        if is_done or (result is not None and not result.is_failed()):
+            end = self._look()
+        if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
             if not is_done:
                 meeting.report_done()
             is_over = self._wait_for_others(meeting, deadline)
             return CycleEnd("done", Outcome(0, f"{number.name}: the workers have ended with 0", ends_job=is_over))
         outcome = Outcome(128 + number, f"{number.name}: not all workers have ended with 0")
         return CycleEnd(outcome.reason, outcome, is_ours=meeting.nodes > 1)
+
+    def _failed(self) -> int:
+        """Return how many workers of this node were left behind."""
+        return 0 if self._survivors is None else len(self._survivors.failures)
 
     def _wait_for_others(self, meeting: Meeting, deadline: float) -> bool:
         """Wait until the workers of all nodes have ended well. False if that does not happen."""
@@ -226,13 +259,16 @@ class LauncherAgent(LocalElasticAgent):
         if not self._workers.pids:
             return
         workers, self._workers = self._workers, WorkerProcesses({})
+        self._survivors = None
         workers.stop(self._parts.options.workers_stop_timeout_s)
         if self._pcontext is not None:
             self._pcontext.close()
         workers.close()
         end_leftovers(workers.pids.values())
         if self._parts.options.config.check_remaining_processes:
-            log_survivors(f"{LAUNCHER_SOCKET_ENV}={self._parts.inbox.environment[LAUNCHER_SOCKET_ENV]}")
+            log_survivors(
+                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._parts.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
+            )
         self._parts.monitors.end_cycle()
 
 

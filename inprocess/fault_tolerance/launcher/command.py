@@ -40,10 +40,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     args, options = parse(argv)
     logging.basicConfig(
         level=options.config.log_level,
-        format=f"%(asctime)s | %(levelname)s | ft_launcher {os.getpid()} | %(name)s | %(message)s",
+        format=f"%(asctime)s | %(levelname)s | ckpt_launcher {os.getpid()} | %(name)s | %(message)s",
     )
-    if options.restart_policy != "any-failed":
-        _log.warning("the restart policy %s is not there yet; it is any-failed", options.restart_policy)
     config, command, arguments = torchrun.config_from_args(args)
     try:
         outcome = record(_launch)(options, config, command, arguments)
@@ -105,7 +103,11 @@ def _rounds(config: LaunchConfig) -> Rounds:
     )
     timeout_s = float(config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S))
     handler = registry.get_rendezvous_handler(parameters)
-    return rounds_over(handler, config.max_nodes > config.min_nodes, timeout_s)
+    rounds = rounds_over(handler, config.max_nodes > config.min_nodes, timeout_s)
+    interval, attempts = (config.rdzv_configs.get(f"keep_alive_{name}") for name in ("interval", "max_attempt"))
+    if interval is not None and attempts is not None:
+        rounds.silence_s = float(interval) * float(attempts)
+    return rounds
 
 
 def _spec(config: LaunchConfig, rounds: Rounds, command: Any, arguments: list[str]) -> dict[str, Any]:

@@ -6,7 +6,12 @@ import logging
 import os
 
 from inprocess.fault_tolerance import sockets
-from inprocess.fault_tolerance.data import LAUNCHER_SOCKET_ENV, RankInfo, WorkloadAction, WorkloadControlRequest
+from inprocess.fault_tolerance.data import (
+    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
+    RankInfo,
+    WorkloadAction,
+    WorkloadControlRequest,
+)
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
 
 __all__ = ["ControlInbox"]
@@ -23,7 +28,7 @@ class ControlInbox:
     @property
     def environment(self) -> dict[str, str]:
         """The variable by which workers find the inbox."""
-        return {LAUNCHER_SOCKET_ENV: self._connector.path}
+        return {FT_LAUNCHER_IPC_SOCKET_ENV_VAR: self._connector.path}
 
     def wanted(self) -> WorkloadControlRequest | None:
         """Return what the requests since the last call come to: of several, the one with the widest effect."""

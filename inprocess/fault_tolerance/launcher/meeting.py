@@ -5,6 +5,9 @@
       restart        workers of a node have failed: all end theirs and meet again
       stop           the job is over, with this exit code
     done           how many nodes' workers have ended well
+    lost           how many workers have failed and were left behind (policy "in-process")
+    alive/<node>   counts up for as long as the node's launcher lives (policy "in-process")
+    over/<node>    not 0: the node is among those that are done, by itself or because it does not answer
     left           how many nodes know that it is over
 
 Of several nodes that say the same word, the first counts, so all read the same. Values are JSON.
@@ -83,11 +86,35 @@ class Meeting:
     def report_done(self) -> None:
         """The workers of this node have ended well. Once per node."""
         if self.nodes > 1:
-            self._ask("add", "done", 1)
+            self._count_done(self.node)
 
     def all_done(self) -> bool:
         """Whether the workers of all nodes have ended well."""
         return self.nodes == 1 or int(self._ask("add", "done", 0)) >= self.nodes
+
+    def report_lost(self, count: int) -> int:
+        """So many workers more have failed and are left behind. Returns how many that are, of all nodes."""
+        return int(self._ask("add", "lost", count))
+
+    def say_alive(self) -> None:
+        """Count up for `alive`."""
+        self._ask("add", f"alive/{self.node}", 1)
+
+    def alive(self) -> dict[int, int]:
+        """Return the counts of the other nodes that are not done. One round trip for each node."""
+        others = [node for node in range(self.nodes) if node != self.node]
+        waiting = [node for node in others if int(self._ask("add", f"over/{node}", 0)) == 0]
+        return {node: int(self._ask("add", f"alive/{node}", 0)) for node in waiting}
+
+    def give_up(self, node: int) -> bool:
+        """Take a node for done that does not answer. False if another node was first, or it has ended well."""
+        return self._count_done(node)
+
+    def _count_done(self, node: int) -> bool:
+        if int(self._ask("add", f"over/{node}", 1)) > 1:
+            return False
+        self._ask("add", "done", 1)
+        return True
 
     def leave(self, timeout_s: float) -> None:
         """Wait until all nodes have come to the end, or for `timeout_s`: this one may be the host of the store."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inprocess.fault_tolerance import sockets
 from inprocess.fault_tolerance.config import FaultToleranceConfig
-from inprocess.fault_tolerance.data import MONITOR_SOCKET_ENV
+from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.monitor_handle import MonitorControl, MonitorHandle
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
 from inprocess.fault_tolerance.wire import WireError
@@ -42,7 +42,7 @@ class RankMonitors:
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variable by which the worker with this local rank finds its monitor."""
-        return {MONITOR_SOCKET_ENV: self._paths[local_rank]}
+        return {FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR: self._paths[local_rank]}
 
     def begin_cycle(self, cycle: int) -> None:
         """Start those that do not run, and tell all which cycle begins."""

@@ -16,21 +16,6 @@ from inprocess.fault_tolerance.config import FaultToleranceConfig
 
 __all__ = ["LauncherOptions", "parse"]
 
-_NO_EFFECT = " (accepted; does nothing yet)"
-_WITHOUT_EFFECT = (
-    "segment",
-    "numa_bind_strict",
-    "enable_nic_healthcheck",
-    "enable_dist_storage_healthcheck",
-    "storage_healthcheck_path",
-    "pci_topo_file",
-    "link_down_path_template",
-    "link_state_path_template",
-    "attribution_endpoint",
-    "attribution_stop_action",
-    "attribution_export_url",
-    "cycle_info_dir",
-)
 _DESCRIPTION = (
     "Starts training like torchrun, with a monitor process beside each worker that ends it when a section takes too "
     "long, and restarts that all nodes agree on. With --nnodes=MIN:MAX exactly MIN nodes train, the others are hot "
@@ -49,12 +34,18 @@ class LauncherOptions:
     term_timeout_s: float
     no_restart_exit_code: int
     restart_policy: str
+    min_workers: int
+
+    @property
+    def leaves_survivors(self) -> bool:
+        """Whether workers go on when others have failed."""
+        return self.restart_policy == config_cli.IN_PROCESS
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LauncherOptions]:
     """Read the command line: torchrun's values, completed as torchrun does, and ours.
 
-    SystemExit with 2 and a message for what makes no sense, with 0 after --help.
+    SystemExit with 2 and a message for what is invalid or not available, with 0 after --help.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -68,7 +59,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LauncherOptio
 
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = torchrun.get_args_parser()
-    parser.prog = "ft_launcher"
+    parser.prog = "ckpt_launcher"
     parser.description = _DESCRIPTION
     group = parser.add_argument_group("stopping workers")
     text = "from SIGTERM to SIGKILL, when workers are stopped (15)"
@@ -79,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
         group, "--term-timeout", 1800.0, "for workers to end by themselves after a SIGTERM to the launcher (1800)"
     )
     config_cli.add_arguments(parser)
-    _say_what_does_nothing(parser)
+    group = parser.add_argument_group("workers that go on when others have failed (--ft-restart-policy=in-process)")
+    text = "fewest workers of the job that must be left, running or ended with 0 (1); with fewer all are started again"
+    spellings = ["--ft-min-workers", "--ft_min_workers", "--ft-min_workers"]
+    group.add_argument(*spellings, type=_count, metavar="N", help=text)
     return parser
 
 
@@ -95,15 +89,26 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _say_what_does_nothing(parser: argparse.ArgumentParser) -> None:
-    for action in parser._actions:
-        if action.dest.removeprefix("ft_") in _WITHOUT_EFFECT and action.help not in (None, argparse.SUPPRESS):
-            action.help = f"{action.help}{_NO_EFFECT}"
-        elif action.dest == "ft_restart_policy" and action.help not in (None, argparse.SUPPRESS):
-            action.help = f"{action.help}; min-healthy is accepted and does nothing yet: any-failed is what happens"
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of workers")
+    return int(text)
+
+
+def _check_restart_policy(args: argparse.Namespace) -> None:
+    is_in_process = args.ft_restart_policy == config_cli.IN_PROCESS
+    if is_in_process and args.run_path:
+        raise ValueError(f"--run-path runs functions, which --ft-restart-policy={config_cli.IN_PROCESS} cannot watch")
+    if not is_in_process and args.ft_min_workers is not None:
+        raise ValueError(f"--ft-min-workers has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
+    if args.ft_ladder is not None:
+        raise ValueError(
+            "--ft-ladder is not available: give it to inprocess.Wrapper(sections=FaultToleranceConfig(...))"
+        )
 
 
 def _options(args: argparse.Namespace) -> LauncherOptions:
+    _check_restart_policy(args)
     path = args.ft_cfg_path
     if path and args.ft_ignore_missing_cfg and not os.path.exists(path):
         args.ft_cfg_path = None
@@ -117,6 +122,7 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         term_timeout_s=args.term_timeout,
         no_restart_exit_code=args.ft_no_restart_exit_code,
         restart_policy=args.ft_restart_policy,
+        min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
     )
 
 

@@ -27,6 +27,7 @@ __all__ = ["DynamicRounds", "Rounds", "StaticRounds", "rounds_over"]
 
 _PREFIX = "inprocess.fault_tolerance"
 _POLL_S = 0.1
+_SILENCE_S = 15.0
 _SPARES_NOTICE_S = 2.5  # they look every second
 
 
@@ -36,6 +37,7 @@ class Rounds(RendezvousHandler):
     def __init__(self, inner: RendezvousHandler) -> None:
         self.inner = inner
         self.meeting: Meeting | None = None
+        self.silence_s = _SILENCE_S  # a node that has not answered for so long is gone
 
     def get_backend(self) -> str:
         """Return the name of the backend."""

@@ -24,10 +24,22 @@ class WorkerProcesses:
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = dict(pids)
+        self.starts = dict.fromkeys(pids, 1)  # how many processes there were, by local rank
         self._running: dict[int, int] = {}  # local rank -> process descriptor
         for local_rank, pid in pids.items():
             with contextlib.suppress(ProcessLookupError):  # reaped already
                 self._running[local_rank] = os.pidfd_open(pid)
+
+    @property
+    def running(self) -> set[int]:
+        """Local ranks of those whose end was not taken yet."""
+        return set(self._running)
+
+    def replace(self, local_rank: int, pid: int) -> None:
+        """Watch this child in the place of one that has ended."""
+        self._running[local_rank] = os.pidfd_open(pid)
+        self.pids[local_rank] = pid
+        self.starts[local_rank] += 1
 
     @property
     def fds(self) -> list[int]:

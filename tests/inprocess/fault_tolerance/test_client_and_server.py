@@ -469,3 +469,40 @@ def test_control_requests_reach_the_launcher(
     assert not os.path.exists(path)
     with pytest.raises(OSError, match="No such file"):
         inbox.send(1)
+
+
+CLEANS_UP = """
+    signals = []
+    def clean_up(number, frame):
+        signals.append(number)
+        if len(signals) > 1:
+            os._exit(99)
+        say("cleans up")
+        {cleaning}
+        sys.exit(7)
+    signal.signal(signal.SIGTERM, clean_up)
+    client.init_workload_monitoring()
+    client.start_section("short")
+    threading.Event().wait()
+"""
+
+
+def test_a_rank_that_ends_is_not_signalled_again(node: Node) -> None:
+    node.monitor(rank_section_timeouts=LIMITS, rank_termination_signal="SIGTERM", workload_check_interval=0.1)
+    worker = node.worker(CLEANS_UP.format(cleaning="time.sleep(1.5)"))  # so many intervals
+    assert worker.line() == "cleans up"
+    assert worker.wait() == 7
+    assert len(node.reports()) == 1
+    assert node.log().count("sending SIG") == 1
+
+
+@pytest.mark.parametrize("before", ["", "client.shutdown_workload_monitoring(); "])
+def test_a_rank_that_does_not_end_is_killed_after_the_grace(node: Node, before: str) -> None:
+    node.monitor(rank_section_timeouts=LIMITS, rank_termination_signal="SIGTERM", termination_grace_time=0.5)
+    worker = node.worker(CLEANS_UP.format(cleaning=f"{before}threading.Event().wait()"))
+    assert worker.line() == "cleans up"
+    began = time.monotonic()
+    assert worker.wait() == -signal.SIGKILL
+    assert time.monotonic() - began < 10
+    assert "has not ended 0.5 s after SIGTERM" in node.wait_log("sending SIGKILL.*").group()
+    assert node.worker("client.init_workload_monitoring(); say('in')").line() == "in"

@@ -127,11 +127,11 @@ def test_options_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     assert args.ft_cfg_path == "x"
     assert args.ft_ignore_missing_cfg is False
     assert (args.ft_no_restart_exit_code, args.ft_restart_policy) == (93, "any-failed")
-    args = parsed("--ft-ignore-missing-cfg", "--ft-no-restart-exit-code", "7", "--ft-restart-policy", "min-healthy")
+    args = parsed("--ft-ignore-missing-cfg", "--ft-no-restart-exit-code", "7", "--ft-restart-policy", "in-process")
     assert (args.ft_ignore_missing_cfg, args.ft_no_restart_exit_code, args.ft_restart_policy) == (
         True,
         7,
-        "min-healthy",
+        "in-process",
     )
     with pytest.raises(SystemExit):
         parsed("--ft-log-level", "loud")

@@ -1,4 +1,4 @@
-"""`ft_launcher` on one node, with real workers."""
+"""`ckpt_launcher` on one node, with real workers."""
 
 import os
 import signal

@@ -1,15 +1,20 @@
-"""The command line of `ft_launcher`, and small parts of the launcher by themselves."""
+"""The command line of `ckpt_launcher`, and small parts of the launcher by themselves."""
 
+import dataclasses
+import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from inprocess.fault_tolerance import FaultToleranceConfig
+from inprocess.fault_tolerance.config import WITHOUT_EFFECT
 from inprocess.fault_tolerance.launcher.gpu_memory import GpuMemory
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
@@ -91,25 +96,139 @@ def test_nonsense_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[str
     assert "error:" in capsys.readouterr().err
 
 
-def test_help_says_what_does_nothing_yet_and_hides_older_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+# Every setting as an option: what is given, and what the launcher works with. `test_*` beside it test the effects.
+EFFECTIVE = {
+    "workload_check_interval": ("2", 2.0),
+    "node_health_check_interval": ("2", 2.0),
+    "initial_rank_heartbeat_timeout": ("9", 9.0),
+    "rank_heartbeat_timeout": ("null", None),
+    "rank_section_timeouts": ("a:1,b:null", {"a": 1.0, "b": None}),
+    "rank_out_of_section_timeout": ("3", 3.0),
+    "safety_factor": ("2", 2.0),
+    "rank_termination_signal": ("term", signal.SIGTERM),
+    "termination_grace_time": ("3", 3.0),
+    "log_level": ("dbg", logging.DEBUG),
+    "restart_check_interval": ("3", 3.0),
+    "skip_section_response": ("false", False),
+    "num_warmup_iterations": ("3", 3),
+    "install_exception_hook": ("true", True),
+    "check_remaining_processes": ("true", True),
+    "max_no_progress_cycles": ("7", 7),
+    "min_progress_iterations": ("7", 7),
+    "checkpoint_iteration_file": ("/x", "/x"),
+    "gpu_memory_reclaim_timeout": ("7", 7.0),
+    "gpu_memory_tolerance_mb": ("7", 7.0),
+    "gpu_memory_poll_interval": ("7", 7.0),
+    "enable_nic_monitor": ("true", True),
+}
+# What is refused, and a word of the sentence that says what to do instead.
+REFUSED = {
+    "segment": ("2", "rank_assignment.Tree"),
+    "numa_bind_strict": ("true", "--numa-binding"),
+    "enable_nic_healthcheck": ("true", "--ft-enable-nic-monitor"),
+    "enable_dist_storage_healthcheck": ("true", "a save that fails says so"),
+    "storage_healthcheck_path": ("/x", "a save that fails says so"),
+    "pci_topo_file": ("/x", "leave it out"),
+    "link_down_path_template": ("/x", "leave it out"),
+    "link_state_path_template": ("/x", "leave it out"),
+    "attribution_endpoint": ("http://x", "root suspect"),
+    "attribution_stop_action": ("stop", "send_workload_control_request"),
+    "attribution_export_url": ("http://x", "lines of JSON in the log"),
+    "cycle_info_dir": ("/x", "the launcher's log"),
+    "ladder": ("progress", "inprocess.Wrapper"),
+    "restart_policy": ("min-healthy", "use in-process"),
+    "min_workers": ("2", "--ft-restart-policy=in-process"),
+}
+
+
+def test_every_setting_is_in_a_list() -> None:
+    settings = {field.name for field in dataclasses.fields(FaultToleranceConfig)}
+    assert set(EFFECTIVE).isdisjoint(REFUSED)
+    assert settings == {*EFFECTIVE, *REFUSED} - {"restart_policy", "min_workers"}
+
+
+@pytest.mark.parametrize("key", EFFECTIVE)
+def test_options_that_have_an_effect(key: str) -> None:
+    text, value = EFFECTIVE[key]
+    for name in (key, key.replace("_", "-")):
+        assert getattr(options(f"--ft-{name}={text}").config, key) == value
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_options_without_effect_are_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, instead = REFUSED[key]
+    for name in dict.fromkeys((key, key.replace("_", "-"))):
+        with pytest.raises(SystemExit) as error:
+            options(f"--ft-{name}={text}")
+        assert error.value.code == 2
+        said = capsys.readouterr().err.split("error:")[-1]
+        assert instead in said
+        assert f"--ft-{key.replace('_', '-')}" in said or f"--ft-{name}" in said
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    found = options("--ft-enable-nic-healthcheck=false", "--ft-segment=null", "--ft-numa-bind-strict=no").config
+    assert (found.enable_nic_healthcheck, found.segment, found.numa_bind_strict) == (False, None, False)
+
+
+def test_settings_without_effect_in_a_file_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "ft.yaml"
+    settings = {key: REFUSED[key][0] for key in WITHOUT_EFFECT if key != "numa_bind_strict"}
+    lines = [f"  {key}: {text}\n" for key, text in {**settings, "numa_bind_strict": "false", "typo": 1}.items()]
+    file.write_text("fault_tolerance:\n  safety_factor: 2\n" + "".join(lines))
+    for read in (lambda: options(f"--ft-cfg-path={file}").config, lambda: FaultToleranceConfig.from_yaml_file(file)):
+        caplog.clear()
+        assert read().safety_factor == 2
+        (record,) = caplog.records
+        said = record.getMessage()
+        assert str(file) in said
+        assert [key for key in settings if f"{key} (" not in said] == []
+        assert "typo (unknown)" in said
+        assert "numa_bind_strict" not in said, "it asks for nothing"
+        assert "safety_factor" not in said
+
+
+def test_a_file_with_effective_settings_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "ft.yaml"
+    file.write_text(
+        "fault_tolerance:\n  safety_factor: 2\n  rank_section_timeouts: {step: 3}\n  cycle_info_dir: null\n"
+    )
+    options(f"--ft-cfg-path={file}")
+    assert caplog.records == []
+
+
+def test_how_many_workers_must_be_left(capsys: pytest.CaptureFixture[str]) -> None:
+    policy = "--ft-restart-policy=in-process"
+    assert (options(policy).leaves_survivors, options(policy).min_workers) == (True, 1)
+    assert options(policy, "--ft-min-workers=3").min_workers == 3
+    assert not options().leaves_survivors
+    for argv in ([policy, "--ft-min-workers=0"], [policy, "--run-path"]):
+        with pytest.raises(SystemExit):
+            options(*argv)
+    assert "--run-path runs functions" in capsys.readouterr().err
+
+
+def test_help_hides_older_spellings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         parse(["--help"])
     assert error.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for key in ("segment", "cycle-info-dir", "attribution-endpoint", "numa-bind-strict", "storage-healthcheck-path"):
-        said = text.split(f" --ft-{key} ")[-1].split(" --ft-")[0]
-        assert "does nothing yet" in said, key
-    said = text.split(" --ft-rank-section-timeouts ")[-1].split(" --ft-")[0]
-    assert "does nothing" not in said
-    assert "min-healthy is accepted and does nothing yet" in text
+    assert "does nothing" not in text
+    assert "not available: binding to NUMA nodes is torchrun's" in text
     for hidden in ("fault-tol", "ft-param", "ft_cfg_path"):
         assert hidden not in text
     for shown in ("--workers-stop-timeout", "--term-timeout", "--ft-no-restart-exit-code", "--nproc-per-node"):
         assert shown in text
 
 
+def test_two_commands_start_the_launcher() -> None:
+    found = {script.name: script.value for script in entry_points(group="console_scripts")}
+    assert found["ckpt_launcher"] == "inprocess.fault_tolerance.launcher:main"
+    assert "ft_launcher" in found, "which package installed it last, decides what it starts"
+
+
 @pytest.mark.parametrize(
-    "module", ["tools.ft_launcher", pytest.param("inprocess.fault_tolerance.launcher", marks=slow)]
+    "module", ["tools.ckpt_launcher", pytest.param("inprocess.fault_tolerance.launcher", marks=slow)]
 )
 def test_it_runs_as_a_module(module: str) -> None:
     answer = subprocess.run(
@@ -120,7 +239,7 @@ def test_it_runs_as_a_module(module: str) -> None:
         timeout=50,
     )
     assert answer.returncode == 2
-    assert "usage: ft_launcher" in answer.stderr
+    assert "usage: ckpt_launcher" in answer.stderr
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -1,0 +1,109 @@
+"""The restart policy "in-process": a worker that fails is left behind, the others go on.
+
+    a worker ends     with 0: it has done its work
+                      else: it is lost; when fewer than --ft-min-workers of the job are left, the cycle has failed
+    all have ended    the node has done its part; when all nodes have, that is success
+
+The others have to go on by themselves: an `inprocess.Wrapper` in them restarts without the rank that is lost. A node
+whose launcher does not answer any more is lost with all its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import Worker
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from inprocess.fault_tolerance.launcher.leftovers import end_leftovers
+from inprocess.fault_tolerance.launcher.meeting import Meeting
+from inprocess.fault_tolerance.launcher.outcome import CycleEnd
+from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
+
+__all__ = ["Survivors"]
+
+_log = logging.getLogger(__name__)
+_ALIVE_INTERVAL_S = 1.0
+
+
+class Survivors:
+    """The workers of this node in one cycle, and how many are left of all nodes'. For the launcher's thread.
+
+    All methods raise StoreLost. `fewest` is how many workers of the job must be left; a node that has not answered for
+    `silence_s` is lost. `error_files` is where torch's workers leave what has ended them, by local rank.
+    """
+
+    def __init__(
+        self,
+        processes: WorkerProcesses,
+        workers: list[Worker],
+        meeting: Meeting,
+        *,
+        fewest: int,
+        silence_s: float,
+        error_files: Mapping[int, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failures: dict[int, Any] = {}  # torch's, by rank
+        self._processes = processes
+        self._workers = workers
+        self._world_size = int(workers[0].world_size)
+        self._meeting = meeting
+        self._fewest = fewest
+        self._silence_s = silence_s
+        self._error_files = error_files
+        self._clock = clock
+        self._next_check_s = clock()
+        self._seen: dict[int, tuple[int, float]] = {}  # node -> its count, and when that was new
+
+    def look(self) -> CycleEnd | None:
+        """Return how the cycle ends on this node; None while workers run. Ends what workers that failed left behind."""
+        lost = [(local_rank, code) for local_rank, code in sorted(self._processes.take_ended().items()) if code != 0]
+        for local_rank, code in lost:
+            pid = self._processes.pids[local_rank]
+            failure = ProcessFailure(local_rank, pid, code, self._error_files[local_rank])
+            self.failures[int(self._workers[local_rank].global_rank)] = failure
+        if lost:
+            end_leftovers([self._processes.pids[local_rank] for local_rank, _ in lost])
+            names = ", ".join(f"rank {self._workers[local_rank].global_rank} with {code}" for local_rank, code in lost)
+            end = self._lose(len(lost), f"workers have ended: {names}")
+            if end is not None:
+                return end
+        if self._processes.fds:
+            return None
+        return CycleEnd("all workers of this node have ended")
+
+    def watch_nodes(self, is_waiting: bool) -> CycleEnd | None:
+        """Say that this node lives, once a second, and notice nodes that do not: on the first node, and where
+        `is_waiting` for the others is all that is left to do. Returns the end of the cycle if too few are left.
+        """
+        now = self._clock()
+        if self._meeting.nodes == 1 or now < self._next_check_s:
+            return None
+        self._next_check_s = now + _ALIVE_INTERVAL_S
+        self._meeting.say_alive()
+        if not is_waiting and self._meeting.node != 0:
+            return None
+        for node, count in self._meeting.alive().items():
+            earlier = self._seen.get(node)
+            if earlier is None or earlier[0] != count:
+                self._seen[node] = count, now
+            elif now - earlier[1] >= self._silence_s and self._meeting.give_up(node):
+                text = f"node {node} has not answered for {self._silence_s:g} s"
+                end = self._lose(len(self._workers), text)  # all nodes have as many
+                if end is not None:
+                    return end
+        return None
+
+    def _lose(self, count: int, reason: str) -> CycleEnd | None:
+        left = self._world_size - self._meeting.report_lost(count)
+        if left < self._fewest:
+            text = (
+                f"{reason}; {left} of {self._world_size} workers are left, fewer than --ft-min-workers={self._fewest}"
+            )
+            return CycleEnd(text, failures=self.failures, is_ours=True)
+        _log.warning("%s; the other %d of %d workers go on", reason, left, self._world_size)
+        return None

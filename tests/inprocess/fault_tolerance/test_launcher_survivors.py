@@ -1,0 +1,214 @@
+"""`--ft-restart-policy=in-process`: workers go on when others have failed."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+from inprocess.fault_tolerance.launcher.replacement import start_worker
+from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, wait_readable
+from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job, slow
+from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
+
+POLICY = "--ft-restart-policy=in-process"
+
+SURVIVORS = """
+    def wait_for(name):
+        while not os.path.exists(os.environ["TEST_EVENTS"] + name):
+            time.sleep(0.02)
+    say("pid", os.getpid())
+    wait_for(".go")
+    if rank in {fails}:
+        sys.exit(3)
+    say("ends")
+"""
+
+
+def kill_rank(job: Job, rank: int) -> int:
+    pid = int(job.wait_event(rf"cycle 0 rank {rank} pid (\d+)")[1])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def go(job: Job) -> None:
+    Path(f"{job.events_file}.go").touch()
+
+
+def test_a_worker_that_is_killed_is_left_behind(job: Job) -> None:
+    launcher = job.one_node(SURVIVORS.format(fails="()"), POLICY, ranks=3, restarts=3)
+    for rank in (0, 2):
+        job.wait_event(rf"cycle 0 rank {rank} pid")
+    kill_rank(job, 1)
+    launcher.wait_log("rank 1 with -9; the other 2 of 3 workers go on")
+    go(job)
+    assert launcher.wait() == 0
+    assert {line for line in job.events().splitlines() if "ends" in line} == {f"cycle 0 rank {r} ends" for r in (0, 2)}
+    assert "cycle 1" not in job.events()
+    assert "ranks [1] were left behind" in launcher.log()
+    assert job.left() == []
+
+
+def test_what_a_dead_worker_left_behind_is_ended_at_once(job: Job) -> None:
+    script = """
+    if rank == 1:
+        say("child", subprocess.Popen(["sleep", "600"]).pid)
+    """
+    launcher = job.one_node(script + SURVIVORS.format(fails="()"), POLICY, ranks=2)
+    child = psutil.Process(int(job.wait_event(r"child (\d+)")[1]))
+    kill_rank(job, 1)
+    launcher.wait_log("the other 1 of 2 workers go on")
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    go(job)
+    assert launcher.wait() == 0
+
+
+@pytest.mark.parametrize(("fails", "limit"), [("(0, 1, 2)", 1), ("(0, 2)", 2)])
+def test_with_too_few_workers_all_are_started_again(job: Job, fails: str, limit: int) -> None:
+    script = SURVIVORS.format(fails=f"{fails} and cycle == 0")
+    options = [POLICY] if limit == 1 else [POLICY, f"--ft-min-workers={limit}"]
+    launcher = job.one_node(script, *options, ranks=3, restarts=1)
+    for rank in range(3):
+        job.wait_event(rf"cycle 0 rank {rank} pid")
+    go(job)
+    assert launcher.wait() == 0
+    assert [f"cycle 1 rank {rank} ends" in job.events() for rank in range(3)] == [True] * 3
+    assert f"fewer than --ft-min-workers={limit}" in launcher.log()
+
+
+def test_without_restarts_too_few_workers_are_a_failure(job: Job) -> None:
+    launcher = job.one_node(SURVIVORS.format(fails="(0, 1)"), POLICY, ranks=2, restarts=0)
+    go(job)
+    assert launcher.wait() == 1
+    assert "exitcode  : 3" in launcher.log(), "torch's own report of the failure"
+
+
+def test_survivors_are_asked_to_end_by_a_signal_to_the_launcher(job: Job) -> None:
+    script = """
+        def end(number, frame):
+            say("saves")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        say("pid", os.getpid())
+        hang()
+    """
+    launcher = job.one_node(script, POLICY, ranks=2)
+    job.wait_event("rank 0 pid")
+    kill_rank(job, 1)
+    launcher.wait_log("the other 1 of 2 workers go on")
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait() == 0
+    assert "rank 0 saves" in job.events()
+
+
+RESTARTS = """
+    from datetime import timedelta
+    import inprocess
+
+    def train(call: inprocess.CallWrapper):
+        say("iteration", call.iteration, "of", os.environ["WORLD_SIZE"], "pid", os.getpid())
+        if call.iteration == 0:
+            hang()
+        say("ends")
+
+    inprocess.Wrapper(
+        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},
+        abort=None,
+        soft_timeout=timedelta(seconds=30),
+        hard_timeout=timedelta(seconds=32),
+    )(train)()
+"""
+
+
+def test_the_wrapper_restarts_without_the_worker_that_was_killed(job: Job) -> None:
+    launcher = job.one_node(RESTARTS, POLICY, ranks=3, restarts=0)
+    for rank in (0, 2):
+        job.wait_event(rf"rank {rank} iteration 0 of 3")
+    os.kill(int(job.wait_event(r"rank 1 iteration 0 of 3 pid (\d+)")[1]), signal.SIGKILL)
+    assert launcher.wait(50) == 0
+    assert job.events().count("iteration 1 of 2") == 2
+    assert job.events().count("ends") == 2
+
+
+@slow
+def test_a_spare_of_the_wrapper_takes_the_place_of_a_worker_that_is_killed(job: Job) -> None:
+    argv = ["--standalone", "--nproc-per-node=4", POLICY, f"--log-dir={job.folder / 'logs'}"]
+    launcher = job._start([*argv, str(REPOSITORY / "examples" / "restart_spares.py")], {})
+    assert launcher.wait(55) == 0
+    assert launcher.log().count("sum over the active ranks 2") == 2
+    assert "process 1: was a spare" in launcher.log()
+
+
+def test_workers_of_other_nodes_go_on(job: Job) -> None:
+    first, second = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, POLICY)
+    for rank in (0, 1):
+        job.wait_event(rf"cycle 0 rank {rank} pid")
+    kill_rank(job, 1)
+    job.wait_for(lambda: first.log() + second.log(), "the other 1 of 2 workers go on", 30)
+    go(job)
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert [line for line in job.events().splitlines() if "ends" in line] == ["cycle 0 rank 0 ends"]
+
+
+def test_a_node_that_dies_is_lost_with_its_workers(job: Job) -> None:
+    nodes = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, POLICY)
+    for rank in (0, 1):
+        job.wait_event(rf"cycle 0 rank {rank} pid")
+    nodes[1].die_with_workers()
+    go(job)
+    assert nodes[0].wait() == 0
+    assert "has not answered for 4 s" in nodes[0].log()
+    assert job.events().count("ends") == 1
+
+
+@slow
+def test_too_few_workers_of_all_nodes(job: Job) -> None:
+    script = PROLOGUE + SURVIVORS.format(fails="(1,) and cycle == 0")
+    nodes = start_nodes(job, script, 2, POLICY, "--ft-min-workers=2", "--max-restarts=1")
+    go(job)
+    assert [each.wait() for each in nodes] == [0, 0]
+    assert [f"cycle 1 rank {rank} ends" in job.events() for rank in (0, 1)] == [True, True]
+
+
+def test_one_worker_can_be_started_in_the_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGRTMAX")
+    earlier = signal.getsignal(signal.SIGRTMAX)
+    script = tmp_path / "worker.py"
+    script.write_text("import os; print(os.environ['RANK'], os.environ['KEPT'], flush=True); os.read(0, 1)")
+    ours, theirs = os.pipe()
+    saved = os.dup(0)
+    os.dup2(ours, 0)  # what the workers read, until we close our end
+    try:
+        context = start_processes(
+            "test",
+            sys.executable,
+            {rank: (str(script),) for rank in range(2)},
+            {rank: {"RANK": str(rank), "KEPT": "kept"} for rank in range(2)},
+            DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.OUT),
+        )
+        workers = WorkerProcesses(context.pids())
+        with pytest.raises(RuntimeError, match="still runs"):
+            start_worker(context, workers, 1, {})
+        os.kill(workers.pids[1], signal.SIGKILL)
+        assert wait_readable(workers.fds, 30)
+        assert workers.take_ended() == {1: -9}
+        pid = start_worker(context, workers, 1, {"RANK": "7"})
+        assert workers.pids[1] == pid == context.pids()[1]
+        assert workers.running == {0, 1}
+        os.close(theirs)
+        while workers.fds:
+            assert wait_readable(workers.fds, 30)
+            assert set(workers.take_ended().values()) <= {0}
+        assert Path(f"{context.stdouts[1]}.1").read_text() == "7 kept\n"
+        assert Path(context.stdouts[0]).read_text() == "0 kept\n"
+    finally:
+        context.close()
+        for handler in context.subprocess_handlers.values():
+            handler._stdout.close()  # torch leaves that to the end of its process
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(ours)
+        signal.signal(signal.SIGRTMAX, earlier)

@@ -1,0 +1,101 @@
+"""Where sockets are, and who can get at them."""
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inprocess.fault_tolerance import sockets
+from tests.inprocess.fault_tolerance.workers import Node
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder of the processes of a test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@pytest.fixture(params=[0, 0o022, 0o377])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    earlier = os.umask(request.param)
+    yield
+    os.umask(earlier)
+
+
+def usual(folder: Path) -> Path:
+    return folder / f"inprocess-ft-{os.geteuid()}"
+
+
+def mode(path: str | Path) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def test_the_usual_directory_is_used_again(folder: Path, umask: None) -> None:
+    assert sockets.private_directory() == str(usual(folder))
+    assert mode(usual(folder)) == 0o700
+    assert sockets.private_directory() == str(usual(folder))
+    assert len(list(folder.iterdir())) == 1
+
+
+def squat_with_a_link(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def squat_with_a_file(path: Path) -> None:
+    path.write_text("")
+
+
+def squat_with_an_open_directory(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def squat_as_another_user(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+
+
+SQUATTERS = [
+    squat_with_a_link,
+    squat_with_a_file,
+    squat_with_an_open_directory,
+    pytest.param(
+        squat_as_another_user, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    ),
+]
+
+
+@pytest.mark.parametrize("squat", SQUATTERS)
+def test_a_directory_of_others_is_left_alone(squat: object, folder: Path) -> None:
+    assert callable(squat)
+    squat(usual(folder))
+    before = os.lstat(usual(folder))
+    found = Path(sockets.private_directory())
+    assert found.parent == folder
+    assert found != usual(folder)
+    assert mode(found) == 0o700
+    assert os.lstat(found).st_uid == os.geteuid()
+    assert Path(sockets.private_directory()) == found, "not one for each process"
+    after = os.lstat(usual(folder))
+    assert (after.st_mode, after.st_uid) == (before.st_mode, before.st_uid)
+
+
+def test_without_a_place_the_error_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
+    with pytest.raises(OSError, match="set TMPDIR to a folder of your own") as error:
+        sockets.private_directory()
+    assert str(folder / "gone") in str(error.value)
+
+
+def test_monitors_make_nothing_that_others_can_reach(folder: Path, umask: None, node: Node) -> None:
+    monitor = node.monitor(rank_section_timeouts={"a": 60})
+    assert mode(node.path) & 0o077 == 0
+    assert mode(monitor.control.path) & 0o077 == 0
+    assert mode(Path(monitor.control.path).parent) == 0o700
+    assert Path(monitor.control.path).parent == usual(folder)

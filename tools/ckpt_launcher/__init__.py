@@ -1,0 +1,1 @@
+"""`python -m tools.ckpt_launcher`: `ckpt_launcher` from a checkout, without an installation."""
