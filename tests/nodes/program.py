@@ -30,6 +30,7 @@ PHASES = ("abort", "finalize", "health check", "initialize")
 """What a restart consists of, as far as a program can see it, in this order."""
 _SAVE_EVERY = 5
 _GROUP_TIMEOUT = timedelta(seconds=60)
+_DRAIN_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Program:
         finalize: Any = None
         if self._checkpointer is not None:
             abort = inprocess.Compose(CheckpointAbort(self._checkpointer), abort)
-            finalize = CheckpointFinalize(self._checkpointer)
+            finalize = CheckpointFinalize(self._checkpointer, drain_timeout=_DRAIN_TIMEOUT)
         wrapper = inprocess.Wrapper(
             initialize=self._phase("initialize", None),
             health_check=self._phase("health check", None),
@@ -169,7 +170,8 @@ class Program:
         self._state["step"] += 1
         self._state["weights"] += 1.0
         if self._checkpointer is not None:
-            self._checkpointer.maybe_finalize()
+            if self._checkpointer.maybe_finalize():
+                self._journal.note("saved")
             if int(self._state["step"]) % _SAVE_EVERY == 0:
                 self._checkpointer.async_save(self._state, int(self._state["step"]))
 
