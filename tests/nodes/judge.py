@@ -6,7 +6,7 @@ stints with the same iteration, world size and members, where a step has found o
 TWO_JOBS            An iteration has two groups; or processes work in two groups at a time.
 TWO_OF_ONE_RANK     Two processes work as the same rank at a time.
 WITHOUT_SERVER      A process works although it has been unable to reach the server for longer than it may.
-HANG                A process neither notes anything nor ends for longer than it may, or has not ended in the end.
+HANG                A process neither makes a step nor ends for longer than it may, or has not ended in the end.
 NOT_FINISHED        A process that no fault concerns has not completed the function.
 LEFT_BEHIND         A process that a rank has started has outlived all ranks.
 TWO_BRANCHES        A published step of the checkpoint root does not continue the one before it.
@@ -56,7 +56,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Limits:
-    """Times in seconds. `quiet_s`: how long a process may do nothing that is noted. `alone_s`: how long it may work
+    """Times in seconds. `quiet_s`: how long a process may make no step. `alone_s`: how long it may work
     without the server."""
 
     quiet_s: float
@@ -232,14 +232,15 @@ def _without_server(lines: Sequence[Line], facts: Facts, limits: Limits) -> Iter
 def _hangs(lines: Sequence[Line], facts: Facts, limits: Limits) -> Iterable[Violation]:
     seen: dict[int, list[float]] = {process: [facts.started] for process in facts.processes}
     for line in lines:
-        seen[line.process].append(line.time)
+        if line.event in ("step", "done"):
+            seen[line.process].append(line.time)
     for process, times in sorted(seen.items()):
         end = facts.ends.get(process)
         for before, after in itertools.pairwise([*times, end.time if end is not None else facts.now]):
             quiet = after - before - _stopped(facts, process, before, after)
             if quiet > limits.quiet_s:
                 since = before - facts.started
-                yield Violation(Verdict.HANG, f"process {process} does nothing for {quiet:.1f} s, since {since:.2f} s")
+                yield Violation(Verdict.HANG, f"process {process} makes no step for {quiet:.1f} s, since {since:.2f} s")
         if end is None:
             yield Violation(Verdict.HANG, f"process {process} still runs at {facts.now - facts.started:.2f} s")
 

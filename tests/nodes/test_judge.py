@@ -129,13 +129,13 @@ def test_who_works_without_the_server_is_found() -> None:
 def test_a_hang_is_found() -> None:
     about = facts((20.0, 20.0, 20.0, 17.0))
     violations = judge(good_restart(), about, IMPATIENT)
-    assert [str(violation) for violation in violations] == ["hang: process 3 does nothing for 12.1 s, since 4.90 s"]
+    assert [str(violation) for violation in violations] == ["hang: process 3 makes no step for 12.1 s, since 4.90 s"]
     assert judge(good_restart(), replace(about, stopped=[Stopped(3, 6.0, 9.0)]), IMPATIENT) == []
 
 
 def test_a_process_that_has_written_nothing_hangs() -> None:
     violations = judge([], facts((9.0, 9.0, 9.0, 11.0)), IMPATIENT)
-    assert [str(violation) for violation in violations] == ["hang: process 3 does nothing for 11.0 s, since 0.00 s"]
+    assert [str(violation) for violation in violations] == ["hang: process 3 makes no step for 11.0 s, since 0.00 s"]
 
 
 def test_a_process_that_has_not_ended_is_found() -> None:

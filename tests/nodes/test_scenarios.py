@@ -4,6 +4,7 @@ NODES_SCENARIOS=full pytest tests/nodes/test_scenarios.py -k 'long-blip'
 """
 
 import os
+import re
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +18,7 @@ _FULL = os.environ.get("NODES_SCENARIOS") == "full"
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "scenario", [its for its in SCENARIOS if _FULL or its.quick], ids=lambda its: its.name.replace(" ", "-")
+    "scenario", [its for its in SCENARIOS if _FULL or its.quick], ids=lambda its: re.sub(r"\W+", "-", its.name)
 )
 def test_scenario(scenario: Scenario, make_lab: Callable[[int], Lab]) -> None:
     report = play(
