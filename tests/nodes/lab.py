@@ -151,8 +151,8 @@ class Lab:
     def close(self) -> None:
         """Kill and remove everything but the files. Idempotent."""
         try:
-            for job in self.jobs:
-                job.close()
+            while self.jobs:
+                self.jobs.pop().close()
         finally:
             self._group.remove()
             self.network.close()

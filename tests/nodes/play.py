@@ -72,7 +72,7 @@ def play(
     job = lab.start(program, [asdict(options)], ranks_per_node=ranks_per_node)
     base = job.wait_event("saved" if options.checkpoints else "step", job.pids, _START_S)
     played = _apply(lab, job, faults, base)
-    _observe(job, limits.alone_s + _OBSERVED_S)
+    _observe(job, played, limits)
     job.stop()
     job.wait_exits(job.pids, limits.quiet_s + 2.0)
     facts = _facts(job, played, base, all_finish)
@@ -111,9 +111,18 @@ def _is_due(job: Job, fault: Fault, base: float) -> bool:
     return False
 
 
-def _observe(job: Job, seconds: float) -> None:
-    """Let the job go on, unless it has ended."""
-    job.wait_exits(job.pids, seconds)
+def _observe(job: Job, played: Sequence[_Played], limits: Limits) -> None:
+    """Let the job go on: the program must not end before two jobs could work beside each other.
+
+    Ranks that must end because they were without the server for too long are waited for: a second job of them could
+    begin late. The wait takes its whole time only if they do not end.
+    """
+    job.wait_exits(job.pids, limits.alone_s + _OBSERVED_S)
+    for its in played:
+        assert its.begun is not None
+        if its.ended is None or its.ended - its.begun > limits.alone_s:
+            doomed = its.fault.without_server(job) - its.fault.stopped(job)
+            job.wait_exits(doomed, its.begun + limits.quiet_s + _OBSERVED_S - time.monotonic())
 
 
 def _facts(job: Job, played: Sequence[_Played], base: float, all_finish: bool) -> Facts:
