@@ -41,10 +41,10 @@ class Options:
     """
 
     step_s: float = 0.05
-    soft_timeout_s: float = 2.0
-    hard_timeout_s: float = 3.5
+    soft_timeout_s: float = 4.0
+    hard_timeout_s: float = 10.0  # long enough not to end what the loss of the server must end
     heartbeat_timeout_s: float = 2.0
-    barrier_timeout_s: float = 6.0
+    barrier_timeout_s: float = 15.0
     checkpoints: bool = False
     pauses: dict[str, float] = field(default_factory=dict)
 

@@ -13,10 +13,10 @@ from tests.nodes.program import PHASES, Options
 
 __all__ = ["SCENARIOS", "Scenario"]
 
-_SHORT_S, _LONG_S = 1.0, 6.0  # of a heartbeat timeout of 2 s; a lost node is noticed after 3 s
+_SHORT_S, _LONG_S, _VERY_LONG_S = 1.0, 6.0, 12.0  # a lost node is noticed after 1.5 heartbeat timeouts of 2 s
 _PAUSE_S = 1.0
 _WITH_CHECKPOINTS = Options(
-    checkpoints=True, step_s=0.2, soft_timeout_s=8.0, hard_timeout_s=10.0, barrier_timeout_s=15.0
+    checkpoints=True, step_s=0.2, soft_timeout_s=8.0, hard_timeout_s=12.0, barrier_timeout_s=15.0
 )
 
 
@@ -61,6 +61,8 @@ SCENARIOS: Sequence[Scenario] = (
     _one("short blip, node 0", Kind.CUT, 0, _SHORT_S, all_finish=True),
     _one("long blip", Kind.CUT, 2, _LONG_S),
     _one("long blip, node 0", Kind.CUT, 0, _LONG_S),
+    _one("very long blip", Kind.CUT, 2, _VERY_LONG_S),
+    _one("very long blip, node 0", Kind.CUT, 0, _VERY_LONG_S),
     _one("one way: nothing arrives at node 2", Kind.LOSE_TO, 2),
     _one("one way: nothing comes from node 2", Kind.LOSE_FROM, 2),
     _one("one way: nothing arrives at node 0", Kind.LOSE_TO, 0),

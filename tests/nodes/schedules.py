@@ -13,7 +13,7 @@ __all__ = ["Schedule", "schedule"]
 
 _SHAPES = ((2, 1), (2, 2), (3, 1), (3, 2))
 _LATEST_S = 2.0
-_SHORTEST_S, _LONGEST_S = 0.3, 4.0
+_SHORTEST_S, _LONGEST_S = 0.3, 6.0
 _FOR_GOOD = 0.3  # how often a link stays as bad as it is
 _IN_A_PHASE = 0.25  # how often an exception comes first, and a fault in the restart after it
 _PAUSE_S = 0.5

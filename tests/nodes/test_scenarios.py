@@ -16,7 +16,7 @@ from tests.nodes.scenarios import SCENARIOS, Scenario
 _FULL = os.environ.get("NODES_SCENARIOS") == "full"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "scenario", [its for its in SCENARIOS if _FULL or its.quick], ids=lambda its: re.sub(r"\W+", "-", its.name)
 )

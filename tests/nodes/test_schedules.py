@@ -19,7 +19,7 @@ _FIRST = int(os.environ.get("NODES_SEED", "0"))
 _COUNT = int(os.environ.get("NODES_SCHEDULES", "2"))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT), ids=lambda seed: f"seed-{seed}")
 def test_schedule(seed: int, make_lab: Callable[[int], Lab]) -> None:
     plan = schedule(seed)
