@@ -4,7 +4,9 @@ kill and to list them as one."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["Group", "mount_point"]
@@ -66,13 +68,12 @@ class Group:
         self.kill()
         folders = [file.parent for file in self.path.rglob("cgroup.procs")]
         for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
-            self._wait(lambda folder=folder: _remove(folder), "to be removed")  # type: ignore[misc]
+            self._wait(functools.partial(_remove, folder), "to be removed")
 
     def _write(self, file: str, text: str) -> None:
         (self.path / file).write_text(text)
 
-    def _wait(self, condition: object, what: str) -> None:
-        assert callable(condition)
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _TIMEOUT_S
         while not condition():
             if time.monotonic() > deadline:

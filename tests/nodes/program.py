@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 import ckpt
 import inprocess
@@ -48,7 +49,7 @@ class Options:
     checkpoints: bool = False
     pauses: dict[str, float] = field(default_factory=dict)
 
-    def timeouts(self) -> dict[str, timedelta]:
+    def timeouts(self) -> dict[str, Any]:
         """Return the arguments of the wrapper."""
         seconds = {
             "soft_timeout": self.soft_timeout_s,
@@ -72,7 +73,7 @@ class InjectedFault(Exception):
 
 def join_group(call: inprocess.CallWrapper, rank: int, world_size: int) -> None:
     """Make the process group of an iteration. All that the program knows of how ranks of a new iteration meet."""
-    store = dist.PrefixStore("group", call.store)
+    store = PrefixStore("group", call.store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
 
 
@@ -164,7 +165,7 @@ class Program:
         assert count == world_size, f"{count} ranks instead of {world_size} took part"
         self._journal.note("step", iteration, rank, world_size, members)
         self._train()
-        return stop > 0
+        return bool(stop > 0)
 
     def _train(self) -> None:
         self._state["step"] += 1
