@@ -53,7 +53,7 @@ def _with_checkpoints(name: str, *faults: Fault) -> Scenario:
 
 
 SCENARIOS: Sequence[Scenario] = (
-    Scenario("an exception", [Fault(Kind.EXCEPTION, 3)], nodes=2, all_finish=True, quick=True),
+    Scenario("an exception", [Fault(Kind.EXCEPTION, 3)], nodes=2, all_finish=True),
     Scenario("two nodes, one cut off", [Fault(Kind.CUT, 1)], nodes=2, ranks_per_node=1, quick=True),
     _one("cut off", Kind.CUT, 2),
     _one("cut off, node 0", Kind.CUT, 0),
