@@ -5,7 +5,7 @@ stints with the same iteration, world size and members, where a step has found o
 
 TWO_JOBS            An iteration has two groups; or processes work in two groups at a time.
 TWO_OF_ONE_RANK     Two processes work as the same rank at a time.
-WITHOUT_SERVER      A process works although it has been unable to reach the server for longer than it may.
+WITHOUT_SERVER      A process works or completes after it has been unable to reach the server for longer than it may.
 HANG                A process neither makes a step nor ends for longer than it may, or has not ended in the end.
 NOT_FINISHED        A process that no fault concerns has not completed the function.
 LEFT_BEHIND         A process that a rank has started has outlived all ranks.
@@ -215,18 +215,19 @@ def _two_of_one_rank(stints: Sequence[_Stint], started: float, limits: Limits) -
 def _without_server(lines: Sequence[Line], facts: Facts, limits: Limits) -> Iterable[Violation]:
     """A process that does not run cannot leave either, so time while it is stopped does not count."""
     for apart in facts.apart:
-        late: dict[int, list[float]] = defaultdict(list)
+        late: dict[int, list[Line]] = defaultdict(list)
         for line in lines:
             if line.process in apart.processes and line.event in ("step", "done") and apart.begin < line.time:
                 alone = line.time - apart.begin - _stopped(facts, line.process, apart.begin, line.time)
                 if line.time < apart.end and alone > limits.alone_s:
-                    late[line.process].append(line.time)
-        for process, times in sorted(late.items()):
-            yield Violation(
-                Verdict.WITHOUT_SERVER,
-                f"process {process} cannot reach the server from {apart.begin - facts.started:.2f} s on, and works "
-                f"until {times[-1] - facts.started:.2f} s",
-            )
+                    late[line.process].append(line)
+        for process, its in sorted(late.items()):
+            if len(its) > limits.buffered_steps or its[-1].event == "done":
+                yield Violation(
+                    Verdict.WITHOUT_SERVER,
+                    f"process {process} cannot reach the server from {apart.begin - facts.started:.2f} s on, and works "
+                    f"until {its[-1].time - facts.started:.2f} s",
+                )
 
 
 def _hangs(lines: Sequence[Line], facts: Facts, limits: Limits) -> Iterable[Violation]:

@@ -94,8 +94,8 @@ def _apply(lab: Lab, job: Job, faults: Sequence[Fault], base: float) -> list[_Pl
                 its.begun = now
                 its.fault.begin(lab, job)
             elif its.begun is not None and not its.is_over and now >= its.begun + (its.fault.lasts_s or 0.0):
+                its.ended = now  # what happens from here on can be due to the end of the fault
                 its.fault.end(lab, job)
-                its.ended = time.monotonic()
         time.sleep(_PAUSE_S)
     return played
 

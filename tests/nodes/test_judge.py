@@ -121,6 +121,8 @@ def test_who_works_without_the_server_is_found() -> None:
     lines = [line for process in (2, 3) for line in steps(process, 8.0, 11.0, 1, members=[2, 3])]
     apart = Apart(frozenset({2, 3}), 5.0)
     assert verdicts(lines, facts(apart=[apart])) == {Verdict.WITHOUT_SERVER}
+    assert verdicts([line for line in lines if line.time < 9.35], facts(apart=[apart])) == {Verdict.WITHOUT_SERVER}
+    assert verdicts([line for line in lines if line.time < 9.25], facts(apart=[apart])) == set()
     assert verdicts(lines, facts(apart=[replace(apart, end=7.5)])) == set()
     assert verdicts(lines, facts(apart=[apart], stopped=[Stopped(2, 5.0, 7.5), Stopped(3, 5.0, 7.5)])) == set()
     assert verdicts(done(2, 9.5), facts(apart=[apart])) == {Verdict.WITHOUT_SERVER}
