@@ -27,7 +27,7 @@ pytest: $(INSTALLED)
 # The crash matrix, the fault matrix, the C code and the readers with random input, and the laboratory of nodes: all of
 # each (`make test` runs some of it), verbose.
 # The fault matrix has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
-# The laboratory needs root, iproute2 and nftables; 300 random schedules of about 15 s take three quarters of an hour.
+# The laboratory needs root, iproute2 and nftables; 300 random schedules of 12 s, two at a time, take half an hour.
 NODES_SCHEDULES ?= 300
 test-faults: $(INSTALLED)
 	CKPT_CRASH_MATRIX=full CKPT_RESTART_FAULTS=full $(PYTEST) -v tests/crash tests/storage tests/ckpt/shared_fs tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
