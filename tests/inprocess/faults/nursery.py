@@ -1,7 +1,7 @@
 """Forks ranks from one process that has imported torch and initialised nothing: an import takes more than a second.
 
     tests                                     nursery (own process)             rank
-    Nursery.spawn  -- one line of JSON -->    fork  ----------------------->    rank.live
+    Nursery.spawn  -- one line of JSON -->    fork  ----------------------->    rank.live, or another entry
                    <- pid ------------
     Nursery.reap   -- pid ------------->      waitpid
                    <- status ---------
@@ -12,6 +12,7 @@ Ranks die with the nursery, which ends when the tests close their end.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,12 +31,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
-    """The tests' side. Any thread."""
+    """The tests' side. Any thread. `entry` is what a rank calls, with the arguments of `rank.live`; its module is
+    imported before the first fork."""
 
-    def __init__(self) -> None:
+    def __init__(self, entry: str = "tests.inprocess.faults.rank:live") -> None:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.inprocess.faults.nursery"],
+            [sys.executable, "-m", "tests.inprocess.faults.nursery", entry],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -72,12 +74,14 @@ class Nursery:
         return answer
 
 
-def main(orders: TextIO, answers: TextIO) -> None:
+def main(entry: str, orders: TextIO, answers: TextIO) -> None:
     """Fork and reap as ordered."""
     import torch.distributed  # noqa: F401
 
     import inprocess  # noqa: F401
 
+    module, _, name = entry.partition(":")
+    live: Callable[..., int] = getattr(importlib.import_module(module), name)
     for line in orders:
         order = json.loads(line)
         if "reap" in order:
@@ -85,11 +89,11 @@ def main(orders: TextIO, answers: TextIO) -> None:
             continue
         pid = os.fork()
         if pid == 0:
-            _become_rank(order)
+            _become_rank(live, order)
         print(pid, file=answers, flush=True)
 
 
-def _become_rank(order: Mapping[str, Any]) -> None:
+def _become_rank(live: Callable[..., int], order: Mapping[str, Any]) -> None:
     """Never returns: the rank must not go on with the nursery's business."""
     code = 1
     try:
@@ -98,8 +102,6 @@ def _become_rank(order: Mapping[str, Any]) -> None:
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
-        from tests.inprocess.faults.rank import live
-
         code = live(order["program"], order["arguments"], order["env"], Path(order["folder"]))
     except BaseException:
         traceback.print_exc()
@@ -110,4 +112,4 @@ def _become_rank(order: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.stdin, sys.stdout)
+    main(sys.argv[1], sys.stdin, sys.stdout)
