@@ -22,7 +22,7 @@ import torch.distributed as dist
 from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
 from inprocess.coordination.namespace import PrefixView
 from inprocess.discovery import job_secret, private_directory
-from inprocess.exception import StoreTimeoutError
+from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreTimeoutError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import FileStore as TorchFileStore
@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 else:
     TorchFileStore, TorchPrefixStore, TorchStore = dist.FileStore, dist.PrefixStore, dist.Store
 
-__all__ = ["FileStore", "PrefixStore", "StoreMixin", "TCPStore"]
+__all__ = [
+    "BarrierError",
+    "BarrierOverflow",
+    "BarrierTimeout",
+    "FileStore",
+    "PrefixStore",
+    "StoreMixin",
+    "TCPStore",
+]
 
 _WORKERS = "__workers__"
 _TRY_S = 1.0
@@ -176,16 +184,16 @@ class FileStore(StoreMixin, TorchFileStore):  # both define `wait`; the one of t
 
 
 class PrefixStore(PrefixView, StoreMixin, TorchPrefixStore):  # the operations of the view count
-    """A namespace of its own for each iteration: `PrefixStore(iteration, base)`. `base_store` is the base.
+    """A namespace of its own for each iteration: `PrefixStore(iteration, store)`. `base_store` is that store.
 
-    The base is a `TCPStore` or a `FileStore` from here, or another store with `StoreMixin`. From C++ it is a
+    It is a `TCPStore` or a `FileStore` from here, or another store with `StoreMixin`. From C++ it is a
     `torch.distributed.PrefixStore` with the same keys.
     """
 
-    def __init__(self, iteration: int | str, base: Any) -> None:
-        TorchPrefixStore.__init__(self, str(iteration), base)
+    def __init__(self, iteration: int | str, store: Any) -> None:
+        TorchPrefixStore.__init__(self, str(iteration), store)
         self.prefix = str(iteration)
-        self.base_store = base
+        self.base_store = store
 
     @property
     def critical_ranks(self) -> tuple[int, ...]:

@@ -38,12 +38,13 @@ ALLOWED: dict[str, set[str]] = {
 # Units of inprocess, in layers: a unit may import what stands in a layer before its own, and nothing else.
 INPROCESS_LAYERS: tuple[set[str], ...] = (
     # Mechanisms that know nothing of restarts.
-    {"attribution", "call_injection", "compose", "exception", "hardware", "main_thread", "phases", "settings"}
-    | {"tools"},
-    {"agreement", "bounded_call", "coordination", "events", "progress_watchdog", "state"},
+    {"attribution", "call_injection", "child_process", "compose", "exception", "hardware", "main_thread", "phases"}
+    | {"settings", "tools"},
+    {"bounded_call", "coordination", "events", "progress_watchdog", "state"},
+    {"agreement", "discovery"},
     {"completion", "finalize", "flight_recorder", "health_check", "initialize", "rank_assignment", "sections", "store"}
     | {"terminate", "unblock"},
-    {"abort", "monitor_process", "monitor_thread", "rank_filter"},
+    {"abort", "group_store", "monitor_process", "monitor_thread", "rank_filter"},
     # The hooks as the protocol calls them; then the protocol; then what users call.
     {"hooks", "nested_restarter", "protocol"},
     {"hook_chain", "monitoring"},

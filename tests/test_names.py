@@ -101,6 +101,7 @@ INPROCESS: list[Signature] = [
     ),
     ("inprocess.rank_filter.MaxActiveWorldSize", {"max_active_world_size": ANY}),
     ("inprocess.rank_filter.WorldSizeDivisibleBy", {"divisor": ANY}),
+    ("inprocess.store.PrefixStore", {"iteration": REQUIRED, "store": REQUIRED}),
     (
         "inprocess.store.TCPStore",
         dict.fromkeys(
@@ -144,16 +145,6 @@ INPROCESS: list[Signature] = [
     ("inprocess.CallWrapper.disable_hang_protection", {}),
 ]
 
-# These do not hold yet: their module is being replaced. They move to the other lists when that is done.
-LATER: list[Signature] = [
-    ("inprocess.store.PrefixStore", {"iteration": REQUIRED, "store": REQUIRED}),
-]
-LATER_NAMES = [
-    "inprocess.store.BarrierError",
-    "inprocess.store.BarrierTimeout",
-    "inprocess.store.BarrierOverflow",
-]
-
 _CLIENT = "inprocess.fault_tolerance.RankMonitorClient"
 _CONFIG = "inprocess.fault_tolerance.FaultToleranceConfig"
 FAULT_TOLERANCE: list[Signature] = [
@@ -190,6 +181,9 @@ FAULT_TOLERANCE: list[Signature] = [
 ]
 
 NAMES = [
+    "inprocess.store.BarrierError",
+    "inprocess.store.BarrierTimeout",
+    "inprocess.store.BarrierOverflow",
     "inprocess.Compose",
     "inprocess.compose.Compose",
     "inprocess.CallWrapper.iteration",
@@ -235,18 +229,6 @@ def check(name: str, expected: dict[str, Any]) -> None:
 )
 def test_parameters_have_their_names(name: str, expected: dict[str, Any]) -> None:
     check(name, expected)
-
-
-@pytest.mark.xfail(reason="the module is being replaced", strict=False)
-@pytest.mark.parametrize(("name", "expected"), [pytest.param(*entry, id=entry[0]) for entry in LATER])
-def test_parameters_that_come_later(name: str, expected: dict[str, Any]) -> None:
-    check(name, expected)
-
-
-@pytest.mark.xfail(reason="the module is being replaced", strict=False)
-@pytest.mark.parametrize("name", LATER_NAMES)
-def test_names_that_come_later(name: str) -> None:
-    find(name)
 
 
 @pytest.mark.parametrize("name", NAMES)

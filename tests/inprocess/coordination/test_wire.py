@@ -14,7 +14,6 @@ from inprocess.coordination.wire import (
     Op,
     WireError,
     encode,
-    fresh_nonce,
     number,
     pack_number,
 )
@@ -71,7 +70,7 @@ GUARD = (b"", b"")
         (False, encode(Op.SET, 1, bytes(1 << 17)), "limit"),
         (False, encode(Op.SET, 1, b"key"), "greeting"),
         (False, encode(Op.HELLO, 0, b"too short"), "greeting"),
-        (False, encode(Op.HELLO, 0, b"me", fresh_nonce(), bytes(32)), "does not know the secret"),
+        (False, encode(Op.HELLO, 0, b"me", bytes(16), bytes(32)), "does not know the secret"),
         (True, encode(Op.SET, 1, *GUARD, b"no number", b"key", b"value"), "number"),
         (True, encode(Op.SET, 1, *GUARD, pack_number(1), b"key"), "without a value"),
         (True, encode(Op.ADD, 1, *GUARD, pack_number(1), b"key"), "unpack"),
