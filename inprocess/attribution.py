@@ -15,6 +15,7 @@ __all__ = [
     "InterruptionRecord",
     "compact_ranks",
     "format_interruptions",
+    "is_bystander",
     "parse_ranks",
     "rank_ranges",
 ]
@@ -22,6 +23,21 @@ __all__ = [
 _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
 _LISTED_RANKS = 8
 _SUMMARY_CHARS = 500
+
+_LOST_CONNECTION = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "socket timeout",
+    "timed out waiting",
+    "remote process exited",
+    "remote error",
+    "failed to recv",
+    "application timeout caused pair closure",
+)
 
 DETAIL_CHARS = 24 << 10
 """What a record holds of a traceback or of stacks, at most."""
@@ -79,6 +95,32 @@ class InterruptionRecord:
         except Exception:
             summary, detail = type(error).__name__, ""
         return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-DETAIL_CHARS:])
+
+
+def is_bystander(rank: int | None, error: BaseException, records: Iterable[InterruptionRecord]) -> bool:
+    """Whether `error`, on this rank, is only what the fault of another rank did to it: a connection to a rank that died
+    or left. To be asked when the records of all ranks are in."""
+    if not _tells_of_lost_connection(InterruptionRecord.of_exception(error, rank, Interruption.EXCEPTION).summary):
+        return False
+    return any(
+        record.rank != rank
+        and (
+            record.interruption is not Interruption.EXCEPTION
+            or (bool(record.summary) and not _tells_of_lost_connection(record.summary))
+        )
+        for record in records
+    )
+
+
+def _tells_of_lost_connection(summary: str) -> bool:
+    """Whether a summary ("RuntimeError: ...") is of a collective or a store whose other end went away.
+
+    PyTorch has no error of its own for this: gloo raises RuntimeError, NCCL DistBackendError, stores DistNetworkError.
+    """
+    kind, _, text = summary.partition(": ")
+    if kind not in ("RuntimeError", "ConnectionError") and not kind.startswith(("Dist", "Connection", "BrokenPipe")):
+        return False
+    return any(phrase in text.lower() for phrase in _LOST_CONNECTION)
 
 
 def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from inprocess.abort import discard_process_groups
 from inprocess.agreement import Agreement, Outcome, Roster, depart
-from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.attribution import Interruption, InterruptionRecord, is_bystander
 from inprocess.events import RestartClock, RestartEvents
 from inprocess.exception import (
     InternalError,
@@ -152,6 +152,9 @@ class RestartProtocol:
             raise monitor.failure from error
         if error is not None and not isinstance(error, Exception):
             raise error
+        if error is not None and is_bystander(self.state.rank, error, self._records):
+            _log.info("%s: not a fault of this rank: %s", self, error)
+            error = None
         self.state.fn_exception = error
         self.state.interruptions = self._records
         return Phase.FINALIZE
@@ -348,5 +351,4 @@ class RestartProtocol:
         self._hooks.terminate(self.state.freeze())
 
     def _world_size_in(self, iteration: int) -> int | None:
-        known = self._agreement is not None and self._agreement.iteration == iteration
-        return self._agreement.world_size if known and self._agreement is not None else None
+        return self.state.world_size if iteration == self.state.iteration else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -87,6 +88,16 @@ class Settings:
             _require(value >= timedelta(0), f"{name} >= timedelta(0)", {name: value})
         else:
             _require(value > timedelta(0), f"{name} > timedelta(0)", {name: value})
+
+
+def require_main_thread() -> None:
+    """ValueError on another thread than the main one."""
+    _require(
+        threading.current_thread() is threading.main_thread(),
+        "threading.current_thread() is threading.main_thread()",
+        {"threading.current_thread()": threading.current_thread().name},
+        hint="call the wrapped function on the main thread: no other thread can be brought out of a blocked call",
+    )
 
 
 def require_no_process_group() -> None:

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
@@ -28,7 +29,7 @@ from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import RestartProtocol
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
-from inprocess.settings import Settings, require_no_process_group
+from inprocess.settings import Settings, require_main_thread, require_no_process_group
 from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
 from inprocess.unblock.store_connection import interruptible_store_connections
@@ -144,10 +145,12 @@ class Wrapper:
 class CallWrapper:
     """One call of a wrapped function on this rank. The function gets it in parameters annotated with this class.
 
-    A context manager; made on the main thread. ValueError if a process group exists already.
+    A context manager. ValueError on another thread than the main one (only that one can be brought out of what it is
+    blocked in), and if a process group exists already.
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
+        require_main_thread()
         require_no_process_group()
         self.wrapper = wrapper
         self.state = State.from_env()
@@ -223,13 +226,17 @@ class CallWrapper:
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function` until all ranks have completed it."""
 
+        pid = os.getpid()
+
         def run() -> Any:
             injected_args, injected_kwargs = inject(function, CallWrapper, self, args, kwargs)
             self._sections.begin(self.state.iteration)
-            try:
-                return function(*injected_args, **injected_kwargs)
-            finally:
-                self._sections.leave()
+            with _children_end_here():
+                try:
+                    return function(*injected_args, **injected_kwargs)
+                finally:
+                    if os.getpid() == pid:
+                        self._sections.leave()
 
         protocol = RestartProtocol(self.state, self.wrapper.settings, self.wrapper.hooks, self, run)
         with _excepthook_restored(), self._torch_made_interruptible():
@@ -287,6 +294,36 @@ class CallWrapper:
         clear = getattr(iteration_store(self.base_store, iteration), "clear", None)
         if clear is not None:
             clear()
+
+
+@contextlib.contextmanager
+def _children_end_here() -> Iterator[None]:
+    """A child that the body forks ends when it leaves the body, as at the end of a program: it is no rank, and must not
+    speak for its parent."""
+    pid = os.getpid()
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        code = _exit_code(error)
+    if os.getpid() != pid:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """Return what the interpreter would end with, having printed what it would print."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 @contextlib.contextmanager

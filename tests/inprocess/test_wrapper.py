@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,8 +22,9 @@ from inprocess.health_check import FaultCounter
 from inprocess.initialize import RetryController
 from inprocess.rank_assignment import ActiveWorldSizeDivisibleBy, MaxActiveWorldSize, ShiftRanks
 from inprocess.store import FileStore
+from tests.crash.killers import wait_until
 from tests.inprocess.restarting import SHORT, Calls, logged, numbers, outcome, seconds
-from tests.support import rank_values
+from tests.support import launch_ranks, rank_values
 
 # -- the decorator -----------------------------------------------------------------------------------------------------
 
@@ -607,3 +609,117 @@ def test_no_restart_inside_an_atomic_section() -> None:
         return train(), whole
 
     assert rank_values(main, 2) == [(1, []), (1, [True])]
+
+
+# -- blame -------------------------------------------------------------------------------------------------------------
+
+
+def _blamed(rank: int, world_size: int, folder: Path) -> Any:
+    """Rank 2 is killed while all others wait for it in gloo, whose connections break. Returns who counted a fault."""
+    counted: list[str] = []
+
+    def finalize(state: FrozenState) -> FrozenState:
+        if state.fn_exception is not None:
+            counted.append(str(state.fn_exception))
+        return state
+
+    @Wrapper(finalize=finalize, health_check=FaultCounter(max_rank_faults=0))
+    def train(call: CallWrapper | None = None) -> tuple[int, list[str]]:
+        import torch
+        import torch.distributed as dist
+
+        assert call is not None
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if call.iteration == 0:
+            (folder / f"added-{rank}").touch()
+            if rank == 2:
+                wait_until(lambda: len(list(folder.glob("added-*"))) == world_size, "all to be there", 20)
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.recv(torch.empty(1), src=2)
+        return dist.get_world_size(), counted
+
+    return train()
+
+
+def test_a_connection_to_a_rank_that_died_is_no_fault_of_who_lost_it(tmp_path: Path) -> None:
+    with launch_ranks(_blamed, 4, tmp_path, init_process_group=False) as ranks:
+        results = ranks.wait(60, {2: -signal.SIGKILL})
+    assert [result.value for result in results if result.value is not None] == [(3, [])] * 3
+
+
+# -- what is not a rank ------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_that_exits_is_no_rank() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        codes = []
+
+        @Wrapper()
+        def train(call: CallWrapper | None = None) -> int:
+            assert call is not None
+            for leave in (lambda: sys.exit(7), lambda: sys.exit("a text"), lambda: 1 / 0, lambda: None):
+                child = os.fork()
+                if child == 0:
+                    leave()
+                    return 100  # it returns from the function
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return call.iteration
+
+        return train(), codes
+
+    assert rank_values(main, 2) == [(0, [7, 1, 1, 0])] * 2
+
+
+def test_another_thread_than_the_main_one_is_refused() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(outcome(Wrapper()(lambda: 1))))
+        thread.start()
+        thread.join()
+        return results
+
+    ((kind, text, _),) = rank_values(main, 1)[0]
+    assert kind == "ValueError"
+    assert "call the wrapped function on the main thread" in text
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+def test_a_hook_that_raises_at_the_very_beginning_ends_the_rank_at_once(who: tuple[int, ...]) -> None:
+    def main(rank: int, world_size: int) -> Any:
+        def assign(ctx: Any) -> Any:
+            if rank in who and ctx.state.iteration == 0 and ctx.state.world_size == 2:
+                raise LookupError("no such topology")
+            return ShiftRanks()(ctx)
+
+        begin = time.monotonic()
+        result = outcome(Wrapper(rank_assignment=assign)(lambda: "done"))
+        return result, time.monotonic() - begin
+
+    for rank, (result, took_s) in enumerate(rank_values(main, 2)):
+        assert result == (("LookupError", "no such topology", "NoneType") if rank in who else "done")
+        assert took_s < 30  # of a barrier timeout of 120 s
+
+
+def test_nothing_of_the_store_is_left_when_the_call_is_over() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        import weakref
+
+        import torch.distributed as dist
+
+        seen = []
+
+        @Wrapper()
+        def train(call: CallWrapper | None = None) -> None:
+            assert call is not None
+            dist.init_process_group("gloo")
+            dist.destroy_process_group()
+            seen.extend([weakref.ref(call.store), weakref.ref(call.base_store), os.environ["MASTER_PORT"]])
+
+        train()
+        gc.collect()
+        store, base_store, port = seen
+        listens = subprocess.run(["ss", "-Hltn", f"sport = :{port}"], capture_output=True, text=True).stdout
+        return store() is None, base_store() is None, listens
+
+    assert rank_values(main, 2) == [(True, True, "")] * 2

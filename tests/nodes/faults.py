@@ -1,6 +1,6 @@
 """Faults of a laboratory as data: what is done, whom it concerns, and who cannot reach the server meanwhile.
 
-The server of a job lives in the monitor process of initial rank 0, on node 0.
+The server of a job is a process that initial rank 0 has started, on node 0; it is stopped with that rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Kind(enum.Enum):
     FREEZE_RANK = "freeze-rank"  # a rank and its monitor process are stopped
     KILL_RANK = "kill-rank"  # the process of a rank is killed
     KILL_MONITOR = "kill-monitor"  # the monitor process of a rank is killed
+    KILL_SERVER = "kill-server"  # the process that serves the coordination store is killed; `at` is rank 0
     EXCEPTION = "exception"  # the function of a rank raises
 
 
-_OF_A_RANK = {Kind.FREEZE_RANK, Kind.KILL_RANK, Kind.KILL_MONITOR, Kind.EXCEPTION}
+_OF_A_RANK = {Kind.FREEZE_RANK, Kind.KILL_RANK, Kind.KILL_MONITOR, Kind.KILL_SERVER, Kind.EXCEPTION}
 _LOSS_PERCENT, _SLOW_KILOBITS, _DELAY_S = 5.0, 400, 0.1
 _NO_WAY_TO = {Kind.CUT, Kind.LOSE_TO, Kind.LOSE_FROM}
 _FREEZES = {Kind.FREEZE_NODE, Kind.FREEZE_RANK}
@@ -100,6 +101,8 @@ class Fault:
                 job.kill_rank(self.at)
             case Kind.KILL_MONITOR:
                 job.kill_monitor(self.at)
+            case Kind.KILL_SERVER:
+                job.kill_server()
             case Kind.EXCEPTION:
                 job.fail(self.at)
 
@@ -125,7 +128,7 @@ class Fault:
     def without_server(self, job: Job) -> frozenset[int]:
         """The initial ranks that cannot reach the server meanwhile."""
         everybody = frozenset(job.pids)
-        if self.kind in _ENDS or self.kind is Kind.KILL_MONITOR:
+        if self.kind in _ENDS or self.kind is Kind.KILL_SERVER:
             return everybody if self.at == 0 else frozenset()
         if self.kind in _FREEZES:
             return everybody - self._at_it(job) if self.at == 0 else frozenset()
@@ -136,7 +139,7 @@ class Fault:
     def may_cost(self, job: Job) -> frozenset[int]:
         """The initial ranks that need not complete the function after this fault."""
         everybody = frozenset(job.pids)
-        if self.kind is Kind.EXCEPTION:
+        if self.kind in (Kind.EXCEPTION, Kind.KILL_MONITOR):
             return frozenset()
         if self.at == 0 and self.is_of_link:
             return everybody - self._at_it(job)

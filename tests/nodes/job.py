@@ -22,6 +22,7 @@ __all__ = ["Exit", "Job", "RankStart"]
 _POLL_S = 0.01
 _OUTPUT_CHARACTERS = 3000
 _FIRE = signal.SIGUSR1
+_SERVER = b"inprocess.coordination.process"
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,13 @@ class Job:
         """Kill the monitor process of a rank."""
         pid = int((self.folder / f"monitor_{rank}.pid").read_text())
         self._signal(pid, signal.SIGKILL)
+
+    def kill_server(self) -> None:
+        """Kill the process that serves the coordination store."""
+        for pid in self._groups[0].pids():
+            with contextlib.suppress(OSError):
+                if _SERVER in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    self._signal(pid, signal.SIGKILL)
 
     def freeze_rank(self, rank: int) -> None:
         """Stop a rank with its monitor process and all others that it has started."""

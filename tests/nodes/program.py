@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 import ckpt
 import inprocess
@@ -71,10 +70,9 @@ class InjectedFault(Exception):
     """An ordinary failure of the function."""
 
 
-def join_group(call: inprocess.CallWrapper, rank: int, world_size: int) -> None:
-    """Make the process group of an iteration. All that the program knows of how ranks of a new iteration meet."""
-    store = PrefixStore("group", call.store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
+def join_group() -> None:
+    """Make the process group of an iteration, as a function does that knows nothing of restarts."""
+    dist.init_process_group("gloo", timeout=_GROUP_TIMEOUT)
 
 
 class Program:
@@ -135,7 +133,7 @@ class Program:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._journal.note("begin", call.iteration, rank, world_size)
         try:
-            join_group(call, rank, world_size)
+            join_group()
             if self._checkpointer is not None:
                 self._meet_at_step()
             while not self._step(call.iteration, rank, world_size):
