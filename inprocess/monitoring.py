@@ -47,6 +47,7 @@ class Monitoring:
 
     def __init__(self, settings: Settings, state: State, stacks: StackReporter, sections_fd: int | None) -> None:
         self.store: Any = None
+        self.first_token = 0  # of iteration 0
         self._settings = settings
         self._state = state
         self._own_server = issubclass(settings.store_factory, TCPStore)
@@ -65,6 +66,7 @@ class Monitoring:
             undo.callback(getattr(self.store, "close", lambda: None))
             undo.callback(self.process.stop_replacing)
             RestartIndex(self.store).begin()
+            self.first_token = RestartIndex(self.store).first_token()
             self._meet_all("initial_barrier")
             settings = self._settings
             self.process.connect(describe_store(self.store, settings.store_factory, settings.store_kwargs))

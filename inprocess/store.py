@@ -49,9 +49,9 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
     """The coordination store as torch store; what it guarantees is told at `StoreClient`.
 
-    Under the wrapper, which gives it the `access`, the server is in the monitor process of rank 0. Without `access` the
-    process with RANK 0 hosts it, at `host_name` and `port`; then `critical_ranks` is (0,): that process must outlive
-    the others. `client` is the torch-free client that does the work.
+    Under the wrapper, which gives it the `access`, a process that rank 0 has started is the server. Without `access`
+    the process with RANK 0 hosts it, at `host_name` and `port`; `critical_ranks` is (0,) then: that process must
+    outlive the others. `client` is the torch-free client that does the work.
     """
 
     def __init__(

@@ -188,6 +188,15 @@ class CallWrapper:
         return self.state.iteration
 
     @property
+    def fencing_token(self) -> int:
+        """A number that is larger in each iteration, and in each job that starts later; the same on all ranks.
+
+        For storage of your own that several jobs could write to: let it refuse a token that is smaller than the largest
+        it has seen, and a process that was frozen and comes back cannot do harm. Checkpoint roots have their own.
+        """
+        return self._monitoring.first_token + self.state.iteration
+
+    @property
     def store(self) -> Any:
         """The store of the current iteration: one of torch, for the wrapped function. None between iterations."""
         return self._group_store.store

@@ -31,8 +31,8 @@ _SHORTEST_S = 0.001  # torch's stores take 0 for "no limit"
 class StoreMixin(Operations):
     """Logical contents of a store: `class MyStore(StoreMixin, torch.distributed.SomeStore)`.
 
-    Usable from any thread that may use the store itself. Nothing here depends on the value that an operation returned
-    before a fail-over of the store: waits look again at what is there, and everything can be said twice.
+    Usable from any thread that may use the store itself. Waits look again at what is there, and everything can be said
+    twice.
 
     A store with sets of its own overrides `arrive`, `wait_size` and `members`; those here are made of keys.
     """

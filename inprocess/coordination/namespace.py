@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from inprocess.exception import StaleViewError
 __all__ = ["CoordinationStore", "Namespace", "PrefixView", "RestartIndex"]
 
 _RESTART_INDEX = "restart_index"
+_STARTED = "started_ms"
 
 
 class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of the client count
@@ -33,6 +35,10 @@ class RestartIndex:
         found = self._store.compare_set(_RESTART_INDEX, "", "0").decode()
         if found != "0":
             raise StaleViewError(f"this process comes too late: the job was restarted {found} times without it")
+
+    def first_token(self) -> int:
+        """Return the fencing token of iteration 0, the same on all ranks: when the job began, in milliseconds."""
+        return int(self._store.compare_set(_STARTED, "", str(time.time_ns() // 1_000_000)))
 
     def guard(self, iteration: int) -> Guard:
         """Return the guard of what may be done in this iteration only."""

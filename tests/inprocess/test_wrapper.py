@@ -723,3 +723,26 @@ def test_nothing_of_the_store_is_left_when_the_call_is_over() -> None:
         return store() is None, base_store() is None, listens
 
     assert rank_values(main, 2) == [(True, True, "")] * 2
+
+
+def test_fencing_tokens_grow_and_are_the_same_on_all_ranks() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        tokens = []
+
+        @Wrapper()
+        def train(call: CallWrapper | None = None) -> None:
+            assert call is not None
+            tokens.append(call.fencing_token)
+            if call.iteration < 2 and rank == 0:
+                raise ValueError("fault")
+            while call.iteration < 2:
+                time.sleep(0.01)
+
+        train()
+        train()
+        return tokens
+
+    first, second = rank_values(main, 2)
+    assert first == second
+    assert len(set(first)) == 4
+    assert first == sorted(first)
