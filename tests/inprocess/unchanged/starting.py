@@ -60,7 +60,9 @@ class Ended:
                 found.append(f"rank {rank} was called {len(begins)} times, not {calls}")
             if len({line["MASTER_PORT"] for line in begins}) != len(begins):
                 found.append(f"rank {rank} met at the same port twice")
-        struck = {(line["call"], rank, line["kind"]) for rank, lines in enumerate(self.lines("fault")) for line in lines}
+        struck = {
+            (line["call"], rank, line["kind"]) for rank, lines in enumerate(self.lines("fault")) for line in lines
+        }
         if struck != {(int(call), int(rank), kind) for call, rank, _, kind in planned}:
             found.append(f"faults that happened: {struck}")
         weights = {line["weights"] for lines in self.lines("done") for line in lines}
