@@ -34,7 +34,7 @@ test-faults: $(INSTALLED)
 	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
 	NODES_SCENARIOS=full NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/nodes $(PYTEST_ARGS)
 	CKPT_FUZZ=full $(PYTEST) -v -rA tests/native/test_sanitizers.py tests/fuzz $(PYTEST_ARGS)
-	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/fault_tolerance tests/examples $(PYTEST_ARGS)
+	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools.demo

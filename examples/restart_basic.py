@@ -7,7 +7,6 @@ nothing catches `BaseException`. What is to outlive a restart is kept outside of
 in memory (examples/train_lm.py does that properly, with checkpoints).
 """
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +22,8 @@ STEPS, KEEP_EVERY, FAULTY_STEP = 40, 10, 25
 def train(kept: dict[str, Any], call: inprocess.CallWrapper | None = None) -> float:
     """`call` is passed by the wrapper, because of its annotation."""
     assert call is not None
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=call.store, rank=rank, world_size=world_size)
-    loss = fit(rank, world_size, kept, call)
+    dist.init_process_group("gloo")
+    loss = fit(dist.get_rank(), dist.get_world_size(), kept, call)
     dist.destroy_process_group()  # after the DDP module is gone: as last owner of a group it can block for ever
     return loss
 
@@ -59,7 +57,6 @@ def fit(rank: int, world_size: int, kept: dict[str, Any], call: inprocess.CallWr
 
 def main() -> None:
     wrapper = inprocess.Wrapper(
-        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},  # at MASTER_PORT torchrun may have its own store
         initialize=inprocess.initialize.RetryController(max_iterations=3),
         soft_timeout=timedelta(seconds=30),
     )

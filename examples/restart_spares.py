@@ -32,7 +32,7 @@ def train(call: inprocess.CallWrapper | None = None) -> float:
     assert call is not None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # among the active ones
     print(f"iteration {call.iteration}: process {call.state.initial_rank} is rank {rank} of {world_size}", flush=True)
-    dist.init_process_group("gloo", store=call.store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo")
     if call.iteration == 0 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     total = torch.ones(())
@@ -46,10 +46,7 @@ def main() -> None:
         Layer(min_ranks=1, key_or_fn="job", flag=LayerFlag.RESERVE),
         Layer(max_ranks=1, key_or_fn=node_of, flag=LayerFlag.RESERVE),
     ]
-    wrapper = inprocess.Wrapper(
-        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},
-        rank_assignment=Tree(layers),
-    )
+    wrapper = inprocess.Wrapper(rank_assignment=Tree(layers))
     process = int(os.environ["RANK"])
     total = wrapper(train)()
     print(

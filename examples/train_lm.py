@@ -14,7 +14,6 @@ none can: it ends all ranks of a node with the first that dies. Start them by th
 import argparse
 import hashlib
 import json
-import os
 import random
 import sysconfig
 import time
@@ -69,15 +68,6 @@ def batch_at(text: torch.Tensor, batch: int, context: int, seed: int) -> tuple[t
     return rows[:, :-1], rows[:, 1:]
 
 
-def join(call: inprocess.CallWrapper | None) -> None:
-    """The process group of this run, or of this iteration of it: after a restart there may be other ranks in it."""
-    if call is None:
-        dist.init_process_group("gloo")
-    else:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # of those that are active now
-        dist.init_process_group("gloo", store=call.store, rank=rank, world_size=world_size)
-
-
 def train(
     args: argparse.Namespace,
     text: torch.Tensor,
@@ -86,7 +76,7 @@ def train(
     call: inprocess.CallWrapper | None = None,
 ) -> None:
     """All of a training run. Of an earlier call in this process it needs nothing but the checkpoints."""
-    join(call)
+    dist.init_process_group("gloo")  # after a restart there may be other ranks in it
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def log(**record: Any) -> None:
@@ -151,7 +141,6 @@ def train(
 def restart_wrapper(args: argparse.Namespace, checkpointer: ckpt.Checkpointer) -> inprocess.Wrapper:
     """What happens when a rank fails: groups are aborted, saves in flight decided, `train` begins again."""
     return inprocess.Wrapper(
-        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},  # at MASTER_PORT torchrun may have its own store
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer, on_fault=args.on_fault),
         rank_assignment=inprocess.Compose(MaxActiveWorldSize(args.active), ShiftRanks()),

@@ -13,7 +13,6 @@ same weights, bit by bit.
 import argparse
 import hashlib
 import json
-import os
 import signal
 import sysconfig
 import threading
@@ -72,14 +71,9 @@ def train(
     args: argparse.Namespace,
     checkpointer: ckpt.Checkpointer,
     stopping: threading.Event,
-    call: inprocess.CallWrapper | None = None,
 ) -> None:
     """All of a run. Returns at the last step, or after a last checkpoint when `stopping` is set on any rank."""
-    if call is None:
-        dist.init_process_group("gloo")
-    else:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", store=call.store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     client = RankMonitorClient()
     client.init_workload_monitoring()  # from here on, time counts
@@ -131,7 +125,6 @@ def train(
 def wrapper(args: argparse.Namespace, checkpointer: ckpt.Checkpointer) -> inprocess.Wrapper:
     """A section that is late restarts `train` in its processes; one that is late for 30 s more ends its process."""
     return inprocess.Wrapper(
-        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},  # at MASTER_PORT the launcher has its own store
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer),
         sections=FaultToleranceConfig.from_kwargs(rank_section_timeouts=args.limits, safety_factor=args.safety_factor),

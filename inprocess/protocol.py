@@ -35,6 +35,7 @@ from inprocess.exception import (
     StoreError,
     StoreLostError,
 )
+from inprocess.library_state import reset_libraries
 from inprocess.monitor_thread import MonitorThread, reraise_if_unraisable
 from inprocess.phases import Phase
 from inprocess.settings import Settings
@@ -289,6 +290,7 @@ class RestartProtocol:
         self._terminated_ranks = roster.terminated_ranks
         world_size = self.state.world_size
         phase = self._assign()
+        reset_libraries()
         self._write_event(world_size)
         self.state.advance()
         while gc.collect():  # after the exception is dropped: its traceback holds the model

@@ -1,0 +1,72 @@
+"""Reset what known libraries keep from one iteration to the next, in globals of their own.
+
+Such a library is told once per process who is rank 0, how many ranks there are, and which groups they have. After a
+restart that is no longer true, and the wrapped function cannot know of it. A library that keeps such things and is not
+in `_RESETS` is reset by the user, in a hook.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["reset_libraries"]
+
+_log = logging.getLogger(__name__)
+
+
+def reset_libraries() -> None:
+    """Make the libraries that are loaded forget the iteration that has ended.
+
+    Main thread, between two iterations, when no process group is left and RANK and WORLD_SIZE are those of the next
+    one. Imports nothing. Does not raise: what fails is logged.
+    """
+    for name, reset in _RESETS.items():
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        try:
+            reset(module)
+        except Exception:
+            _log.exception("the state that %s keeps cannot be reset; it may take old ranks for current ones", name)
+
+
+def _reset_device_meshes(device_mesh: Any) -> None:
+    """A mesh whose `with` block was interrupted while it was entered would be the current one for ever."""
+    device_mesh._mesh_resources.mesh_stack.clear()
+
+
+def _reset_dtensor_caches(api: Any) -> None:
+    """What was planned for a mesh is looked up by its shape. It refers to the old mesh, and so to the old groups."""
+    cached = api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    cached.cache_clear() if hasattr(cached, "cache_clear") else cached.cache.cache_clear()
+    getattr(sys.modules["torch._C"], "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # newer torch
+
+
+def _reset_dtensor_random(random: Any) -> None:
+    """The tracker of random numbers belongs to the first mesh it was made for; it is made when it is needed."""
+    random._rng_tracker = None
+
+
+def _reset_accelerate(state: Any) -> None:
+    """All three are singletons; a new `Accelerator` would take over the old rank, device and number of ranks."""
+    state.GradientState._reset_state()
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _reset_lightning(rank_zero: Any) -> None:
+    """Who logs and who saves: set when the module is loaded, and by a `Trainer` only when it begins to run."""
+    rank_zero.rank_zero_only.rank = int(os.environ.get("RANK", "0"))
+
+
+_RESETS: dict[str, Callable[[Any], None]] = {
+    "torch.distributed.device_mesh": _reset_device_meshes,
+    "torch.distributed.tensor._api": _reset_dtensor_caches,
+    "torch.distributed.tensor._random": _reset_dtensor_random,
+    "accelerate.state": _reset_accelerate,
+    "lightning.fabric.utilities.rank_zero": _reset_lightning,
+    "lightning_fabric.utilities.rank_zero": _reset_lightning,
+}

@@ -1,0 +1,79 @@
+"""What the programs share: a journal for each process, and the faults that a test has planned.
+
+The training functions know nothing of restarts. How often they were called is counted here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import inprocess
+
+PROCESS = int(os.environ.get("RANK", "0"))  # at the start of the job
+_FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
+_calls = -1
+
+
+def note(event: str, **values: Any) -> None:
+    """Append a line to the journal of this process."""
+    line = json.dumps({"event": event, "call": _calls, **values}) + "\n"
+    with open(_FOLDER / f"journal_{PROCESS}.jsonl", "a") as file:
+        file.write(line)
+
+
+def begin(**values: Any) -> None:
+    """The training function is called."""
+    global _calls
+    _calls += 1
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    note("begin", **{name: os.environ.get(name) for name in names}, **values)
+
+
+def strike(step: int) -> None:
+    """The fault that is planned for this process, this call of the function and this step, if there is one.
+
+    TEST_FAULTS holds `call:process:step:kind`, separated by blanks.
+    """
+    for fault in os.environ.get("TEST_FAULTS", "").split():
+        *place, kind = fault.split(":")
+        if place != [str(_calls), str(PROCESS), str(step)]:
+            continue
+        note("fault", kind=kind)
+        if kind == "exception":
+            raise ValueError("a planned fault")
+        if kind == "hang":
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """A checksum over all bytes of the tensors, in the order of their names."""
+    checksum = hashlib.sha256()
+    for name in sorted(tensors):
+        checksum.update(name.encode() + tensors[name].detach().contiguous().numpy().tobytes())
+    return checksum.hexdigest()
+
+
+def run(train: Callable[[], str]) -> None:
+    """Call `train` in the wrapper, and write down what it returns."""
+    wrapper = inprocess.Wrapper(
+        soft_timeout=timedelta(seconds=4),
+        hard_timeout=timedelta(seconds=25),
+        heartbeat_timeout=timedelta(seconds=15),
+        barrier_timeout=timedelta(seconds=40),
+        progress_watchdog_interval=timedelta(milliseconds=200),
+        monitor_thread_interval=timedelta(milliseconds=200),
+        monitor_process_interval=timedelta(milliseconds=200),
+        monitor_process_logfile=str(_FOLDER.absolute() / "monitor_{rank}.log"),
+    )
+    note("done", weights=wrapper(train)())
