@@ -142,10 +142,10 @@ class MonitorThread:
 
     def _report_own_stacks(self) -> None:
         """If this rank is the one that hangs: show all ranks where, before the last call ends."""
-        for record in self.agreement.records():
-            hangs = record.rank == self.state.rank and record.interruption is Interruption.SOFT_TIMEOUT
-            if hangs and not self.agreement.has_detail(record):
-                self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
+        assert self.state.rank is not None
+        if self.agreement.hangs(self.state.rank):
+            record = InterruptionRecord(self.state.rank, Interruption.SOFT_TIMEOUT)
+            self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
 
     def _interrupt_main_thread(self) -> None:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)

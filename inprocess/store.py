@@ -120,6 +120,9 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
     def get(self, key: str) -> bytes:
         return self.client.get(key, self.timeout)
 
+    def get_within(self, key: str, timeout: timedelta) -> bytes:
+        return self.client.get_within(key, timeout)
+
     def add(self, key: str, amount: int) -> int:
         return self.client.add(key, amount)
 

@@ -159,6 +159,10 @@ class StoreClient:
         """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
         return self.multi_get([key], timeout, guard=guard)[0]
 
+    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = _NO_GUARD) -> bytes:
+        """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
+        return self.get(key, timeout, guard=guard)
+
     def multi_get(
         self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD
     ) -> list[bytes]:

@@ -68,7 +68,6 @@ class SimulatedRank:
         if rank == 0:
             client.set(f"{iteration}/{_GROUP_STORE}", "10.0.0.1 12345")
         else:
-            client.wait([f"{iteration}/{_GROUP_STORE}"])
             client.get(f"{iteration}/{_GROUP_STORE}")
 
     def idle(self, seconds: float, interval_s: float = 1.0) -> None:
@@ -86,7 +85,7 @@ class SimulatedRank:
             record = InterruptionRecord(self.rank, Interruption.EXCEPTION, "RuntimeError: loss is nan", _TRACEBACK)
             agreement.interrupt(record)
         assert agreement.wait_outcome(_LONG_S) is not None
-        agreement.records()
+        agreement.hangs(self.rank)
         agreement.last_call(self.rank, _LONG_S)
         agreement.arrive_at_end(self.rank)
         agreement.wait_roster(self.rank, _LONG_S, _LONG_S)
