@@ -66,7 +66,7 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
         *,
         access: Access | None = None,
         patience: timedelta = timedelta(seconds=30),
-        ping_interval: timedelta = timedelta(seconds=1),
+        ping_interval: timedelta | None = None,
     ) -> None:
         """Connect to the server, or host it. StoreError if there is none within `timeout`.
 

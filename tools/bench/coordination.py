@@ -20,6 +20,7 @@ from typing import Any
 
 from inprocess.child_process import start_module
 from inprocess.coordination import Access
+from inprocess.monitor_process.sibling import heartbeat_interval_s
 from tools.bench.simulated_ranks import Command, encode_command
 
 __all__ = ["Idle", "Job", "Restart", "Results", "main", "measure"]
@@ -66,10 +67,9 @@ class Results:
 class Job:
     """A server in a process of its own, and the ranks in several; a context manager."""
 
-    def __init__(self, ranks: int, *, ping_s: float = _HEARTBEAT_S, profile: Path | None = None) -> None:
+    def __init__(self, ranks: int, *, ping_s: float = _HEARTBEAT_TIMEOUT_S / 6) -> None:
         self.ranks = ranks
         self._ping_s = ping_s
-        self._profile = profile
         self._simulating: list[subprocess.Popen[str]] = []
         self._undo = ExitStack()
         self.pid = 0
@@ -78,7 +78,7 @@ class Job:
         with ExitStack() as undo:
             access = undo.enter_context(self._server())
             starts = range(0, self.ranks, _RANKS_OF_A_PROCESS)
-            for start in starts:
+            for _ in starts:
                 self._simulating.append(undo.enter_context(_simulating()))
             for process, start in zip(self._simulating, starts, strict=True):
                 end = min(start + _RANKS_OF_A_PROCESS, self.ranks)
@@ -165,9 +165,7 @@ _OTHER_DESCRIPTORS = 6  # standard streams, epoll, listener, two to wake it: one
 @contextmanager
 def _simulating() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tools.bench.simulated_ranks"]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         except BaseException:
@@ -189,7 +187,8 @@ def measure(ranks: int, restarts: int, idle_s: float) -> Results:
         job.restart(1)
         one = [job.restart(1) for _ in range(restarts)]
         every = [job.restart(ranks) for _ in range(restarts)]
-        idle = job.idle(idle_s, _HEARTBEAT_S) if idle_s > 0 else None
+        heartbeat_s = heartbeat_interval_s(_HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S, ranks)
+        idle = job.idle(idle_s, heartbeat_s) if idle_s > 0 else None
     return Results(ranks, connections, connect_cpu_s, one, every, idle)
 
 
@@ -235,7 +234,9 @@ def as_document(results: list[Results]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.coordination", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.coordination", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096], help="sizes of jobs (default: 1024 4096)")
     parser.add_argument("--restarts", type=int, default=5, help="of each kind (default: 5)")
     parser.add_argument("--idle", type=float, default=20.0, metavar="S", help="how long to idle; 0: not at all")

@@ -93,6 +93,7 @@ class SimulatedClient(StoreClient, StoreMixin):
             if not data:
                 raise StoreError("the server closed the connection")
             self.bytes_received += len(data)
+            self._ping_at = time.monotonic() + self._ping_s
             self._reader.feed(data)
             self._answers.update((frame.id, frame) for frame in self._reader.frames() if frame.id)
         return self._answers.pop(call.id)

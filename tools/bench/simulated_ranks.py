@@ -28,9 +28,8 @@ __all__ = ["Command", "SimulatedRank"]
 _LONG_S = 600.0
 _NEVER_S = 1e6
 _STACK_BYTES = 256 << 10
-_TRACEBACK = "  File \"train.py\", line 1, in step\n    loss = model(batch)\n" * 50  # 3 KB
+_TRACEBACK = '  File "train.py", line 1, in step\n    loss = model(batch)\n' * 50  # 3 KB
 _GROUP_STORE = "group_store"
-_HEARTBEAT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,10 @@ class SimulatedRank:
         """Wait for a fault that does not come."""
         assert self._agreement is not None
         deadline = time.monotonic() + seconds
+        intervals = 1
         while (left_s := deadline - time.monotonic()) > 0:
-            assert self._agreement.wait_outcome(min(interval_s, left_s)) is None
+            assert self._agreement.wait_outcome(min(intervals * interval_s, left_s)) is None
+            intervals = min(2 * intervals, 10)
 
     def restart(self, raises: bool) -> None:
         """From the fault, of this rank or another, to the end of the iteration."""
@@ -134,7 +135,7 @@ class _Process:
             thread.start()
 
     def ready(self) -> dict[str, Any]:
-        """Wait until all ranks are in the next iteration; return what they have sent and received since the last time."""
+        """Wait until all ranks are in the next iteration; return what went over their connections since the last time."""
         self._barrier.wait(_LONG_S)
         sent: Counter[str] = Counter()
         received = 0
@@ -182,7 +183,9 @@ def main() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     start = json.loads(sys.stdin.readline())
-    process = _Process(Access.from_document(start["access"]), range(*start["ranks"]), start["world_size"], start["ping_s"])
+    process = _Process(
+        Access.from_document(start["access"]), range(*start["ranks"]), start["world_size"], start["ping_s"]
+    )
     process.start()
     while True:
         print(json.dumps(process.ready()), flush=True)
