@@ -25,7 +25,7 @@ from tools.bench.simulated_ranks import Command, encode_command
 
 __all__ = ["Idle", "Job", "Restart", "Results", "main", "measure"]
 
-_RANKS_OF_A_PROCESS = 1024
+_RANKS_OF_A_PROCESS = 256  # more threads in a process mostly wait for the interpreter lock
 _CONNECTIONS_OF_A_RANK = 2
 _HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S = 1.0, 30.0
 _SETTLE_S = 0.3

@@ -135,7 +135,7 @@ class _Process:
             thread.start()
 
     def ready(self) -> dict[str, Any]:
-        """Wait until all ranks are in the next iteration; return what went over their connections since the last time."""
+        """Wait until all ranks are in the next iteration; return what their connections carried since the last time."""
         self._barrier.wait(_LONG_S)
         sent: Counter[str] = Counter()
         received = 0
