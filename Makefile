@@ -47,6 +47,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tools.bench.validate
 	$(BIN)/python -m tools.bench.restart
 	$(BIN)/python -m tools.bench.recover
+	$(BIN)/python -m tools.bench.coordination
 
 # With the peers that are not there yet, if they can be installed; without them otherwise.
 bench-full: $(INSTALLED)

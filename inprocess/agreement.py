@@ -52,6 +52,7 @@ _GONE = "gone"
 _DEPARTED = "departed"
 _MOST_TOLD = 64  # records that the reason tells all of; of the others, who it was
 _CHUNK_S = 1.0
+_DECIDE_S = 1.0  # so long the one who decides may take before another one tries
 
 
 class IterationStore(Protocol):
@@ -60,7 +61,9 @@ class IterationStore(Protocol):
     base_store: Any
 
     def set(self, key: str, value: str) -> None: ...
+    def multi_set(self, keys: list[str], values: list[str]) -> None: ...
     def get(self, key: str) -> bytes: ...
+    def get_within(self, key: str, timeout: timedelta) -> bytes: ...
     def append(self, key: str, value: str) -> None: ...
     def check(self, keys: list[str]) -> bool: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
@@ -94,14 +97,16 @@ class Agreement:
         self.store = store
         self.iteration = iteration
         self._known_world_size = world_size
+        self._answered: set[int] = set()  # for whom this object has arrived at the last call
 
     # -- who is who ----------------------------------------------------------------------------------------------------
 
     def publish_rank(self, initial_rank: int, rank: int) -> None:
         """Say which dense rank the process has. Must come before it arrives anywhere."""
-        self.store.set(_WORLD_SIZE, str(self.world_size))
-        self.store.set(f"initial_rank/{rank}", str(initial_rank))
-        self.store.set(f"rank/{initial_rank}", str(rank))
+        self.store.multi_set(
+            [_WORLD_SIZE, f"initial_rank/{rank}", f"rank/{initial_rank}"],
+            [str(self.world_size), str(initial_rank), str(rank)],
+        )
 
     def identity_of(self, rank: int) -> int:
         """Return the initial rank of the process with this dense rank.
@@ -131,14 +136,15 @@ class Agreement:
         """Report a fault. False, and no effect, if the iteration was completed before."""
         if record.detail:
             self.store.set(_detail_key(record), record.detail)
+        elif record.interruption is Interruption.SOFT_TIMEOUT:
+            self.store.set(_hang_key(record.rank), "1")
         self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
         return self._decide(_OUTCOME, Outcome.INTERRUPTED.value) == Outcome.INTERRUPTED.value
 
     def wait_outcome(self, timeout_s: float) -> Outcome | None:
         """Return how the iteration ended; None if it has not within `timeout_s`."""
-        if not self._wait(_OUTCOME, timeout_s):
-            return None
-        return Outcome(self.store.get(_OUTCOME).decode())
+        outcome = self._value(_OUTCOME, timeout_s)
+        return None if outcome is None else Outcome(outcome.decode())
 
     def announce_done(self) -> None:
         """Say that the wrapped function has returned on an active rank: spares need not wait any longer."""
@@ -146,7 +152,7 @@ class Agreement:
 
     def wait_done(self, timeout_s: float) -> bool:
         """Return whether the wrapped function has returned on an active rank, within `timeout_s`."""
-        return self._wait(_SOMEBODY_ACTIVE_IS_DONE, timeout_s)
+        return self._value(_SOMEBODY_ACTIVE_IS_DONE, timeout_s) is not None
 
     def complete(self, initial_rank: int, timeout_s: float, chunk_s: float) -> Outcome:
         """Arrive at the completion barrier and return how the iteration ended. BarrierTimeout after `timeout_s`."""
@@ -156,8 +162,7 @@ class Agreement:
                 self._decide(_OUTCOME, Outcome.COMPLETED.value)
 
         decide()
-        self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, timeout_s, chunk_s)
-        return Outcome(self.store.get(_OUTCOME).decode())
+        return Outcome(self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, timeout_s, chunk_s).decode())
 
     # -- reason --------------------------------------------------------------------------------------------------------
 
@@ -165,9 +170,9 @@ class Agreement:
         """Return what was reported until now, without details; more may come."""
         return _parse_records(self._lines_of_records())
 
-    def has_detail(self, record: InterruptionRecord) -> bool:
-        """Whether this fault was reported with details."""
-        return self.store.check([_detail_key(record)])
+    def hangs(self, rank: int) -> bool:
+        """Whether it was reported that this rank hangs, without its stacks."""
+        return self.store.check([_hang_key(rank)])
 
     def _with_details(self, records: Sequence[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
         """Return the records, the first of each kind with its details."""
@@ -175,7 +180,7 @@ class Agreement:
         detailed = {
             record: replace(record, detail=self.store.get(_detail_key(record)).decode(errors="replace"))
             for record in first.values()
-            if self.has_detail(record)
+            if self.store.check([_detail_key(record)])
         }
         return tuple(detailed.get(record, record) for record in records)
 
@@ -186,17 +191,26 @@ class Agreement:
         incident are listed together.
         """
         self._answer_last_call(initial_rank)
-        if not self._wait(_REASON, wait_s):
-            self._decide_reason()
-        return self._with_details(_parse_reason(self.store.get(_REASON).decode()))
+        reason = self._value(_REASON, wait_s)
+        attempt = 0
+        while reason is None:
+            # Whoever comes first decides: of thousands of ranks, one reads all records. If it dies, the next one does.
+            attempt += 1
+            me = str(initial_rank)
+            if self._decide(f"{_REASON}/{attempt}", me) == me:
+                self._decide_reason()
+            reason = self._value(_REASON, _DECIDE_S)
+        return _parse_reason(reason.decode())
 
     def _answer_last_call(self, initial_rank: int) -> None:
-        if self._arrive(_AT_LAST_CALL, initial_rank):
-            self._decide_reason()
+        if initial_rank not in self._answered:
+            if self._arrive(_AT_LAST_CALL, initial_rank):
+                self._decide_reason()
+            self._answered.add(initial_rank)
 
     def _decide_reason(self) -> None:
         if not self.store.check([_REASON]):
-            self._decide(_REASON, _format_reason(self.records()))
+            self._decide(_REASON, _format_reason(self._with_details(self.records())))
 
     def _lines_of_records(self) -> list[str]:
         return self.store.get(_RECORDS).decode().splitlines() if self.store.check([_RECORDS]) else []
@@ -223,9 +237,9 @@ class Agreement:
 
         BarrierTimeout names who has arrived. StaleViewError if the others are further on.
         """
-        self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
+        roster = self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
         RestartIndex(self.store.base_store).advance(self.iteration)
-        document = json.loads(self.store.get(_ROSTER))
+        document = json.loads(roster)
         return Roster(frozenset(document["terminated_ranks"]), frozenset(document["gone"]))
 
     def was_left_behind(self, initial_rank: int) -> bool:
@@ -261,33 +275,36 @@ class Agreement:
         size = self.store.arrive(name, str(initial_rank))
         return self.world_size is not None and size >= self.world_size
 
-    def _wait(self, key: str, timeout_s: float) -> bool:
+    def _value(self, key: str, timeout_s: float) -> bytes | None:
+        """Return a value, once there is one; None if there is none in time."""
         try:
-            self.store.wait([key], timedelta(seconds=timeout_s))
+            return self.store.get_within(key, timedelta(seconds=timeout_s))
         except StoreTimeoutError:
-            return False
-        return True
+            return None
 
-    def _is_decided(self, key: str, wait_s: float, decide: Callable[[], None]) -> bool:
-        """Whether there is a decision, within `wait_s`; if not, try to decide. One that is there wins over a view that
-        has become old just now, because of it."""
+    def _decision(self, key: str, wait_s: float, decide: Callable[[], None]) -> bytes | None:
+        """Return the decision, if there is one within `wait_s`; if not, try to decide. One that is there wins over a
+        view that has become old just now, because of it."""
         try:
-            if self._wait(key, wait_s):
-                return True
-            decide()
+            value = self._value(key, wait_s)
+            if value is None:
+                decide()
+            return value
         except StaleViewError:
             if not self.store.check([key]):
                 raise
-            return True
-        return False
+            return self.store.get(key)
 
-    def _wait_decided(self, key: str, decide: Callable[[], None], name: str, timeout_s: float, chunk_s: float) -> None:
-        """Wait for a decision in chunks, so that the caller returns to bytecode; at each, try to decide.
+    def _wait_decided(self, key: str, decide: Callable[[], None], name: str, timeout_s: float, chunk_s: float) -> bytes:
+        """Wait for a decision in chunks, so that the caller returns to bytecode; at each, try to decide. Return it.
 
         The attempt matters when the process that should have decided has died just before.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._is_decided(key, max(0.0, min(chunk_s, deadline - time.monotonic())), decide):
+        while True:
+            value = self._decision(key, max(0.0, min(chunk_s, deadline - time.monotonic())), decide)
+            if value is not None:
+                return value
             if time.monotonic() >= deadline:
                 arrived = self.store.members(name)
                 raise BarrierTimeout(
@@ -331,12 +348,19 @@ def _detail_key(record: InterruptionRecord) -> str:
     return f"detail/{record.rank}/{record.interruption.name}"
 
 
+def _hang_key(rank: int) -> str:
+    return f"hangs/{rank}"
+
+
 def _format_reason(records: Sequence[InterruptionRecord]) -> str:
     """Return the reason as text: the first records as they are, of the others the ranks of each kind."""
     others: dict[str, list[int]] = {}
-    for record in records[_MOST_TOLD:]:
-        others.setdefault(record.interruption.name, []).append(record.rank)
-    lines = [str(record) for record in records[:_MOST_TOLD]]
+    lines = []
+    for number, record in enumerate(records):
+        if number < _MOST_TOLD or record.detail:
+            lines.append(str(record))
+        else:
+            others.setdefault(record.interruption.name, []).append(record.rank)
     return "\n".join([json.dumps({kind: rank_ranges(ranks) for kind, ranks in others.items()}), *lines])
 
 

@@ -95,10 +95,10 @@ def _wait_for_address(coordination: Any, deadline: float, slice_s: float) -> tup
     while True:
         left_s = deadline - time.monotonic()
         try:
-            coordination.wait([_ADDRESS], timedelta(seconds=max(0.0, min(slice_s, left_s))))
+            address = coordination.get_within(_ADDRESS, timedelta(seconds=max(0.0, min(slice_s, left_s))))
             break
         except StoreTimeoutError:
             if left_s <= 0:
                 raise
-    host, port = coordination.get(_ADDRESS).decode().split(" ")
+    host, port = address.decode().split(" ")
     return host, int(port)

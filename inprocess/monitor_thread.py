@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _FIRST_WAKE_S, _LONGEST_WAKE_S = 0.002, 0.25
 _FIRST_RETHROW_S, _LONGEST_RETHROW_S = 1.0, 30.0
 _LOCK_WARNING_S = 1.0
+_LONGEST_WAIT = 10  # intervals; how long it may take until it sees that an iteration ended without an outcome
 _MOST_LATE_THROWS = 3
 
 
@@ -96,7 +97,7 @@ class MonitorThread:
 
         TimeoutError if the thread does not end.
         """
-        limit_s = 5 * self.interval_s + self.last_call_wait_s + 5.0
+        limit_s = (_LONGEST_WAIT + 5) * self.interval_s + self.last_call_wait_s + 5.0
         for _ in range(_MOST_LATE_THROWS):  # the thread looks for the acknowledgement before each throw
             try:
                 if self.times.acknowledged is None:
@@ -123,10 +124,12 @@ class MonitorThread:
     def _wait_interrupted(self) -> bool:
         try:
             outcome = None
+            intervals = 1
             while outcome is None:
                 if self._acknowledged.is_set():
                     return False
-                outcome = self.agreement.wait_outcome(self.interval_s)
+                outcome = self.agreement.wait_outcome(intervals * self.interval_s)
+                intervals = min(2 * intervals, _LONGEST_WAIT)
             self.times.outcome = time.monotonic()
             if outcome is Outcome.COMPLETED:
                 return False
@@ -142,10 +145,10 @@ class MonitorThread:
 
     def _report_own_stacks(self) -> None:
         """If this rank is the one that hangs: show all ranks where, before the last call ends."""
-        for record in self.agreement.records():
-            hangs = record.rank == self.state.rank and record.interruption is Interruption.SOFT_TIMEOUT
-            if hangs and not self.agreement.has_detail(record):
-                self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
+        assert self.state.rank is not None
+        if self.agreement.hangs(self.state.rank):
+            record = InterruptionRecord(self.state.rank, Interruption.SOFT_TIMEOUT)
+            self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
 
     def _interrupt_main_thread(self) -> None:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)

@@ -26,6 +26,7 @@ from inprocess.exception import RestartError
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.handle import MonitorProcess
 from inprocess.monitor_process.messages import Configure
+from inprocess.monitor_process.sibling import heartbeat_interval_s
 from inprocess.monitor_process.stores import describe_store, iteration_store
 from inprocess.settings import Settings
 from inprocess.state import State
@@ -93,6 +94,9 @@ class Monitoring:
             f"{name}_s": getattr(settings, name).total_seconds()
             for name in ("soft_timeout", "hard_timeout", "heartbeat_interval", "heartbeat_timeout", "barrier_timeout")
         }
+        seconds["heartbeat_interval_s"] = heartbeat_interval_s(
+            seconds["heartbeat_interval_s"], seconds["heartbeat_timeout_s"], state.world_size
+        )
         return Configure(
             target_pid=os.getpid(),
             initial_rank=state.initial_rank,
@@ -117,7 +121,6 @@ class Monitoring:
                 "access": self._rendezvous.exchange(access),
                 "wait_for_workers": False,  # the barrier does that, and on all ranks
                 "patience": self._settings.heartbeat_timeout,
-                "ping_interval": self._settings.heartbeat_interval,
             }
         return self._settings.store_factory(**kwargs)
 

@@ -66,7 +66,7 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
         *,
         access: Access | None = None,
         patience: timedelta = timedelta(seconds=30),
-        ping_interval: timedelta = timedelta(seconds=1),
+        ping_interval: timedelta | None = None,
     ) -> None:
         """Connect to the server, or host it. StoreError if there is none within `timeout`.
 
@@ -119,6 +119,9 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
 
     def get(self, key: str) -> bytes:
         return self.client.get(key, self.timeout)
+
+    def get_within(self, key: str, timeout: timedelta) -> bytes:
+        return self.client.get_within(key, timeout)
 
     def add(self, key: str, amount: int) -> int:
         return self.client.add(key, amount)

@@ -78,18 +78,21 @@ class StoreClient:
         timeout: timedelta = _DEFAULT_TIMEOUT,
         connect_timeout: timedelta | None = None,
         patience: timedelta = timedelta(seconds=30),
-        ping_interval: timedelta = timedelta(seconds=1),
+        ping_interval: timedelta | None = None,
     ) -> None:
         """Connect. StoreError if the server does not accept this client within `connect_timeout` (default: `timeout`).
 
-        `timeout` is the default of requests that wait.
+        `timeout` is the default of requests that wait. After `ping_interval` without a word from the server it is asked
+        for one; the default is a sixth of `patience`.
         """
         super().__init__()
         self.access = access
         self.failure: StoreLostError | None = None
         self._timeout = timeout
         self._patience_s = patience.total_seconds()
-        self._ping_s = min(ping_interval.total_seconds(), self._patience_s / 3)
+        self._ping_s = self._patience_s / 6
+        if ping_interval is not None:
+            self._ping_s = min(ping_interval.total_seconds(), self._patience_s / 3)
         self._id = fresh_nonce()
         self._pid = os.getpid()
         self._ids = itertools.count(1)
@@ -158,6 +161,10 @@ class StoreClient:
     def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> bytes:
         """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
         return self.multi_get([key], timeout, guard=guard)[0]
+
+    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = _NO_GUARD) -> bytes:
+        """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
+        return self.get(key, timeout, guard=guard)
 
     def multi_get(
         self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD
@@ -378,6 +385,7 @@ class StoreClient:
                 for frame in connection.receive():
                     self._handle(frame)
                 self._silence.end()
+                ping_at = time.monotonic() + self._ping_s  # who is heard need not be asked
         connection.queue(encode(Op.BYE))
         connection.flush()
 

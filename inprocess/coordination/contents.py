@@ -49,7 +49,7 @@ class Contents:
     """Keys and sets, changed at most once by each (client, id). For one thread."""
 
     def __init__(self) -> None:
-        self.keys: dict[bytes, bytes] = {}
+        self.keys: dict[bytes, bytes | bytearray] = {}  # what was appended to is a bytearray: it grows in place
         self.sets: dict[bytes, dict[bytes, None]] = {}  # members in order of arrival
         self._bytes = 0
         self._clients: dict[bytes, _Memory] = {}
@@ -59,7 +59,7 @@ class Contents:
         key, expected = guard
         if not key or self.keys.get(key, b"") == expected:
             return None
-        return Op.STALE, (self.keys.get(key, b""),)
+        return Op.STALE, (bytes(self.keys.get(key, b"")),)
 
     def forget_client(self, client: bytes) -> None:
         """The client sends nothing any more."""
@@ -102,7 +102,10 @@ class Contents:
                 self._set(arguments[at], arguments[at + 1])
             return Change((Op.OK, ()), tuple(arguments[::2]))
         key, *values = arguments
-        return Change((Op.OK, self._change_key(op, key, values)), (key,))
+        before = self.keys.get(key)
+        answer = self._change_key(op, key, values)
+        changed = op is Op.APPEND or self.keys.get(key) is not before
+        return Change((Op.OK, answer), (key,) if changed else ())
 
     def _change_key(self, op: Op, key: bytes, values: list[bytes]) -> tuple[bytes, ...]:
         if op is Op.DELETE_KEY:
@@ -114,7 +117,7 @@ class Contents:
             return (self._compare_set(key, expected, desired),)
         (value,) = values
         if op is Op.APPEND:
-            self._set(key, self.keys.get(key, b"") + value)
+            self._append(key, value)
             return ()
         total = self._counter(key) + number(value)
         self._set(key, str(total).encode())
@@ -125,6 +128,15 @@ class Contents:
             raise NotApplicable(f"key {key!r} would have {len(value)} bytes; the limit is {MAX_VALUE}")
         self._grow(len(value) - len(self.keys.get(key, b"")))
         self.keys[key] = value
+
+    def _append(self, key: bytes, value: bytes) -> None:
+        current = self.keys.get(key, b"")
+        if len(current) + len(value) > MAX_VALUE:
+            raise NotApplicable(f"key {key!r} would have {len(current) + len(value)} bytes; the limit is {MAX_VALUE}")
+        self._grow(len(value))
+        if not isinstance(current, bytearray):
+            current = self.keys[key] = bytearray(current)
+        current += value
 
     def _grow(self, size: int) -> None:
         if self._bytes + size > _MOST_BYTES:
@@ -142,10 +154,10 @@ class Contents:
         current = self.keys.get(key)
         if current is None and expected:
             return expected  # as torch's stores answer when the key is absent
-        if current is None or current == expected:
+        if current is None or (current == expected and current != desired):
             self._set(key, desired)
             return desired
-        return current
+        return bytes(current)
 
     def _delete_prefix(self, prefix: bytes) -> int:
         keys = [key for key in self.keys if key.startswith(prefix)]
@@ -176,7 +188,7 @@ class Waiters:
     def __init__(self) -> None:
         self._by_key: dict[bytes, dict[Waiter, None]] = {}
         self._by_size: dict[bytes, dict[int, dict[Waiter, None]]] = {}
-        self._by_guard: dict[bytes, dict[Waiter, None]] = {}
+        self._by_guard: dict[bytes, dict[bytes, dict[Waiter, None]]] = {}  # by key, then value
 
     def file(self, waiter: Waiter, missing: bytes = b"") -> None:
         """Take in a waiter; `missing` is one of its keys that does not exist yet."""
@@ -186,7 +198,7 @@ class Waiters:
             waiter.filed = missing
             self._by_key.setdefault(missing, {})[waiter] = None
         if waiter.guard[0]:
-            self._by_guard.setdefault(waiter.guard[0], {})[waiter] = None
+            self._by_guard.setdefault(waiter.guard[0], {}).setdefault(waiter.guard[1], {})[waiter] = None
 
     def of_key(self, key: bytes) -> list[Waiter]:
         """Return those filed under this key."""
@@ -199,7 +211,8 @@ class Waiters:
 
     def of_guard(self, key: bytes, value: bytes) -> list[Waiter]:
         """Return those who wait only as long as this key has another value."""
-        return [waiter for waiter in self._by_guard.get(key, ()) if waiter.guard[1] != value]
+        by_value = self._by_guard.get(key, {})
+        return [waiter for wanted, waiters in by_value.items() if wanted != value for waiter in waiters]
 
     def discard(self, waiter: Waiter) -> None:
         """Remove a waiter that is filed."""
@@ -211,7 +224,10 @@ class Waiters:
         else:
             _drop(self._by_key, waiter.filed, waiter)
         if waiter.guard[0]:
-            _drop(self._by_guard, waiter.guard[0], waiter)
+            by_value = self._by_guard[waiter.guard[0]]
+            _drop(by_value, waiter.guard[1], waiter)
+            if not by_value:
+                del self._by_guard[waiter.guard[0]]
 
 
 def _drop(table: dict[Any, dict[Waiter, None]], key: Any, waiter: Waiter) -> None:

@@ -235,6 +235,11 @@ class StoreMixin(Operations):
             return False
         return True
 
+    def get_within(self, key: str, timeout: timedelta) -> bytes:
+        """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
+        self.wait([key], timeout)
+        return self.get(key)
+
     def _gather(self, keys: list[str]) -> list[bytes]:
         """Return values that others write; in between, the caller returns to bytecode."""
         deadline = time.monotonic() + self.timeout.total_seconds()

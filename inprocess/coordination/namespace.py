@@ -86,6 +86,10 @@ class PrefixView:
         value: bytes = self.base_store.get(self._full(key))
         return value
 
+    def get_within(self, key: str, timeout: timedelta) -> bytes:
+        value: bytes = self.base_store.get_within(self._full(key), timeout, **self._guarded())
+        return value
+
     def add(self, key: str, amount: int) -> int:
         return int(self.base_store.add(self._full(key), amount, **self._guarded()))
 

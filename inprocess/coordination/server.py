@@ -320,10 +320,10 @@ class StoreServer:
             return (Op.OK, (pack_number(size),)) if size >= waiter.size else None
         if any(key not in contents.keys for key in waiter.keys):
             return None
-        return Op.OK, tuple(contents.keys[key] for key in waiter.keys)
+        return Op.OK, tuple(bytes(contents.keys[key]) for key in waiter.keys)
 
     def _key_changed(self, key: bytes) -> None:
-        value = self._contents.keys.get(key, b"")
+        value = bytes(self._contents.keys.get(key, b""))
         for waiter in self._waiters.of_guard(key, value):
             self._release(waiter, (Op.STALE, (value,)))
         if key in self._contents.keys:

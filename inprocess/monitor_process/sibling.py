@@ -17,13 +17,25 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 from inprocess.exception import StaleViewError, StoreError
 
-__all__ = ["HeartbeatStore", "SiblingMonitor"]
+__all__ = ["HeartbeatStore", "SiblingMonitor", "heartbeat_interval_s"]
 
 _log = logging.getLogger(__name__)
+_MOST_BEATS_PER_S = 512  # of all ranks together
+_FEWEST_BEATS = 6  # within the time limit
+
+
+def heartbeat_interval_s(wanted_s: float, timeout_s: float, world_size: int) -> float:
+    """Return how often a rank stamps its heartbeat: less often in a large job, so that the server can keep up.
+
+    `wanted_s`, unless all ranks together would stamp more than 512 times a second; at least six times in `timeout_s`,
+    or as often as wanted.
+    """
+    return max(wanted_s, min(world_size / _MOST_BEATS_PER_S, timeout_s / _FEWEST_BEATS))
 
 
 class HeartbeatStore(Protocol):
@@ -32,6 +44,7 @@ class HeartbeatStore(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def get_within(self, key: str, timeout: timedelta) -> bytes: ...
 
 
 @dataclass
@@ -117,7 +130,11 @@ class SiblingMonitor:
 
     def _look(self, rank: int, seen: _Seen | None) -> _Seen:
         """Return what is known of a heartbeat. One that was never stamped counts from the first look."""
-        value = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+        value: bytes | None = None
+        if seen is not None and seen.value is not None:  # it exists, until the others are far ahead: one request
+            value = self._store.get_within(_key(rank), timedelta(seconds=self._timeout_s))
+        elif self._store.check([_key(rank)]):
+            value = self._store.get(_key(rank))
         if seen is None or value != seen.value:
             return _Seen(value, time.monotonic())
         return seen

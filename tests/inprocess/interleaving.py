@@ -141,6 +141,14 @@ class SteppedStore:
         self._actor.step()
         return self._contents.values[key].encode()
 
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self._step()
+        self._contents.values.update(zip(keys, values, strict=True))
+
+    def get_within(self, key: str, timeout: timedelta) -> bytes:
+        self.wait([key], timeout)
+        return self._contents.values[key].encode()
+
     def append(self, key: str, value: str) -> None:
         self._step()
         self._contents.values[key] = self._contents.values.get(key, "") + value

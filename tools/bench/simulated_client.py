@@ -1,0 +1,110 @@
+"""A client of the coordination store without a thread of its own: thousands of them fit into a process."""
+
+import select
+import socket
+import time
+from collections import Counter
+from datetime import timedelta
+from itertools import count
+
+from inprocess.coordination.client import Guard, StoreClient, _Call, _Connection
+from inprocess.coordination.mixin import StoreMixin
+from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode, fresh_nonce
+from inprocess.exception import StaleViewError, StoreError, StoreTimeoutError
+
+__all__ = ["SimulatedClient"]
+
+_RECEIVE = 1 << 16
+_CONNECT_S = 300.0
+
+
+class SimulatedClient(StoreClient, StoreMixin):
+    """Sends the frames that a `StoreClient` sends for the same calls, from the thread that calls. For one thread.
+
+    `sent` counts the frames by operation, `bytes_received` what came back. PING goes along when it is due, while a
+    request waits or with the next one.
+    """
+
+    def __init__(self, access: Access, *, ping_s: float) -> None:
+        self.access = access
+        self.failure = None
+        self.sent: Counter[Op] = Counter()
+        self.bytes_received = 0
+        self._timeout = timedelta(seconds=_CONNECT_S)
+        self._ids = count(1)
+        self._ping_s = ping_s
+        self._begun: dict[tuple[Op, tuple[bytes, ...]], _Call] = {}
+        self._answers: dict[int, Frame] = {}
+        self._reader = FrameReader()
+        sock = socket.create_connection((access.host, access.port), _CONNECT_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _Connection(sock).greet(access, fresh_nonce(), time.monotonic() + _CONNECT_S)
+        sock.setblocking(True)
+        self._link = sock
+        self._ping_at = time.monotonic() + ping_s
+
+    def begin_wait(self, key: str, guard: Guard) -> None:
+        """Ask for a key as `get` does, and do not wait: the next `get` or `wait` for it goes on from here."""
+        fields = (guard.key.encode(), guard.value.encode(), key.encode())
+        self._begun[Op.GET, fields] = self._send(Op.GET, fields)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._link.close()
+
+    def _send(self, op: Op, fields: tuple[bytes, ...]) -> _Call:
+        call = _Call(next(self._ids), op, fields)
+        self._transmit(op, call.frame(call.id))
+        return call
+
+    def _transmit(self, op: Op, frame: bytes) -> None:
+        self.sent[op] += 1
+        self._link.sendall(frame)
+
+    def _ask(self, op: Op, *fields: bytes, timeout: timedelta | None = None, label: str = "") -> tuple[bytes, ...]:
+        self._ping_if_due()
+        call = self._begun.pop((op, fields), None) or self._send(op, fields)
+        seconds = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else _CONNECT_S
+        answer = self._answer(call, time.monotonic() + seconds)
+        if answer is None:
+            answer = self._give_up_wait(call, label)
+        if answer.op is Op.OK:
+            return answer.fields
+        text = b" ".join(answer.fields).decode(errors="replace")
+        raise StaleViewError(text) if answer.op is Op.STALE else StoreError(f"{answer.op.name}: {text}")
+
+    def _give_up_wait(self, call: _Call, label: str) -> Frame:
+        self._transmit(Op.CANCEL, encode(Op.CANCEL, call.id))
+        answer = self._answer(call, time.monotonic() + _CONNECT_S)
+        if answer is None or answer.op is Op.CANCELLED:
+            raise StoreTimeoutError(label)
+        return answer
+
+    def _answer(self, call: _Call, deadline: float) -> Frame | None:
+        """Return the answer, None if there is none in time."""
+        while call.id not in self._answers:
+            now = time.monotonic()
+            if now >= deadline:
+                return None
+            if not _readable(self._link, min(deadline, max(self._ping_at, now)) - now):
+                self._ping_if_due()
+                continue
+            data = self._link.recv(_RECEIVE)
+            if not data:
+                raise StoreError("the server closed the connection")
+            self.bytes_received += len(data)
+            self._ping_at = time.monotonic() + self._ping_s
+            self._reader.feed(data)
+            self._answers.update((frame.id, frame) for frame in self._reader.frames() if frame.id)
+        return self._answers.pop(call.id)
+
+    def _ping_if_due(self) -> None:
+        if time.monotonic() >= self._ping_at:
+            self._ping_at = time.monotonic() + self._ping_s
+            self._transmit(Op.PING, encode(Op.PING))
+
+
+def _readable(sock: socket.socket, seconds: float) -> bool:
+    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1000 * seconds + 1))

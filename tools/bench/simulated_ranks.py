@@ -1,0 +1,205 @@
+"""Ranks and their monitor processes, as threads: what they ask of the coordination store, and nothing else.
+
+    python -m tools.bench.simulated_ranks    commands on its standard input, answers on its standard output
+
+Each rank runs the product's own `Agreement` and `SiblingMonitor` on a `SimulatedClient`, in the order in which the
+protocol, the monitor thread and the monitor process call them.
+"""
+
+import json
+import logging
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from inprocess.agreement import Agreement
+from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.coordination import Access, Namespace, RestartIndex
+from inprocess.exception import StoreError
+from inprocess.monitor_process.sibling import SiblingMonitor
+from tools.bench.simulated_client import SimulatedClient
+
+__all__ = ["Command", "SimulatedRank"]
+
+_LONG_S = 600.0
+_NEVER_S = 1e6
+_STACK_BYTES = 256 << 10
+_TRACEBACK = '  File "train.py", line 1, in step\n    loss = model(batch)\n' * 50  # 3 KB
+_GROUP_STORE = "group_store"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What all ranks do next: the ranks below `raising` fail, after `idle_s` seconds; heartbeats of the next iteration
+    come every `heartbeat_s` seconds."""
+
+    raising: int = 0
+    idle_s: float = 0.0
+    heartbeat_s: float = _NEVER_S
+    end: bool = False
+
+
+class SimulatedRank:
+    """One rank and its monitor process, each with a connection. For one thread."""
+
+    def __init__(self, access: Access, rank: int, world_size: int, ping_s: float) -> None:
+        self.rank = rank
+        self.iteration = 0
+        self.client = SimulatedClient(access, ping_s=ping_s)
+        self.monitor_client = SimulatedClient(access, ping_s=ping_s)
+        self._world_size = world_size
+        self._sibling: SiblingMonitor | None = None
+        self._agreement: Agreement | None = None
+
+    def begin(self, heartbeat_s: float) -> None:
+        """Begin an iteration, until the function runs."""
+        rank, iteration, client = self.rank, self.iteration, self.client
+        self._agreement = Agreement(Namespace(iteration, client), iteration, self._world_size)
+        self._agreement.publish_rank(rank, rank)
+        self._start_sibling(heartbeat_s)
+        if iteration > 1 and rank == 0:
+            Namespace(iteration - 2, client).clear()
+        client.begin_wait(f"{iteration}/outcome", RestartIndex(client).guard(iteration))
+        if rank == 0:
+            client.set(f"{iteration}/{_GROUP_STORE}", "10.0.0.1 12345")
+        else:
+            client.get(f"{iteration}/{_GROUP_STORE}")
+
+    def idle(self, seconds: float, interval_s: float = 1.0) -> None:
+        """Wait for a fault that does not come."""
+        assert self._agreement is not None
+        deadline = time.monotonic() + seconds
+        intervals = 1
+        while (left_s := deadline - time.monotonic()) > 0:
+            assert self._agreement.wait_outcome(min(intervals * interval_s, left_s)) is None
+            intervals = min(2 * intervals, 10)
+
+    def restart(self, raises: bool) -> None:
+        """From the fault, of this rank or another, to the end of the iteration."""
+        agreement = self._agreement
+        assert agreement is not None
+        if raises:
+            record = InterruptionRecord(self.rank, Interruption.EXCEPTION, "RuntimeError: loss is nan", _TRACEBACK)
+            agreement.interrupt(record)
+        assert agreement.wait_outcome(_LONG_S) is not None
+        agreement.hangs(self.rank)
+        agreement.last_call(self.rank, _LONG_S)
+        agreement.arrive_at_end(self.rank)
+        agreement.wait_roster(self.rank, _LONG_S, _LONG_S)
+        self._stop_sibling()
+        self.iteration += 1
+
+    def close(self) -> None:
+        """Close both connections."""
+        self._stop_sibling()
+        self.client.close()
+        self.monitor_client.close()
+
+    def _start_sibling(self, interval_s: float) -> None:
+        self._sibling = SiblingMonitor(
+            Namespace(self.iteration, self.monitor_client),
+            self.rank,
+            self._world_size,
+            interval_s=interval_s,
+            timeout_s=_NEVER_S,
+            report=lambda ranks: None,
+        )
+        self._sibling.start()
+
+    def _stop_sibling(self) -> None:
+        if self._sibling is not None:
+            self._sibling.stop()
+            self._sibling = None
+
+
+class _Process:
+    """The ranks of one process. They run in step: nobody begins a command before all have ended the last one."""
+
+    def __init__(self, access: Access, ranks: range, world_size: int, ping_s: float) -> None:
+        self._access = access
+        self._world_size = world_size
+        self._ping_s = ping_s
+        self._ranks: list[SimulatedRank] = []
+        self._barrier = threading.Barrier(len(ranks) + 1)
+        self._command = Command()
+        self._lock = threading.Lock()
+        threading.stack_size(_STACK_BYTES)
+        self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in ranks]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until all ranks are in the next iteration; return what their connections carried since the last time."""
+        self._barrier.wait(_LONG_S)
+        sent: Counter[str] = Counter()
+        received = 0
+        for rank in self._ranks:
+            for client in (rank.client, rank.monitor_client):
+                sent.update({op.name: number for op, number in client.sent.items()})
+                received += client.bytes_received
+                client.sent.clear()
+                client.bytes_received = 0
+        return {"sent": sent, "received": received}
+
+    def go(self, command: Command) -> None:
+        self._command = command
+        self._barrier.wait(_LONG_S)
+        if command.end:
+            for thread in self._threads:
+                thread.join()
+
+    def _run(self, number: int) -> None:
+        try:
+            rank = SimulatedRank(self._access, number, self._world_size, self._ping_s)
+            if number == 0:
+                RestartIndex(rank.client).begin()
+            with self._lock:
+                self._ranks.append(rank)
+            heartbeat_s = _NEVER_S
+            rank.client.wait(["restart_index"])
+            while True:
+                rank.begin(heartbeat_s)
+                self._barrier.wait(_LONG_S)
+                self._barrier.wait(_LONG_S)
+                command, heartbeat_s = self._command, self._command.heartbeat_s
+                if command.end:
+                    rank.close()
+                    return
+                rank.idle(command.idle_s)
+                rank.restart(number < command.raising)
+        except (StoreError, OSError, threading.BrokenBarrierError):
+            self._barrier.abort()
+            raise
+
+
+def main() -> int:
+    logging.disable(logging.CRITICAL)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    start = json.loads(sys.stdin.readline())
+    process = _Process(
+        Access.from_document(start["access"]), range(*start["ranks"]), start["world_size"], start["ping_s"]
+    )
+    process.start()
+    while True:
+        print(json.dumps(process.ready()), flush=True)
+        line = sys.stdin.readline()
+        command = Command(**json.loads(line)) if line else Command(end=True)
+        process.go(command)
+        if command.end:
+            return 0
+
+
+def encode_command(command: Command) -> str:
+    """Return the line that `main` reads."""
+    return json.dumps(asdict(command))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
