@@ -86,7 +86,7 @@ def run_program(
     ranks: int = 3,
     faults: str = "",
     lost: tuple[int, ...] = (),
-    timeout: float = 55.0,
+    timeout: float = 150.0,
 ) -> Ended:
     """Run a program of this folder with faults (see `journal.strike`), and check what every such run must be like.
 
