@@ -374,3 +374,19 @@ def test_a_thousand_reports_make_a_short_reason(guarded: Open) -> None:
     assert [each.rank for each in records] == list(range(1000))
     assert len(agreement.store.get("reason")) < 20_000
     assert [len(each.detail) for each in records[:2]] == [3000, 0]  # the first of each kind is shown
+
+
+def test_one_rank_of_those_who_waited_long_enough_decides_the_reason(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(replace(record(0), detail="where"))
+    agreements[1].store.compare_set("reason/1", "", "12")  # another one decides, and dies before it has
+    (told,) = agreements[0].last_call(10, 0.0)
+    assert told.detail == "where"
+    assert agreements[0].store.get("reason/2") == b"10"
+    assert agreements[1].last_call(11, 0.0) == (told,)
+
+
+def test_a_rank_is_told_that_it_hangs(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(record(1, Interruption.SOFT_TIMEOUT))
+    assert [agreement.hangs(rank) for rank, agreement in enumerate(agreements)] == [False, True, False]
