@@ -13,20 +13,11 @@ SURVIVES_DEATH = [Way.CKPT_LAUNCHER, Way.ENVIRONMENT]
 pytestmark = pytest.mark.timeout(200)
 
 
-def run_library(
-    library: str,
-    way: Way,
-    folder: Path,
-    ranks: int,
-    faults: str,
-    lost: tuple[int, ...] = (),
-    program: str | None = None,
-) -> None:
+def run_library(library: str, way: Way, folder: Path, ranks: int, faults: str, lost: tuple[int, ...] = ()) -> None:
     """Run the library's program, if it is there; it must have had the numbers of each iteration."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed; the extra `frameworks` has it")
-    name = program or PROGRAM_OF[library]
-    ended = run_program(name, way, folder, ranks=ranks, faults=faults, lost=lost, timeout=180)
+    ended = run_program(PROGRAM_OF[library], way, folder, ranks=ranks, faults=faults, lost=lost, timeout=180)
     for begins, seen in zip(ended.lines("begin"), ended.lines("ranks"), strict=True):
         numbers = {line["call"]: (line["RANK"], line["WORLD_SIZE"]) for line in begins}
         for line in seen:
@@ -54,10 +45,3 @@ def test_all_kinds_one_after_the_other(library: str, way: Way, tmp_path: Path) -
 @full_only
 def test_lightning_loses_its_last_rank(tmp_path: Path) -> None:
     run_library("lightning", Way.CKPT_LAUNCHER, tmp_path, 3, "0:1:2:exception 1:0:3:hang 2:2:2:kill", lost=(2,))
-
-
-@full_only
-@pytest.mark.parametrize("way", SURVIVES_DEATH, ids=lambda way: way.value)
-def test_lightning_loses_rank_0(way: Way, tmp_path: Path) -> None:
-    faults = "0:1:2:exception 1:2:3:hang 2:0:2:kill"
-    run_library("lightning", way, tmp_path, 3, faults, lost=(0,), program="with_lightning_nodes")
