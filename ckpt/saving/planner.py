@@ -36,6 +36,7 @@ _log = logging.getLogger("ckpt")
 _FINE, _FAILED = b"+", b"-"
 _COORDINATOR = 0
 _NONCE_BYTES = 8
+_ANSWER = struct.Struct(">Q?")  # the token of the owner, and whether it was claimed just now
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,11 @@ class Planner:
         """The token that this job saves with; None before the ranks have agreed on one."""
         return None if self._session is None else self._session.owner
 
-    def prepare(self, state: Any, claims: Claims | None = None) -> Prepared:
+    def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> Prepared:
         """Name the leaves and find or make the plan. Where ranks must agree, all learn what was wrong on any.
 
-        If there is no session, ranks agree on one with `claims`; without, there is none yet. Raises StateError, and
-        what `claims` raises, on all ranks.
+        If there is no session, ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is
+        none yet. Raises StateError, and what `claims` raises, on all ranks.
         """
         begins_session = self._session is None
         try:
@@ -118,10 +119,10 @@ class Planner:
             raise
         description = flat.describe()
         if self._planned is None or self._planned.description != description:
-            self._agree(claims)
+            self._agree(claims, claim)
             self._planned = self._plan(flat, description)
         elif begins_session:
-            self._agree(claims)
+            self._agree(claims, claim)
         planned = self._planned
         rank = self._ranks.rank
         encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
@@ -177,25 +178,24 @@ class Planner:
             )
         return Planned(description, plan, boxes, part, plan_bytes, owned, Replicas.of(flat, kinds))
 
-    def _agree(self, claims: Claims | None) -> None:
+    def _agree(self, claims: Claims | None, claim: bool) -> None:
         """Collective: begin a session if the state is to be saved; with one, give it a new nonce.
 
         Raises StateError on all ranks when one of them cannot store its state, the error of a failed claim, and
         StorageError when one of them cannot write where the coordinator can.
         """
-        begins = claims is not None and self._session is None
-        owner = 0 if self._session is None else self._session.owner
+        owner, claimed = 0 if self._session is None else self._session.owner, False
         try:
-            if claims is not None and begins and self._ranks.rank == _COORDINATOR:
-                owner = claims.claim()
+            if claims is not None and claim and self._session is None and self._ranks.rank == _COORDINATOR:
+                owner, claimed = claims.claim(), True
         except Exception as error:
             self._ranks(_failed(error))
             raise
-        answers = self._ranks(_FINE + struct.pack(">Q", owner) + os.urandom(_NONCE_BYTES))
+        answers = self._ranks(_FINE + _ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES))
         _raise_failed(answers)
-        (owner,) = struct.unpack_from(">Q", answers[_COORDINATOR], 1)
+        owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR], 1)  # ranks may have thought differently of it
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
-        if claims is not None and begins and self._ranks.world_size > 1:
+        if claims is not None and claimed and self._ranks.world_size > 1:
             self._confirm(claims, owner)
         self._session = _Session(owner, nonce) if owner else None
 

@@ -137,7 +137,7 @@ class Saver:
         Process.here()  # looks into /proc the first time
         self._queue.start()
         claims = claim or (self._token is not None and not self._in_flight)
-        self._fit_arena(self._planner.prepare(state, self if claims else None).planned)
+        self._fit_arena(self._planner.prepare(state, self, claim=claims).planned)
 
     @property
     def last_rank(self) -> int | None:
