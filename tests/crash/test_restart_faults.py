@@ -82,7 +82,8 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
             assert len(now["regions"]) - slots <= 8, held  # the control page of the writer, and its calls
             assert now["children"] <= 4, held  # server, monitor process; and what is just ending
         if len(held) > 3:
-            assert held[-1]["descriptors"] <= held[1]["descriptors"] + 12, held
+            # A rank that becomes rank 0 serves the store of the process groups: about 15 more.
+            assert held[-1]["descriptors"] <= held[1]["descriptors"] + 24, held
 
 
 @pytest.mark.slow
