@@ -137,7 +137,7 @@ class Agreement:
         if record.detail:
             self.store.set(_detail_key(record), record.detail)
         elif record.interruption is Interruption.SOFT_TIMEOUT:
-            self.store.set(_hang_key(record.rank), "1")
+            self.store.set(_hang_key(record.rank), record.summary)
         self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
         return self._decide(_OUTCOME, Outcome.INTERRUPTED.value) == Outcome.INTERRUPTED.value
 
@@ -170,9 +170,12 @@ class Agreement:
         """Return what was reported until now, without details; more may come."""
         return _parse_records(self._lines_of_records())
 
-    def hangs(self, rank: int) -> bool:
-        """Whether it was reported that this rank hangs, without its stacks."""
-        return self.store.check([_hang_key(rank)])
+    def reported_hang(self, rank: int) -> InterruptionRecord | None:
+        """Return the report that this rank hangs, if there is one without its stacks."""
+        key = _hang_key(rank)
+        if not self.store.check([key]):
+            return None
+        return InterruptionRecord(rank, Interruption.SOFT_TIMEOUT, self.store.get(key).decode(errors="replace"))
 
     def _with_details(self, records: Sequence[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
         """Return the records, the first of each kind with its details."""

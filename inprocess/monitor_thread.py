@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from inprocess.agreement import Agreement, Outcome
-from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord, format_interruptions
+from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions
 from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
@@ -146,8 +146,8 @@ class MonitorThread:
     def _report_own_stacks(self) -> None:
         """If this rank is the one that hangs: show all ranks where, before the last call ends."""
         assert self.state.rank is not None
-        if self.agreement.hangs(self.state.rank):
-            record = InterruptionRecord(self.state.rank, Interruption.SOFT_TIMEOUT)
+        record = self.agreement.reported_hang(self.state.rank)
+        if record is not None:
             self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
 
     def _interrupt_main_thread(self) -> None:

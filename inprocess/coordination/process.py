@@ -72,6 +72,7 @@ class ServerProcess:
         if "port" not in answer:
             self.close()
             raise StoreError(f"the coordination store cannot be served: {answer.get('error', 'its process ended')}")
+        process.wait()  # what was started has left the work to a process of its own
         with contextlib.suppress(ProcessLookupError):
             self._pidfd = os.pidfd_open(answer["pid"])
         self.access = replace(self.access, port=int(answer["port"]))
@@ -87,7 +88,7 @@ class ServerProcess:
         with contextlib.suppress(OSError):
             process.stdin.close()
         process.stdout.close()
-        process.wait()  # for the one that was started; it has left the work to a process of its own
+        process.wait()
         if self._pidfd >= 0:
             if not select.select([self._pidfd], [], [], _END_TIMEOUT_S)[0]:
                 _log.debug("the server of the coordination store still serves others; it ends by itself")

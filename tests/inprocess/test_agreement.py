@@ -389,4 +389,4 @@ def test_one_rank_of_those_who_waited_long_enough_decides_the_reason(open_store:
 def test_a_rank_is_told_that_it_hangs(open_store: Open) -> None:
     agreements = three(open_store)
     agreements[0].interrupt(record(1, Interruption.SOFT_TIMEOUT))
-    assert [agreement.hangs(rank) for rank, agreement in enumerate(agreements)] == [False, True, False]
+    assert [bool(agreement.reported_hang(rank)) for rank, agreement in enumerate(agreements)] == [False, True, False]
