@@ -95,9 +95,10 @@ class StoreClient:
             self._ping_s = min(ping_interval.total_seconds(), self._patience_s / 3)
         self._id = fresh_nonce()
         self._pid = os.getpid()
+        self._outbox: collections.deque[_Call] = collections.deque()  # to be sent, or if they have an id, cancelled
+        self._calls: dict[int, _Call] = {}  # sent, and not answered; of the client's thread, as the ids are
         self._ids = itertools.count(1)
-        self._calls: dict[int, _Call] = {}
-        self._outbox: collections.deque[_Call | bytes] = collections.deque()
+        self._over = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._socket: socket.socket | None = None
@@ -232,25 +233,27 @@ class StoreClient:
         if os.getpid() != self._pid:
             raise StoreError("this process was forked from one that uses the coordination store, and cannot use it")
         encode(op, 0, *fields)  # WireError now, for one that is too large
-        call = _Call(next(self._ids), op, fields)
+        call = _Call(op, fields)
         try:
-            self._calls[call.id] = call
             if self._closing or self.failure is not None:
                 raise self.failure or StoreError("the client of the coordination store is closed")
             self._outbox.append(call)
             os.eventfd_write(self._wake, 1)
+            if self._over:  # the thread of the client ended just before
+                call.done.set()
             waits_s = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else None
             if not self._wait(call.done, waits_s):
                 call.cancelled = True  # and if the connection breaks now, it is asked and cancelled again
-                self._outbox.append(encode(Op.CANCEL, call.id))
+                self._outbox.append(call)
                 os.eventfd_write(self._wake, 1)
                 self._wait(call.done, None)
             if call.answer is not None and call.answer.op is Op.CANCELLED:
                 raise StoreTimeoutError(f"{label} did not appear in the store within {waits_s:g} s")
         finally:
-            self._calls.pop(call.id, None)
-            if call.answer is None and op.waits:
-                self._outbox.append(encode(Op.CANCEL, call.id))
+            if call.answer is None:
+                call.abandoned = True
+                if op.waits:
+                    self._outbox.append(call)
         return self._fields(call)
 
     def _fields(self, call: _Call) -> tuple[bytes, ...]:
@@ -290,7 +293,7 @@ class StoreClient:
                 try:
                     with self._connection(limit_s - self._silence.seconds()) as connection:
                         pause_s = _FIRST_PAUSE_S
-                        self._resend()
+                        self._resend(connection)
                         self._connected.set()
                         self._converse(connection)
                 except _RefusedError as refusal:
@@ -309,7 +312,8 @@ class StoreClient:
             self._give_up(StoreError(f"{type(failure).__name__}: {failure}"))
             raise
         finally:
-            for call in list(self._calls.values()):
+            self._over = True
+            for call in [*self._calls.values(), *self._outbox]:
                 call.done.set()
             self._connected.set()
 
@@ -349,13 +353,26 @@ class StoreClient:
             self._socket = None
             sock.close()
 
-    def _resend(self) -> None:
+    def _resend(self, connection: _Connection) -> None:
         """What was under way when the last connection broke goes first, in the order of the ids."""
-        self._outbox.clear()
-        for _, call in sorted(self._calls.copy().items()):
-            self._outbox.append(call)
+        self._calls = {id: call for id, call in sorted(self._calls.items()) if not call.abandoned}
+        for call in self._calls.values():
+            connection.queue(call.frame(self._floor()))
             if call.cancelled:
-                self._outbox.append(encode(Op.CANCEL, call.id))
+                connection.queue(encode(Op.CANCEL, call.id))
+
+    def _send(self, connection: _Connection, call: _Call) -> None:
+        """Send a call that was put into the outbox, or cancel it.
+
+        It gets its id here, in one thread: so no change with a lower id than the floor can be on its way.
+        """
+        if call.id:
+            if call.id in self._calls:
+                connection.queue(encode(Op.CANCEL, call.id))
+        elif not call.abandoned:
+            call.id = next(self._ids)
+            self._calls[call.id] = call
+            connection.queue(call.frame(self._floor()))
 
     def _converse(self, connection: _Connection) -> None:
         """Send and receive until the connection breaks (OSError), or this client closes."""
@@ -370,8 +387,7 @@ class StoreClient:
             if self._silence.seconds() >= self._patience_s:
                 raise TimeoutError(f"silent for {self._patience_s:g} s")
             while self._outbox:
-                item = self._outbox.popleft()
-                connection.queue(item if isinstance(item, bytes) else item.frame(self._floor()))
+                self._send(connection, self._outbox.popleft())
             poll.register(connection, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
             pause_s = max(0.0, min(ping_at - now, self._patience_s - self._silence.seconds()))
             self._silence.expect(pause_s)
@@ -390,14 +406,14 @@ class StoreClient:
         connection.flush()
 
     def _handle(self, frame: Frame) -> None:
-        call = self._calls.get(frame.id)
+        call = self._calls.pop(frame.id, None)
         if call is not None:
             call.answer = frame
             call.done.set()
 
     def _floor(self) -> int:
-        """The lowest id of a change whose answer may still be wanted."""
-        return min((id for id, call in self._calls.copy().items() if call.op.changes), default=0)
+        """The lowest id of a change that may not have been answered."""
+        return min((id for id, call in self._calls.items() if call.op.changes), default=0)
 
     def _sleep(self, seconds: float) -> None:
         if not self._closing:
@@ -446,14 +462,15 @@ class _RefusedError(Exception):
 
 
 class _Call:
-    """A request under way."""
+    """A request under way. `id` is 0 until it is sent; one that is `abandoned` has nobody who waits for its answer."""
 
-    def __init__(self, id: int, op: Op, fields: tuple[bytes, ...]) -> None:
-        self.id = id
+    def __init__(self, op: Op, fields: tuple[bytes, ...]) -> None:
+        self.id = 0
         self.op = op
         self.fields = fields
         self.answer: Frame | None = None
         self.cancelled = False
+        self.abandoned = False
         self.done = threading.Event()
 
     def frame(self, floor: int) -> bytes:

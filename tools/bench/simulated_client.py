@@ -42,14 +42,15 @@ class SimulatedClient(StoreClient, StoreMixin):
     def begin_wait(self, key: str, guard: Guard) -> None:
         """Ask for a key as `get` does, and do not wait: the next `get` or `wait` for it goes on from here."""
         fields = (guard.key.encode(), guard.value.encode(), key.encode())
-        self._begun[Op.GET, fields] = self._send(Op.GET, fields)
+        self._begun[Op.GET, fields] = self._begin(Op.GET, fields)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._link.close()
 
-    def _send(self, op: Op, fields: tuple[bytes, ...]) -> _Call:
-        call = _Call(next(self._ids), op, fields)
+    def _begin(self, op: Op, fields: tuple[bytes, ...]) -> _Call:
+        call = _Call(op, fields)
+        call.id = next(self._ids)
         self._transmit(op, call.frame(call.id))
         return call
 
@@ -59,7 +60,7 @@ class SimulatedClient(StoreClient, StoreMixin):
 
     def _ask(self, op: Op, *fields: bytes, timeout: timedelta | None = None, label: str = "") -> tuple[bytes, ...]:
         self._ping_if_due()
-        call = self._begun.pop((op, fields), None) or self._send(op, fields)
+        call = self._begun.pop((op, fields), None) or self._begin(op, fields)
         seconds = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else _CONNECT_S
         answer = self._answer(call, time.monotonic() + seconds)
         if answer is None:

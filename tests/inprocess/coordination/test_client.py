@@ -2,6 +2,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +40,25 @@ def test_a_change_whose_answer_is_lost_is_applied_once(
     assert client.get("log") == b"xxxxx"
     relay.swallow_answers = 1
     assert relayed.compare_set("log", "xxxxx", "y") == b"y"
+
+
+def test_threads_that_are_switched_between_at_every_bytecode(
+    client: CoordinationStore, pool: ThreadPoolExecutor
+) -> None:
+    """A change must not be taken for a late copy because one of another thread, made later, was sent earlier."""
+
+    def add() -> None:
+        for _ in range(1000):
+            client.add("sum", 1)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for adding in [pool.submit(add) for _ in range(8)]:
+            adding.result(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert client.get("sum") == b"8000"
 
 
 def test_a_wait_goes_on_over_a_new_connection(
