@@ -9,21 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-__all__ = ["start_module"]
+__all__ = ["child_environment", "start_module"]
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child that runs the same code: the directory of this package comes first."""
+    ours = str(Path(__file__).resolve().parents[1])
+    rest = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([ours, rest]) if rest else ours}
 
 
 def start_module(module: str, *arguments: str, pass_fds: Sequence[int] = (), **pipes: Any) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments...` in a session of its own, in "/". Streams that `pipes` does not name lead
     nowhere."""
-    ours = str(Path(__file__).resolve().parents[1])  # comes first: the child runs the same code
-    rest = os.environ.get("PYTHONPATH", "")
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process: Any = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],
         start_new_session=True,
         pass_fds=pass_fds,
         cwd="/",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([ours, rest]) if rest else ours},
+        env=child_environment(),
         **(streams | pipes),
     )
     return cast("subprocess.Popen[bytes]", process)

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
+from inprocess.coordination.stream import FrameStream
 from inprocess.coordination.wire import (
     MAX_BODY,
     PROTOCOL,
     Access,
     Frame,
-    FrameReader,
     Op,
     WireError,
     encode,
@@ -41,7 +41,6 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MAIN_THREAD_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it
-_RECEIVE = 1 << 16
 _DELAY_S = 0.25  # by which a busy machine may delay a look
 
 
@@ -343,7 +342,6 @@ class StoreClient:
             if sock.getsockname() == sock.getpeername():
                 # Dialling a free ephemeral port of this machine can end in a connection with itself.
                 raise ConnectionRefusedError("nobody listens there")
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = _Connection(sock)
             connection.greet(self.access, self._id, time.monotonic() + patience_s)
             self._socket, self._local_host = sock, sock.getsockname()[0]
@@ -357,9 +355,9 @@ class StoreClient:
         """What was under way when the last connection broke goes first, in the order of the ids."""
         self._calls = {id: call for id, call in sorted(self._calls.items()) if not call.abandoned}
         for call in self._calls.values():
-            connection.queue(call.frame(self._floor()))
+            connection.send(call.frame(self._floor()))
             if call.cancelled:
-                connection.queue(encode(Op.CANCEL, call.id))
+                connection.send(encode(Op.CANCEL, call.id))
 
     def _send(self, connection: _Connection, call: _Call) -> None:
         """Send a call that was put into the outbox, or cancel it.
@@ -368,11 +366,11 @@ class StoreClient:
         """
         if call.id:
             if call.id in self._calls:
-                connection.queue(encode(Op.CANCEL, call.id))
+                connection.send(encode(Op.CANCEL, call.id))
         elif not call.abandoned:
             call.id = next(self._ids)
             self._calls[call.id] = call
-            connection.queue(call.frame(self._floor()))
+            connection.send(call.frame(self._floor()))
 
     def _converse(self, connection: _Connection) -> None:
         """Send and receive until the connection breaks (OSError), or this client closes."""
@@ -382,7 +380,7 @@ class StoreClient:
         while not self._closing:
             now = time.monotonic()
             if now >= ping_at:
-                connection.queue(encode(Op.PING))
+                connection.send(encode(Op.PING))
                 ping_at = now + self._ping_s
             if self._silence.seconds() >= self._patience_s:
                 raise TimeoutError(f"silent for {self._patience_s:g} s")
@@ -402,7 +400,7 @@ class StoreClient:
                     self._handle(frame)
                 self._silence.end()
                 ping_at = time.monotonic() + self._ping_s  # who is heard need not be asked
-        connection.queue(encode(Op.BYE))
+        connection.send(encode(Op.BYE))
         connection.flush()
 
     def _handle(self, frame: Frame) -> None:
@@ -480,16 +478,11 @@ class _Call:
         return encode(self.op, self.id, *fields)
 
 
-class _Connection:
+class _Connection(FrameStream):
     """The client's end of a connection, in its thread."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._reader = FrameReader(MAX_BODY)
-        self.unsent = bytearray()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        super().__init__(sock, MAX_BODY)
 
     def greet(self, access: Access, client: bytes, deadline: float) -> None:
         """Prove that this is a client of the job, and have the server prove the same. OSError; _RefusedError."""
@@ -508,38 +501,10 @@ class _Connection:
 
     def _next(self, deadline: float) -> Frame:
         while True:
-            for frame in self._reader.frames():
+            for frame in self.reader.frames():
                 return frame
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            data = self._socket.recv(_RECEIVE)
-            if not data:
-                raise ConnectionResetError("the server closed the connection")
-            self._reader.feed(data)
-
-    def queue(self, frame: bytes) -> None:
-        """Send soon."""
-        self.unsent += frame
-        self.flush()
-
-    def flush(self) -> None:
-        """Send as much as goes now."""
-        while self.unsent:
-            try:
-                sent = self._socket.send(memoryview(self.unsent)[: 1 << 20])
-            except BlockingIOError:
-                return
-            del self.unsent[:sent]
-
-    def receive(self) -> list[Frame]:
-        """Return the frames that are there."""
-        try:
-            data = self._socket.recv(_RECEIVE)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise ConnectionResetError("the server closed the connection")
-        self._reader.feed(data)
-        return list(self._reader.frames())
+            self.fill()
 
 
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable
 
 from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
+from inprocess.coordination.stream import FrameStream
 from inprocess.coordination.wire import (
     MAX_BODY,
     MAX_GREETING,
     PROTOCOL,
     Access,
     Frame,
-    FrameReader,
     Op,
     WireError,
     encode,
@@ -45,7 +45,6 @@ _BACKLOG = 4096
 _GREETING_S = 5.0
 _MOST_STRANGERS = 256  # connections that have not proved anything yet
 _STRANGER_S = 0.5  # so long one may take when others wait for its place
-_RECEIVE = 1 << 16
 _MOST_UNSENT = 64 << 20  # bytes that a peer has not taken; one that does not read must not fill our memory
 _SPARE_DESCRIPTORS = 64
 _ACCEPT_PAUSE_S = 0.1
@@ -156,7 +155,7 @@ class StoreServer:
             if events & selectors.EVENT_WRITE:
                 peer.flush()
             if events & selectors.EVENT_READ:
-                for frame in peer.frames():
+                for frame in peer.receive():
                     if peer.closed:
                         return
                     self._handle(peer, frame)
@@ -353,44 +352,29 @@ class StoreServer:
             self._drop(waiter.peer, error)
 
 
-class _Peer:
+class _Peer(FrameStream):
     """One accepted connection, non-blocking, in the thread of the server.
 
     `client` is known once it has proved that it is of this job; until then only a small frame is accepted.
     """
 
     def __init__(self, sock: socket.socket, name: str, selector: selectors.BaseSelector, server: StoreServer) -> None:
+        super().__init__(sock, MAX_GREETING)
         self.name = name
-        self.reader = FrameReader(MAX_GREETING)
         self.nonce = fresh_nonce()
         self.client: bytes | None = None
         self.waiting: dict[int, Waiter] = {}
         self.heard_at = time.monotonic()
         self.closed = False
-        self._socket = sock
         self._selector = selector
         self._server = server
-        self._unsent = bytearray()
         sock.setblocking(False)
-        with contextlib.suppress(OSError):  # it may be gone already, which the first read will tell
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         selector.register(sock, selectors.EVENT_READ, self)
 
-    def frames(self) -> list[Frame]:
-        """Read what is there and return the complete frames.
-
-        ConnectionResetError when the peer has closed; WireError when what it sends is not of this protocol.
-        """
-        try:
-            data = self._socket.recv(_RECEIVE)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise ConnectionResetError("closed")
+    def fill(self) -> None:
+        super().fill()
         if self.client is not None:
             self.heard_at = time.monotonic()
-        self.reader.feed(data)
-        return list(self.reader.frames())
 
     def answer(self, id: int, answer: Answer) -> None:
         """Answer a request."""
@@ -398,24 +382,16 @@ class _Peer:
         self.send(encode(op, id, *fields))
 
     def send(self, frame: bytes) -> None:
-        """Send a frame, later if the peer is slow. OSError when that cannot be."""
         if self.closed:
             return
-        self._unsent += frame
         self._server.bytes_sent += len(frame)
-        if len(self._unsent) > _MOST_UNSENT:
+        if len(self.unsent) + len(frame) > _MOST_UNSENT:
             raise ConnectionAbortedError("it does not read what it is sent")
-        self.flush()
+        super().send(frame)
 
     def flush(self) -> None:
-        """Send as much as the peer takes now. OSError when the connection is broken."""
-        while self._unsent:
-            try:
-                sent = self._socket.send(memoryview(self._unsent)[: 1 << 20])
-            except BlockingIOError:
-                break
-            del self._unsent[:sent]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        super().flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
         if self._selector.get_key(self._socket).events != events:
             self._selector.modify(self._socket, events, self)
 

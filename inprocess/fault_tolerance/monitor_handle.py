@@ -11,9 +11,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from inprocess.child_process import child_environment
 from inprocess.fault_tolerance import sockets, wire
 
 __all__ = ["MonitorControl", "MonitorHandle", "launcher_socket_path", "start"]
@@ -127,7 +127,7 @@ def start(task: Mapping[str, Any], env: Mapping[str, str]) -> MonitorHandle:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # a Ctrl-C in the terminal is the launcher's to handle
-            env={**os.environ, "PYTHONPATH": _python_path(), **env},
+            env={**child_environment(), **env},
         )
     try:
         ours.send(json.dumps(task).encode(), socket.MSG_NOSIGNAL)
@@ -142,10 +142,3 @@ def start(task: Mapping[str, Any], env: Mapping[str, str]) -> MonitorHandle:
         process.wait()
         raise
     return MonitorHandle(process, ours, values["control"])
-
-
-def _python_path() -> str:
-    """The directory this package is in comes first: the monitor runs the same code."""
-    ours = str(Path(__file__).resolve().parents[2])
-    rest = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join([ours, rest]) if rest else ours

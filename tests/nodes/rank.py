@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import importlib
 import json
-import logging
 import os
 import socket
 import traceback
@@ -19,6 +17,7 @@ import torch.distributed  # noqa: F401 - here, it is imported before the first f
 
 import ckpt.restart  # noqa: F401
 import inprocess  # noqa: F401
+from tests.inprocess.faults.rank import redirect
 from tests.nodes.journal import Journal
 
 __all__ = ["PLACE", "Place", "live"]
@@ -59,7 +58,7 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
     """
     os.environ.update(env)
     process = int(env["RANK"])
-    _redirect(folder / f"{process}.output")
+    redirect(folder / f"{process}.output", "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s")
     Place(**json.loads(env[PLACE])).enter()
     journal = Journal(folder, process)
     module, _, name = program.partition(":")
@@ -72,15 +71,6 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     journal.note("done")
     return 0
-
-
-def _redirect(output: Path) -> None:
-    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    faulthandler.enable()
-    logging.basicConfig(level=logging.DEBUG, format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s")
 
 
 def _check(result: int, what: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.inprocess.faults.events import Journal
 
-__all__ = ["live"]
+__all__ = ["live", "redirect"]
 
 _SETTLE_S = 3.0
 
@@ -29,7 +29,7 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
     """
     os.environ.update(env)
     process = int(env["RANK"])
-    _redirect(folder / f"{process}.output")
+    redirect(folder / f"{process}.output", "%(relativeCreated)d %(levelname)s %(threadName)s %(name)s %(message)s")
     journal = Journal(folder, process)
     module, _, name = program.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -47,15 +47,14 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
     return 0
 
 
-def _redirect(output: Path) -> None:
+def redirect(output: Path, log_format: str) -> None:
+    """Write both standard streams, the log, and the stacks of a crash to a file."""
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
     faulthandler.enable()
-    logging.basicConfig(
-        level=logging.DEBUG, format="%(relativeCreated)d %(levelname)s %(threadName)s %(name)s %(message)s"
-    )
+    logging.basicConfig(level=logging.DEBUG, format=log_format)
 
 
 def _holdings() -> dict[str, str]:
