@@ -265,7 +265,11 @@ class Agreement:
             arrived = {int(member) for member in self.store.members(_AT_END)}
             alive = {self._rank_of(initial_rank) for initial_rank in arrived - gone}
             terminated = set(range(self.world_size or 0)) - {rank for rank in alive if rank is not None}
-        self._decide(_ROSTER, json.dumps({"terminated_ranks": sorted(terminated), "gone": sorted(gone)}))
+        try:
+            self._decide(_ROSTER, json.dumps({"terminated_ranks": sorted(terminated), "gone": sorted(gone)}))
+        except StaleViewError:
+            if not self.store.check([_ROSTER]):  # else another one has just written it, and the job is further on
+                raise
 
     # -- the store -----------------------------------------------------------------------------------------------------
 

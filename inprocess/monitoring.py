@@ -30,7 +30,7 @@ from inprocess.monitor_process.sibling import heartbeat_interval_s
 from inprocess.monitor_process.stores import describe_store, iteration_store
 from inprocess.settings import Settings
 from inprocess.state import State
-from inprocess.store import TCPStore
+from inprocess.store import EtcdStore, TCPStore
 
 __all__ = ["Monitoring"]
 
@@ -116,7 +116,11 @@ class Monitoring:
     def _open_store(self, access: Access | None) -> Any:
         """`access` is known on rank 0 only."""
         kwargs = dict(self._settings.store_kwargs)
-        if self._own_server:
+        if issubclass(self._settings.store_factory, EtcdStore):
+            if self._state.rank == 0:
+                access = new_access(None, None)
+            kwargs |= {"job": self._rendezvous.exchange(access).job, "patience": self._settings.heartbeat_timeout}
+        elif self._own_server:
             kwargs |= {
                 "access": self._rendezvous.exchange(access),
                 "wait_for_workers": False,  # the barrier does that, and on all ranks

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
+from inprocess.coordination import Access, CoordinationStore, EtcdClient, EtcdCluster, StoreMixin, StoreServer
 from inprocess.coordination.namespace import PrefixView
 from inprocess.discovery import job_secret, private_directory
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreTimeoutError
@@ -35,6 +35,7 @@ __all__ = [
     "BarrierError",
     "BarrierOverflow",
     "BarrierTimeout",
+    "EtcdStore",
     "FileStore",
     "PrefixStore",
     "StoreMixin",
@@ -46,65 +47,17 @@ _TRY_S = 1.0
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
-class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
-    """The coordination store as torch store; what it guarantees is told at `StoreClient`.
+class _ClientStore(StoreMixin, TorchStore):  # the operations are those defined here
+    """A torch store whose work is done by a torch-free `client`."""
 
-    Under the wrapper, which gives it the `access`, a process that rank 0 has started is the server. Without `access`
-    the process with RANK 0 hosts it, at `host_name` and `port`; `critical_ranks` is (0,) then: that process must
-    outlive the others. `client` is the torch-free client that does the work.
-    """
-
-    def __init__(
-        self,
-        host_name: str | None = None,
-        port: int | None = None,
-        world_size: int | None = None,
-        timeout: timedelta = _DEFAULT_TIMEOUT,
-        wait_for_workers: bool = True,
-        multi_tenant: bool = False,
-        use_libuv: bool = True,
-        *,
-        access: Access | None = None,
-        patience: timedelta = timedelta(seconds=30),
-        ping_interval: timedelta | None = None,
-    ) -> None:
-        """Connect to the server, or host it. StoreError if there is none within `timeout`.
-
-        `host_name`, `port` and `world_size` are by default MASTER_ADDR, MASTER_PORT and WORLD_SIZE. The secret is made
-        from INPROCESS_SECRET in the environment; without, processes of the same user on this machine have one. With
-        `wait_for_workers`, RANK 0 waits until `world_size` stores have connected; StoreTimeoutError if they do not.
-        After `patience` without a word from the server the store is lost. `multi_tenant` and `use_libuv` are accepted
-        for torch's sake and have no meaning here.
-        """
-        super().__init__()
-        self.set_timeout(timeout)
-        is_first = os.environ.get("RANK", "0") == "0"
-        self._server: StoreServer | None = None
-        self.critical_ranks: tuple[int, ...] = ()
-        try:
-            if access is None:
-                name = host_name or os.environ["MASTER_ADDR"]
-                access = Access(name, int(os.environ["MASTER_PORT"]) if port is None else port, "", _own_secret())
-                self.critical_ranks = (0,)
-                if is_first:
-                    self._server = StoreServer(access)
-                    access = self._server.start()
-            self.client = CoordinationStore(
-                access, timeout=timeout, connect_timeout=timeout, patience=patience, ping_interval=ping_interval
-            )
-            if wait_for_workers:
-                self._count_workers(world_size or int(os.environ.get("WORLD_SIZE", "1")), timeout, wait=is_first)
-        except BaseException:
-            self.close()
-            raise
+    client: CoordinationStore | EtcdClient
+    critical_ranks: tuple[int, ...] = ()
 
     def close(self) -> None:
-        """Close the connection; if this process hosts the store, end it. Idempotent."""
+        """Close the connection. Idempotent."""
         client = getattr(self, "client", None)
         if client is not None:
             client.close()
-        if self._server is not None:
-            self._server.close()
 
     def clone(self) -> Self:
         """Return this store, which threads can share."""
@@ -166,6 +119,64 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
     def members(self, name: str) -> frozenset[str]:
         return self.client.members(name)
 
+
+class TCPStore(_ClientStore):
+    """The coordination store as torch store; what it guarantees is told at `StoreClient`.
+
+    Under the wrapper, which gives it the `access`, a process that rank 0 has started is the server. Without `access`
+    the process with RANK 0 hosts it, at `host_name` and `port`; `critical_ranks` is (0,) then: that process must
+    outlive the others. `client` is the torch-free client that does the work.
+    """
+
+    def __init__(
+        self,
+        host_name: str | None = None,
+        port: int | None = None,
+        world_size: int | None = None,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        use_libuv: bool = True,
+        *,
+        access: Access | None = None,
+        patience: timedelta = timedelta(seconds=30),
+        ping_interval: timedelta | None = None,
+    ) -> None:
+        """Connect to the server, or host it. StoreError if there is none within `timeout`.
+
+        `host_name`, `port` and `world_size` are by default MASTER_ADDR, MASTER_PORT and WORLD_SIZE. The secret is made
+        from INPROCESS_SECRET in the environment; without, processes of the same user on this machine have one. With
+        `wait_for_workers`, RANK 0 waits until `world_size` stores have connected; StoreTimeoutError if they do not.
+        After `patience` without a word from the server the store is lost. `multi_tenant` and `use_libuv` are accepted
+        for torch's sake and have no meaning here.
+        """
+        super().__init__()
+        self.set_timeout(timeout)
+        is_first = os.environ.get("RANK", "0") == "0"
+        self._server: StoreServer | None = None
+        try:
+            if access is None:
+                name = host_name or os.environ["MASTER_ADDR"]
+                access = Access(name, int(os.environ["MASTER_PORT"]) if port is None else port, "", _own_secret())
+                self.critical_ranks = (0,)
+                if is_first:
+                    self._server = StoreServer(access)
+                    access = self._server.start()
+            self.client = CoordinationStore(
+                access, timeout=timeout, connect_timeout=timeout, patience=patience, ping_interval=ping_interval
+            )
+            if wait_for_workers:
+                self._count_workers(world_size or int(os.environ.get("WORLD_SIZE", "1")), timeout, wait=is_first)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection; if this process hosts the store, end it. Idempotent."""
+        super().close()
+        if self._server is not None:
+            self._server.close()
+
     def _count_workers(self, world_size: int, timeout: timedelta, *, wait: bool) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
         size = self.arrive(_WORKERS, uuid.uuid4().hex)
@@ -175,6 +186,41 @@ class TCPStore(StoreMixin, TorchStore):  # the operations are those defined here
             except StoreTimeoutError:
                 if time.monotonic() >= deadline:
                     raise
+
+
+class EtcdStore(_ClientStore):
+    """The coordination store in an etcd cluster: `Wrapper(store_factory=EtcdStore, store_kwargs={"endpoints": ...})`.
+
+    The job survives the loss of any node, also rank 0's, as long as the cluster has a quorum. What is stored is deleted
+    a quarter of an hour after the last process of the job has gone.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        job: str,
+        user: str = "",
+        password: str = "",
+        ca_cert: str = "",
+        cert: str = "",
+        key: str = "",
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        patience: timedelta = timedelta(seconds=30),
+    ) -> None:
+        """Connect to the cluster. StoreError if it does not answer within `patience`, or refuses.
+
+        `endpoints` are client URLs of its members, in a list or separated by commas. `user` and `password`, or the PEM
+        files `cert` and `key`, are those of somebody who may read and write under "/inprocess/"; `ca_cert` is the
+        authority that has signed the members' certificates. Without, whoever reaches the cluster can end the job.
+        `job` is the same for all processes of a job and was never used before; the wrapper gives it. After `patience`
+        without an answer the store is lost.
+        """
+        super().__init__()
+        self.set_timeout(timeout)
+        urls = endpoints.split(",") if isinstance(endpoints, str) else endpoints
+        cluster = EtcdCluster(tuple(urls), user, password, ca_cert, cert, key)
+        self.client = EtcdClient(cluster, job, timeout=timeout, patience=patience)
 
 
 class FileStore(StoreMixin, TorchFileStore):  # both define `wait`; the one of the mixin counts

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
+from inprocess.coordination.silence import Silence
 from inprocess.coordination.stream import FrameStream
 from inprocess.coordination.wire import (
     MAX_BODY,
@@ -41,7 +42,6 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MAIN_THREAD_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it
-_DELAY_S = 0.25  # by which a busy machine may delay a look
 
 
 class Guard(NamedTuple):
@@ -103,7 +103,7 @@ class StoreClient:
         self._socket: socket.socket | None = None
         self._connected = threading.Event()
         self._local_host = ""
-        self._silence = _Silence()
+        self._silence = Silence()
         self._connect_s = (connect_timeout or timeout).total_seconds()
         self._thread = JoinableThread(self._run, "inprocess-store-client")
         self._thread.start()
@@ -125,6 +125,10 @@ class StoreClient:
     def lost(self) -> bool:
         """Whether the server was not reached for so long that this client has given up."""
         return self.failure is not None
+
+    def to_document(self) -> dict[str, Any]:
+        """Return what another process needs to connect, in JSON's types."""
+        return {"access": self.access.to_document()}
 
     @property
     def local_host(self) -> str:
@@ -425,34 +429,6 @@ class StoreClient:
         with contextlib.suppress(OSError):
             if self._socket is not None:
                 self._socket.close()
-
-
-class _Silence:
-    """For how long nothing was heard, of the time in which somebody listened.
-
-    A process that was stopped, or whose interpreter was held by others, has heard nothing meanwhile; that says nothing
-    about the server.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._looked_at = time.monotonic()
-        self._expected_s = 0.0
-
-    def seconds(self) -> float:
-        now = time.monotonic()
-        self._seconds += min(now - self._looked_at, self._expected_s + _DELAY_S)
-        self._looked_at, self._expected_s = now, 0.0
-        return self._seconds
-
-    def expect(self, seconds: float) -> None:
-        """The next look will be so much later."""
-        self.seconds()
-        self._expected_s = seconds
-
-    def end(self) -> None:
-        """Something was heard."""
-        self._seconds, self._looked_at = 0.0, time.monotonic()
 
 
 class _RefusedError(Exception):

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from inprocess.coordination.client import Guard, StoreClient
+from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.mixin import StoreMixin
 from inprocess.exception import StaleViewError
 
@@ -143,7 +144,7 @@ class Namespace(PrefixView, StoreMixin):  # of both, the operations of the view 
     as the job is in another iteration.
     """
 
-    def __init__(self, iteration: int, base_store: StoreClient) -> None:
+    def __init__(self, iteration: int, base_store: StoreClient | EtcdClient) -> None:
         self.prefix = str(iteration)
         self.base_store = base_store
         self._guard = {"guard": RestartIndex(base_store).guard(iteration)}

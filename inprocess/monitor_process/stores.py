@@ -1,6 +1,6 @@
 """How a monitor process gets at the store of its rank.
 
-The coordination store needs no torch. A store of another kind is made again here, from the name of its class and its
+Our own server and etcd need no torch. A store of another kind is made again here, from the name of its class and its
 keyword arguments, with torch imported: slower to start, and in more memory.
 """
 
@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from inprocess.agreement import IterationStore
-from inprocess.coordination import Access, CoordinationStore, Namespace
+from inprocess.coordination import Access, CoordinationStore, EtcdClient, EtcdCluster, Namespace
 
 __all__ = ["describe_store", "iteration_store", "open_store"]
 
@@ -26,7 +26,8 @@ def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> di
     ValueError if the store cannot be made again in another process.
     """
     if hasattr(base_store, "client"):
-        return {"access": base_store.client.access.to_document()}
+        document: dict[str, Any] = base_store.client.to_document()
+        return document
     name = f"{factory.__module__}:{factory.__qualname__}"
     if "<locals>" in name or factory.__module__ == "__main__":
         raise ValueError(
@@ -47,8 +48,11 @@ def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> di
 
 def open_store(description: dict[str, Any], patience_s: float) -> Any:
     """Monitor process: open the store that `describe_store` described. It has `close` if there is anything to close."""
+    patience = timedelta(seconds=patience_s)
     if "access" in description:
-        return CoordinationStore(Access.from_document(description["access"]), patience=timedelta(seconds=patience_s))
+        return CoordinationStore(Access.from_document(description["access"]), patience=patience)
+    if "etcd" in description:
+        return EtcdClient(EtcdCluster.from_document(description["etcd"]), description["job"], patience=patience)
     os.environ.update(description["environment"])
     module, _, qualname = description["factory"].partition(":")
     factory: Any = import_module(module)
@@ -64,7 +68,7 @@ def open_store(description: dict[str, Any], patience_s: float) -> Any:
 def iteration_store(base_store: Any, iteration: int) -> IterationStore:
     """Return the namespace of an iteration. The same keys for a rank and its monitor process."""
     client = getattr(base_store, "client", base_store)
-    if isinstance(client, CoordinationStore):
+    if isinstance(client, CoordinationStore | EtcdClient):
         return cast(IterationStore, Namespace(iteration, client))
     from inprocess.store import PrefixStore
 

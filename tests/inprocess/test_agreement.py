@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,9 +16,18 @@ import pytest
 
 from inprocess.agreement import Agreement, Outcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
-from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
+from inprocess.coordination import (
+    Access,
+    CoordinationStore,
+    EtcdClient,
+    EtcdCluster,
+    Namespace,
+    RestartIndex,
+    StoreServer,
+)
 from inprocess.exception import BarrierTimeout, StaleViewError
 from inprocess.store import FileStore, PrefixStore
+from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 
 LONG_S, CHUNK_S = 20.0, 0.02
 
@@ -28,8 +38,20 @@ def record(rank: int, kind: Interruption = Interruption.EXCEPTION, summary: str 
     return InterruptionRecord(rank, kind, summary)
 
 
-@pytest.fixture(params=["server", "file"])
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[Etcd]:
+    with running_etcd() as etcd:
+        yield etcd
+
+
+@pytest.fixture(params=["server", "file", pytest.param("etcd", marks=needs_etcd)])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    if request.param == "etcd":
+        cluster = EtcdCluster(tuple(request.getfixturevalue("etcd").endpoints))
+        with EtcdClient(cluster, f"test {uuid.uuid4().hex}") as base_client:
+            RestartIndex(base_client).begin()
+            yield lambda iteration: Namespace(iteration, base_client)
+        return
     if request.param == "file":
         base = FileStore(str(tmp_path / "store"), 1)
         RestartIndex(base).begin()
@@ -249,6 +271,18 @@ def test_a_rank_that_vanished_before_it_had_a_name(open_store: Open) -> None:
     for identity in (-2, 10, 12):
         agreements[0].arrive_at_end(identity)
     assert agreements[2].wait_roster(12, LONG_S) == Roster(frozenset({1}), frozenset({-2}))
+
+
+def test_another_one_closes_the_roster_and_goes_on_meanwhile(open_store: Open) -> None:
+    """The last one to arrive is about to write the roster; another one, which looks just then, does it and goes on."""
+    agreements = three(open_store)
+    agreements[0].interrupt(record(0))
+    for rank in (0, 1):
+        agreements[rank].arrive_at_end(10 + rank)
+    store = Interrupted(open_store(0), "compare_set", "roster", lambda: agreements[1].wait_roster(11, LONG_S))
+    last = Agreement(store, 0, 3)
+    last.arrive_at_end(12)
+    assert last.wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
 
 
 def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecutor) -> None:

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
-from inprocess.store import FileStore, PrefixStore, TCPStore
+from inprocess.store import EtcdStore, FileStore, PrefixStore, TCPStore
+from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 from tests.support import LeakCheck, run_ranks
 
 SOON = timedelta(milliseconds=50)
@@ -59,6 +61,23 @@ def _torch_free(request: pytest.FixtureRequest) -> Connect:
     return connect
 
 
+def _etcd(request: pytest.FixtureRequest) -> Connect:
+    etcd: Etcd = request.getfixturevalue("etcd")
+    job = f"test {uuid.uuid4().hex}"
+
+    def connect() -> EtcdStore:
+        store = EtcdStore(etcd.endpoints, job=job, timeout=LONG)
+        request.addfinalizer(store.close)
+        return store
+
+    return connect
+
+
+def _etcd_client(request: pytest.FixtureRequest) -> Connect:
+    connect = _etcd(request)
+    return lambda: connect().client
+
+
 def _file(request: pytest.FixtureRequest) -> Connect:
     path = request.getfixturevalue("tmp_path") / "store"
     return lambda: FileStore(str(path), -1)
@@ -68,6 +87,9 @@ MAKERS: dict[str, Callable[[pytest.FixtureRequest], Connect]] = {
     "tcp": _tcp,
     "file": _file,
     "torch-free": _torch_free,
+    "etcd": _etcd,
+    "prefix over etcd": lambda request: _under(PrefixStore, _etcd(request)),
+    "namespace over etcd": lambda request: _under(Namespace, _etcd_client(request)),
     "prefix over tcp": lambda request: _under(PrefixStore, _tcp(request)),
     "prefix over file": lambda request: _under(PrefixStore, _file(request)),
     "namespace": lambda request: _under(Namespace, _torch_free(request)),
@@ -90,7 +112,16 @@ def _nothing_left() -> Iterator[None]:
     check.check()
 
 
-@pytest.fixture(params=list(MAKERS))
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[Etcd]:
+    with running_etcd() as etcd:
+        yield etcd
+
+
+ALL = [pytest.param(name, marks=needs_etcd) if "etcd" in name else name for name in MAKERS]
+
+
+@pytest.fixture(params=ALL)
 def connect(request: pytest.FixtureRequest) -> Connect:
     return MAKERS[request.param](request)
 
@@ -107,7 +138,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 # torch's file store counts its timeouts in whole seconds, so one of the two is enough.
-quick = pytest.mark.parametrize("connect", [name for name in MAKERS if name != "prefix over file"], indirect=True)
+quick = pytest.mark.parametrize("connect", [maker for maker in ALL if maker != "prefix over file"], indirect=True)
 
 
 class TestEveryStore:

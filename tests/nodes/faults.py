@@ -1,6 +1,7 @@
 """Faults of a laboratory as data: what is done, whom it concerns, and who cannot reach the server meanwhile.
 
-The server of a job is a process that initial rank 0 has started, on node 0; it is stopped with that rank.
+The server of a job is a process that initial rank 0 has started, on node 0; it is stopped with that rank. A job whose
+store is in etcd has none: who cannot reach the other members of the cluster has no store.
 """
 
 from __future__ import annotations
@@ -121,6 +122,9 @@ class Fault:
     def _at_it(self, job: Job) -> frozenset[int]:
         return frozenset([self.at] if self.is_of_rank else job.ranks_of(self.at))
 
+    def _is_of_server(self, job: Job) -> bool:
+        return job.server_rank is not None and job.server_rank in self._at_it(job)
+
     def stopped(self, job: Job) -> frozenset[int]:
         """The initial ranks that do not run meanwhile."""
         return self._at_it(job) if self.kind in _FREEZES else frozenset()
@@ -129,11 +133,11 @@ class Fault:
         """The initial ranks that cannot reach the server meanwhile."""
         everybody = frozenset(job.pids)
         if self.kind in _ENDS or self.kind is Kind.KILL_SERVER:
-            return everybody if self.at == 0 else frozenset()
+            return everybody if self._is_of_server(job) else frozenset()
         if self.kind in _FREEZES:
-            return everybody - self._at_it(job) if self.at == 0 else frozenset()
+            return everybody - self._at_it(job) if self._is_of_server(job) else frozenset()
         if self.kind in _NO_WAY_TO:
-            return everybody - self._at_it(job) if self.at == 0 else self._at_it(job)
+            return everybody - self._at_it(job) if self._is_of_server(job) else self._at_it(job)
         return frozenset()
 
     def may_cost(self, job: Job) -> frozenset[int]:
@@ -141,8 +145,8 @@ class Fault:
         everybody = frozenset(job.pids)
         if self.kind in (Kind.EXCEPTION, Kind.KILL_MONITOR):
             return frozenset()
-        if self.at == 0 and self.is_of_link:
+        if self._is_of_server(job) and self.is_of_link:
             return everybody - self._at_it(job)
-        if self.at == 0 and self.kind is not Kind.KILL_RANK:
+        if self._is_of_server(job) and self.kind is not Kind.KILL_RANK:
             return everybody
         return self._at_it(job)

@@ -45,13 +45,15 @@ class Exit:
 class Job:
     """The ranks of one job. Made by `Lab.start`.
 
-    `pids[rank]` is the process of an initial rank, `exits[rank]` how it has ended, once it has.
+    `pids[rank]` is the process of an initial rank, `exits[rank]` how it has ended, once it has. `server_rank` is the
+    one whose processes serve the coordination store; None if none of the job's does.
     """
 
     def __init__(
         self, nursery: Nursery, folder: Path, program: str, arguments: list[object], starts: Mapping[int, RankStart]
     ) -> None:
         self.folder = folder
+        self.server_rank: int | None = 0
         self.started = time.monotonic()
         self.exits: dict[int, Exit] = {}
         self.nodes = {rank: start.node for rank, start in starts.items()}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -64,6 +65,7 @@ class Lab:
         self.folder = folder
         self.nodes = range(nodes)
         self.jobs: list[Job] = []
+        self._etcd: list[subprocess.Popen[bytes]] = []
         self._nursery = nursery
         self._prefix = fresh_prefix()
         self._group = Group(cgroups.mount_point() / self._prefix).make()
@@ -110,6 +112,29 @@ class Lab:
         self.jobs.append(job)
         return job
 
+    def start_etcd(self) -> list[str]:
+        """Start an etcd cluster with a member on each node; returns their client URLs. Who uses it must wait for it."""
+        peers = [f"http://{address}:2380" for address in self.network.addresses]
+        clients = [f"http://{address}:2379" for address in self.network.addresses]
+        for node in self.nodes:
+            group = self._node_group(node).child("etcd")
+            arguments = {
+                "name": f"node{node}",
+                "data-dir": self._node_folder(node) / "etcd",
+                "listen-client-urls": clients[node],
+                "advertise-client-urls": clients[node],
+                "listen-peer-urls": peers[node],
+                "initial-advertise-peer-urls": peers[node],
+                "initial-cluster": ",".join(f"node{index}={url}" for index, url in enumerate(peers)),
+                "heartbeat-interval": 50,
+                "election-timeout": 500,
+            }
+            enter = f'echo 0 > {group.path}/cgroup.procs; exec nsenter --net={self.network.namespace(node)} etcd "$@"'
+            options = [f"--{name}={value}" for name, value in arguments.items()]
+            with open(self._node_folder(node) / "etcd.log", "wb") as log:
+                self._etcd.append(subprocess.Popen(["sh", "-c", enter, "sh", *options], stdout=log, stderr=log))
+        return clients
+
     # -- faults of links; see `Network` --------------------------------------------------------------------------------
 
     def cut(self, node: int) -> None:
@@ -155,6 +180,8 @@ class Lab:
                 self.jobs.pop().close()
         finally:
             self._group.remove()
+            for member in self._etcd:
+                member.wait()
             self.network.close()
 
     def __enter__(self) -> Self:

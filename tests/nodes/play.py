@@ -13,7 +13,7 @@ from tests.nodes.faults import Fault
 from tests.nodes.job import Job
 from tests.nodes.judge import Apart, End, Facts, Limits, Published, Stopped, Violation, judge
 from tests.nodes.lab import Lab
-from tests.nodes.program import CHECKPOINTS, Options
+from tests.nodes.program import CHECKPOINTS, ETCD, Options
 
 __all__ = ["Report", "limits_of", "play", "read_published"]
 
@@ -69,7 +69,10 @@ def play(
 ) -> Report:
     """Run a job with these faults, and judge it. With `all_finish` no fault may cost a rank."""
     limits = limits_of(options)
-    job = lab.start(program, [asdict(options)], ranks_per_node=ranks_per_node)
+    env = {ETCD: ",".join(lab.start_etcd())} if options.etcd else None
+    job = lab.start(program, [asdict(options)], ranks_per_node=ranks_per_node, env=env)
+    if options.etcd:
+        job.server_rank = None
     base = job.wait_event("saved" if options.checkpoints else "step", job.pids, _START_S)
     played = _apply(lab, job, faults, base)
     _observe(job, played, limits)

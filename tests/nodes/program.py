@@ -21,11 +21,13 @@ import ckpt
 import inprocess
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from inprocess.abort import AbortTorchDistributed
+from inprocess.store import EtcdStore
 from tests.nodes.journal import Journal
 
-__all__ = ["CHECKPOINTS", "PHASES", "Options", "train"]
+__all__ = ["CHECKPOINTS", "ETCD", "PHASES", "Options", "train"]
 
 CHECKPOINTS = "checkpoints"
+ETCD = "LAB_ETCD"
 PHASES = ("abort", "finalize", "health check", "initialize")
 """What a restart consists of, as far as a program can see it, in this order."""
 _SAVE_EVERY = 5
@@ -37,7 +39,8 @@ _DRAIN_TIMEOUT = timedelta(seconds=5)
 class Options:
     """What one job differs in from others. Times are in seconds.
 
-    `pauses` are the phases of the first restart that last so much longer, so that a fault can be applied in them.
+    With `etcd` the store is in the cluster that ETCD in the environment names. `pauses` are the phases of the first
+    restart that last so much longer, so that a fault can be applied in them.
     """
 
     step_s: float = 0.05
@@ -46,7 +49,14 @@ class Options:
     heartbeat_timeout_s: float = 2.0
     barrier_timeout_s: float = 15.0
     checkpoints: bool = False
+    etcd: bool = False
     pauses: dict[str, float] = field(default_factory=dict)
+
+    def store(self) -> dict[str, Any]:
+        """Return the arguments of the wrapper that are about its store."""
+        if not self.etcd:
+            return {}
+        return {"store_factory": EtcdStore, "store_kwargs": {"endpoints": os.environ[ETCD]}}
 
     def timeouts(self) -> dict[str, Any]:
         """Return the arguments of the wrapper."""
@@ -104,6 +114,7 @@ class Program:
             finalize=self._phase("finalize", finalize),
             monitor_process_logfile=self._journal.folder / "monitor_{rank}.log",
             monitor_process_pidfile=self._journal.folder / "monitor_{rank}.pid",
+            **self._options.store(),
             **self._options.timeouts(),
         )
 

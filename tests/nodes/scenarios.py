@@ -1,6 +1,7 @@
 """Named scenarios: a job, and what happens to it.
 
-Three nodes with two ranks each, if nothing else is said. The server is on node 0.
+Three nodes with two ranks each, if nothing else is said. The server is on node 0; or there is an etcd cluster, with a
+member on each node.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _PAUSE_S = 1.0
 _WITH_CHECKPOINTS = Options(
     checkpoints=True, step_s=0.2, soft_timeout_s=8.0, hard_timeout_s=12.0, barrier_timeout_s=15.0
 )
+_WITH_ETCD = Options(etcd=True, heartbeat_timeout_s=4.0, hard_timeout_s=16.0, barrier_timeout_s=20.0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ def _in_phase(phase: str, kind: Kind, at: int, lasts_s: float | None = None) -> 
     where = f"rank {at}" if faults[1].is_of_rank else f"node {at}"
     name = f"{kind.value} of {where}" + ("" if lasts_s is None else " and back")
     return Scenario(f"in {phase}: {name}", faults, options=Options(pauses={phase: _PAUSE_S}))
+
+
+def _with_etcd(name: str, kind: Kind, at: int, lasts_s: float | None = None, *, all_finish: bool = False) -> Scenario:
+    return Scenario(f"etcd: {name}", [Fault(kind, at, lasts_s=lasts_s)], all_finish=all_finish, options=_WITH_ETCD)
 
 
 def _with_checkpoints(name: str, *faults: Fault) -> Scenario:
@@ -108,6 +114,14 @@ SCENARIOS: Sequence[Scenario] = (
     *(_in_phase(phase, Kind.KILL_SERVER, 0) for phase in PHASES),
     *(_in_phase(phase, Kind.POWER_OFF, 0) for phase in PHASES),
     *(_in_phase(phase, Kind.REBOOT, 2) for phase in PHASES),
+    _with_etcd("an exception", Kind.EXCEPTION, 3, all_finish=True),
+    _with_etcd("short blip, node 0", Kind.CUT, 0, _SHORT_S, all_finish=True),
+    _with_etcd("cut off, node 0", Kind.CUT, 0),
+    _with_etcd("very long blip, node 0", Kind.CUT, 0, 2 * _VERY_LONG_S),
+    _with_etcd("frozen for long and back, node 0", Kind.FREEZE_NODE, 0, 2 * _VERY_LONG_S),
+    _with_etcd("killed, rank 0", Kind.KILL_RANK, 0),
+    _with_etcd("lost, node 0", Kind.POWER_OFF, 0),
+    _with_etcd("rebooted, node 0", Kind.REBOOT, 0),
     _with_checkpoints("an exception", Fault(Kind.EXCEPTION, 1)),
     _with_checkpoints("cut off", Fault(Kind.CUT, 2)),
     _with_checkpoints("long blip, node 0", Fault(Kind.CUT, 0, lasts_s=_LONG_S)),

@@ -124,26 +124,24 @@ def test_exceptions_at_any_bytecode_leave_the_client_usable(server: StoreServer,
     assert server.client_count == 1
 
 
-def test_an_exception_while_waiting(
-    server: StoreServer, connect: Connect, relay: Relay, client: CoordinationStore
-) -> None:
-    relayed = connect(relay.access)
+def test_an_exception_while_waiting(server: StoreServer, connect: Connect, client: CoordinationStore) -> None:
+    waiting = connect()
     results: list[object] = []
 
     def work() -> None:
         try:
-            relayed.wait(["key"], LONG)
+            waiting.wait(["key"], LONG)
         except _Thrown:
             results.append("thrown")
-        results.append(relayed.get("key", LONG))
+        results.append(waiting.get("other key", LONG))
 
     thread = threading.Thread(target=work)
     thread.start()
     eventually(lambda: server.request_count == 1)
     _throw(thread)
-    relay.cut()  # recv returns, and the exception appears
+    client.set("key", "x")  # the wait returns, and the exception appears
     eventually(lambda: results == ["thrown"])
-    client.set("key", "x")
+    client.set("other key", "x")
     thread.join()
     assert results == ["thrown", b"x"]
 

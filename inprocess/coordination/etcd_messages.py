@@ -1,0 +1,135 @@
+"""The messages of etcd's interface that the store is made of: transactions, and the spans of keys they are about.
+
+Source: etcd's documentation, "API reference": TxnRequest, RangeRequest, PutRequest, DeleteRangeRequest, Compare.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, NamedTuple, TypeAlias
+
+__all__ = [
+    "Answers",
+    "Entry",
+    "Message",
+    "Span",
+    "after",
+    "as_of",
+    "condition",
+    "delete",
+    "encoded",
+    "in_bytes",
+    "joined",
+    "place",
+    "put",
+    "read",
+    "suffix",
+]
+
+Message: TypeAlias = dict[str, Any]
+
+
+class Span(NamedTuple):
+    """A key, or all keys from `first` to before `end`, in etcd's sense."""
+
+    first: bytes
+    end: bytes = b""
+
+
+class Entry(NamedTuple):
+    """A key of etcd with its value, and the revision at which it was last written."""
+
+    name: bytes
+    value: bytes
+    revision: int
+
+
+class Answers:
+    """The answers to the operations of a transaction, by their position."""
+
+    def __init__(self, document: Message) -> None:
+        self.revision = int(document["header"]["revision"])
+        self.succeeded = bool(document.get("succeeded"))
+        self._responses = document.get("responses", [])
+
+    def entries(self, position: int) -> list[Entry]:
+        """What a range contained."""
+        found = self._responses[position]["response_range"].get("kvs", [])
+        return [Entry(decoded(kv["key"]), decoded(kv.get("value", "")), int(kv["mod_revision"])) for kv in found]
+
+    def count(self, position: int) -> int:
+        """How many keys a range contained."""
+        return int(self._responses[position]["response_range"].get("count", 0))
+
+    def deleted(self, position: int) -> int:
+        """How many keys were deleted."""
+        response = self._responses[position]
+        if "response_range" in response:  # see `as_of`
+            return self.count(position)
+        return int(response["response_delete_range"].get("deleted", 0))
+
+
+def place(span: Span) -> Message:
+    """Return the fields of a message that say which keys it is about."""
+    return {"key": encoded(span.first), **({"range_end": encoded(span.end)} if span.end else {})}
+
+
+def read(span: Span, **options: bool) -> Message:
+    """Read a span, in the order of creation."""
+    return {"request_range": {**place(span), "sort_order": "ASCEND", "sort_target": "CREATE", **options}}
+
+
+def put(key: bytes, value: bytes, lease: int) -> Message:
+    """Write a key, which goes with the lease."""
+    return {"request_put": {"key": encoded(key), "value": encoded(value), "lease": str(lease)}}
+
+
+def delete(span: Span) -> Message:
+    """Delete all keys of a span."""
+    return {"request_delete_range": place(span)}
+
+
+def condition(span: Span, target: str, value: int | str) -> Message:
+    """The condition that all keys of a span have this value, or revision; 0 if there are none."""
+    if target == "VALUE":
+        return {**place(span), "target": "VALUE", "result": "EQUAL", "value": encoded(in_bytes(str(value)))}
+    return {**place(span), "target": target, "result": "EQUAL", "mod_revision": str(value)}
+
+
+def as_of(op: Message, revision: int) -> Message:
+    """Return how to read what an operation of a transaction, done at this revision, answered."""
+    if "request_delete_range" in op:
+        return {"request_range": {**op["request_delete_range"], "count_only": True, "revision": str(revision - 1)}}
+    if "request_put" in op:
+        return {"request_range": {"key": op["request_put"]["key"], "count_only": True}}
+    return {"request_range": {**op["request_range"], "revision": str(revision)}}
+
+
+def joined(entries: list[Entry]) -> bytes:
+    """Return all values, one after the other."""
+    return b"".join(entry.value for entry in entries)
+
+
+def suffix(entry: Entry) -> str:
+    """Return what stands behind the NUL of a name."""
+    return entry.name.rpartition(b"\0")[2].decode()
+
+
+def after(name: bytes) -> bytes:
+    """The end of the span of all that begin so."""
+    return name[:-1] + bytes([name[-1] + 1])
+
+
+def encoded(value: bytes) -> str:
+    """Return bytes as the gateway takes them."""
+    return base64.b64encode(value).decode()
+
+
+def decoded(text: str) -> bytes:
+    """Return bytes as the gateway gives them."""
+    return base64.b64decode(text)
+
+
+def in_bytes(value: str | bytes) -> bytes:
+    """Return text in UTF-8."""
+    return value.encode() if isinstance(value, str) else bytes(value)
