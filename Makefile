@@ -24,17 +24,18 @@ lint: $(INSTALLED)
 pytest: $(INSTALLED)
 	$(PYTEST) $(PYTEST_ARGS)
 
-# The crash matrix, the fault matrix, the C code and the readers with random input, and the laboratory of nodes: all of
-# each (`make test` runs some of it), verbose.
+# The crash matrix, the fault matrix, the C code and the readers with random input, the laboratory of nodes, unchanged
+# programs and frameworks, every benchmark once: all of each (`make test` runs some of it), verbose.
 # The fault matrix has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
 # The laboratory needs root, iproute2 and nftables; 300 random schedules of 12 s, two at a time, take half an hour.
 NODES_SCHEDULES ?= 300
+test-faults: export TESTS = full
 test-faults: $(INSTALLED)
-	CKPT_CRASH_MATRIX=full CKPT_RESTART_FAULTS=full $(PYTEST) -v tests/crash tests/storage tests/ckpt/shared_fs tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
-	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
-	NODES_SCENARIOS=full NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/nodes $(PYTEST_ARGS)
-	CKPT_FUZZ=full $(PYTEST) -v -rA tests/native/test_sanitizers.py tests/fuzz $(PYTEST_ARGS)
-	INPROCESS_FAULT_MATRIX=full $(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples $(PYTEST_ARGS)
+	$(PYTEST) -v tests/crash tests/storage tests/ckpt/shared_fs tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
+	$(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
+	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/nodes $(PYTEST_ARGS)
+	$(PYTEST) -v -rA tests/native/test_sanitizers.py tests/fuzz $(PYTEST_ARGS)
+	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/test_bench*.py $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools.demo

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import full_only
 from tools.bench.recover import main
 from tools.bench.recovering import SCENARIOS
 
 
-@pytest.mark.slow
+@full_only
 @pytest.mark.timeout(240)  # it starts Python with torch nine times
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import full_only
 from tools.bench.__main__ import main
 from tools.bench.suite.figures import Verdict, verdicts
 from tools.bench.suite.plan import Measured, Scenario
@@ -15,7 +16,7 @@ from tools.bench.systems import SYSTEMS
 _OURS = ("stall, first save", "stall, steady", "extra time of the step window", "durable and committed", "load, cold")
 
 
-@pytest.mark.slow
+@full_only
 @pytest.mark.timeout(600)
 def test_every_benchmark_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk, result, plots = tmp_path / "disk", tmp_path / "result.json", tmp_path / "plots"

@@ -1,9 +1,8 @@
 """An exception thrown into any bytecode of a save, and then a restart: nothing is lost, and the next save works.
 
-CKPT_RESTART_FAULTS=full throws into hundreds of places; else into some, spread over the whole save.
+TESTS=full throws into hundreds of places; else into some, spread over the whole save.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,9 +17,10 @@ import torch
 import ckpt
 from ckpt.storage.commit import CheckpointRoot
 from tests.support import LeakCheck
+from tests.support.selection import FULL
 
 _LIBRARY = str(Path(ckpt.__file__).parent)
-_PLACES = 600 if os.environ.get("CKPT_RESTART_FAULTS") == "full" else 16
+_PLACES = 600 if FULL else 16
 
 
 class _Restart(BaseException):
@@ -66,7 +66,6 @@ def _save(checkpointer: ckpt.Checkpointer, state: Any, step: int, finalized: lis
         time.sleep(0.001)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("drain", [timedelta(seconds=10), None], ids=["drain", "abort"])
 def test_nothing_is_lost(tmp_path: Path, drain: timedelta | None, leak_check: LeakCheck) -> None:

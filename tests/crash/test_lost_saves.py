@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from tests.support import rank_values
+from tests.support.selection import FULL
 
-_RUNS = 20 if os.environ.get("CKPT_RESTART_FAULTS") == "full" else 1
+_RUNS = 20 if FULL else 1
 _LATEST_S = 0.2
 _POLICIES = ("drain", "abort", "writers killed")
 
@@ -55,7 +56,6 @@ def _one_dies(rank: int, world_size: int, folder: Path, policy: str, after_s: fl
     return answer
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_how_many_saves_in_flight_are_lost(tmp_path: Path) -> None:
     choose = random.Random(1)

@@ -23,6 +23,7 @@ from ckpt.storage.commit import CheckpointRoot, PendingSave, intent_of_step
 from ckpt.storage.retired import retire_step, retired_path
 from tests.crash.killers import KillingWriter, wait_until
 from tests.support import RankGroup, launch_ranks
+from tests.support.selection import FULL
 
 _OPTIONS = {"pack_below_bytes": 4096}
 _AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
@@ -104,10 +105,7 @@ CELLS = [
 
 
 def _selected() -> list[Cell]:
-    everything = os.environ.get("CKPT_CRASH_MATRIX") == "full"
-    return [
-        cell for cell in CELLS if everything or cell.key in (REPRESENTATIVE_OF_REUSE if cell.reuse else REPRESENTATIVE)
-    ]
+    return [cell for cell in CELLS if FULL or cell.key in (REPRESENTATIVE_OF_REUSE if cell.reuse else REPRESENTATIVE)]
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -276,9 +274,8 @@ def play(cell: Cell, folder: Path, roots: tuple[Path, Path]) -> None:
 
 
 def selected(few: set[tuple[str, str, int, int]]) -> list[Cell]:
-    """All cells if CKPT_CRASH_MATRIX is "full", else a few, over new files."""
-    everything = os.environ.get("CKPT_CRASH_MATRIX") == "full"
-    return [cell for cell in CELLS if everything or (cell.key in few and not cell.reuse)]
+    """All cells if TESTS is "full", else a few, over new files."""
+    return [cell for cell in CELLS if FULL or (cell.key in few and not cell.reuse)]
 
 
 def test_the_matrix_is_whole() -> None:

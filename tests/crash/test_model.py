@@ -1,12 +1,10 @@
 """Every state of the restart protocol, in all orders of events; and exploration does find mistakes."""
 
-import os
-
 import pytest
 
 from tests.crash.model import Bug, Model, Violation, explore
+from tests.support.selection import FULL
 
-_FULL = os.environ.get("CKPT_RESTART_FAULTS") == "full"
 _MODELS = {
     "three ranks": Model(world=3, epochs=1, crashes=1),
     "two epochs": Model(world=2, epochs=2, crashes=1),
@@ -19,9 +17,9 @@ _LARGE = {
 }
 
 
-@pytest.mark.timeout(900 if _FULL else 60)
+@pytest.mark.timeout(900 if FULL else 60)
 @pytest.mark.parametrize("drain", [True, False], ids=["drain", "abort"])
-@pytest.mark.parametrize("name", [*_MODELS, *(_LARGE if _FULL else ())])
+@pytest.mark.parametrize("name", [*_MODELS, *(_LARGE if FULL else ())])
 def test_no_reachable_state_violates_the_invariants(name: str, drain: bool) -> None:
     model = (_MODELS | _LARGE)[name]
     states = explore(Model(model.world, model.steps, model.epochs, model.crashes, drain))

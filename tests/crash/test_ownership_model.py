@@ -1,16 +1,14 @@
 """Every state of the ownership protocol, in all orders of events; and exploration does find mistakes.
 
-CKPT_RESTART_FAULTS=full explores the large setups, too.
+TESTS=full explores the large setups, too.
 """
-
-import os
 
 import pytest
 
 from tests.crash.ownership_model import Setup, Violation, explore_ownership
 from tests.crash.ownership_state import Bug
+from tests.support.selection import FULL
 
-_FULL = os.environ.get("CKPT_RESTART_FAULTS") == "full"
 _SETUPS = {
     "two ranks": Setup(),
     "two ranks that only stall": Setup(saves=2, crashes=False),
@@ -37,9 +35,8 @@ _FOUND_IN = {
 _LOOKS = [Bug.NO_LOOK_AT_PUBLISH, Bug.LOOK_BEFORE_MAKING]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900 if _FULL else 60)
-@pytest.mark.parametrize("name", [*_SETUPS, *(_LARGE if _FULL else ())])
+@pytest.mark.timeout(900 if FULL else 60)
+@pytest.mark.parametrize("name", [*_SETUPS, *(_LARGE if FULL else ())])
 def test_no_reachable_state_violates_the_invariants(name: str) -> None:
     states = explore_ownership((_SETUPS | _LARGE)[name])
     print(f"{states} states")

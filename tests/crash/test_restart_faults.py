@@ -1,6 +1,6 @@
 """Trainings that are made to fail again and again come to the same end as one that never does.
 
-    CKPT_RESTART_FAULTS=full pytest tests/crash/test_restart_faults.py        all jobs
+    TESTS=full pytest tests/crash/test_restart_faults.py        all jobs
     ... -k drain-2-raising-004                                                one of them: its name is its seed
 
 Of every job: C1 (all ranks restore the same published step, with the right bytes), C2 (the newest), C3 (nothing of an
@@ -9,7 +9,6 @@ iteration is published after it was looked at), C4 (nothing is left over), C5 (t
 
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +21,9 @@ from ckpt.validation import validate
 from tests.crash.fault_plan import Job, jobs
 from tests.crash.restart_training import run, simulate
 from tests.support import RanksFailed, run_ranks
+from tests.support.selection import FULL
 
-_FULL = os.environ.get("CKPT_RESTART_FAULTS") == "full"
-_JOBS = [job for mode in ("drain", "abort") for job in jobs(mode, 40 if _FULL else 3, 7 if _FULL else 3)]
+_JOBS = [job for mode in ("drain", "abort") for job in jobs(mode, 40 if FULL else 3, 7 if FULL else 3)]
 _COUNTS: Counter[str] = Counter()
 
 
@@ -86,7 +85,6 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
             assert held[-1]["descriptors"] <= held[1]["descriptors"] + 24, held
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("job", _JOBS, ids=str)
 def test_training_comes_to_the_same_end(tmp_path: Path, job: Job) -> None:

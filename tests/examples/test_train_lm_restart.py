@@ -29,7 +29,6 @@ def train_with_faults(folder: Path, plan: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_run_with_faults_ends_like_one_without(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", STEPS, tmp_path / "whole.jsonl")

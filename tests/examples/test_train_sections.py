@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.inprocess.fault_tolerance.launching import Job, Launcher, LauncherServer, slow
+from tests.inprocess.fault_tolerance.launching import Job, Launcher, LauncherServer
+from tests.support.selection import full_only
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "examples" / "train_sections.py"
@@ -42,6 +43,7 @@ def weights(launcher: Launcher, step: int = STEPS) -> str:
     return found[1]
 
 
+@full_only
 @pytest.mark.timeout(150)
 def test_it_comes_back_from_hangs_to_the_same_weights(example: Job) -> None:
     undisturbed = start(example, "undisturbed")
@@ -61,7 +63,7 @@ def test_it_comes_back_from_hangs_to_the_same_weights(example: Job) -> None:
     )
 
 
-@slow
+@full_only
 @pytest.mark.timeout(150)
 def test_it_comes_back_in_process(example: Job) -> None:
     undisturbed = start(example, "undisturbed")
@@ -73,7 +75,7 @@ def test_it_comes_back_in_process(example: Job) -> None:
     assert stayed.log().count("begins after step") == 3
 
 
-@slow
+@full_only
 @pytest.mark.timeout(150)
 def test_sigterm_saves_and_ends_well_and_the_job_goes_on(example: Job) -> None:
     undisturbed = start(example, "undisturbed", steps=300)

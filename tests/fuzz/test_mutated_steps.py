@@ -1,7 +1,7 @@
 """Whatever is changed in a step: reading it gives what its documents describe, or an error of ours, soon and in little
 memory; and `validate` finds it.
 
-`CKPT_FUZZ=full` (see `make test-faults`) tries 4,500 changes instead of some hundred. `CKPT_FUZZ_SEED` sets the seed.
+`TESTS=full` (see `make test-faults`) tries 4,500 changes instead of some hundred. `FUZZ_SEED` sets the seed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import pytest
 
 from tests.fuzz.states import LAYOUTS, save_all
 from tests.support import run_ranks
+from tests.support.selection import FULL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FULL = os.environ.get("CKPT_FUZZ") == "full"
-SEED = int(os.environ.get("CKPT_FUZZ_SEED", random.randrange(1 << 32)))
+SEED = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 32)))
 CASES = 1500 if FULL else 120
 
 

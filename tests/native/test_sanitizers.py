@@ -1,6 +1,6 @@
 """The C code with AddressSanitizer and UndefinedBehaviorSanitizer in it: its tests, and random tables of work.
 
-`CKPT_FUZZ=full` (see `make test-faults`) runs all of them; otherwise only some tables, and `CKPT_FUZZ_SEED` sets the
+`TESTS=full` (see `make test-faults`) runs all of them; otherwise only some tables, and `FUZZ_SEED` sets the
 seed, which is printed.
 """
 
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import FULL, full_only
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted((REPOSITORY / "ckpt" / "native").glob("*.c"))
-FULL = os.environ.get("CKPT_FUZZ") == "full"
-SEED = int(os.environ.get("CKPT_FUZZ_SEED", random.randrange(1 << 32)))
+SEED = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 32)))
 TABLES = 10_000 if FULL else 300
 
 _TESTS = """
@@ -88,7 +89,7 @@ def test_the_sanitizer_sees_a_write_outside(sanitized: tuple[str, dict[str, str]
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.skipif(not FULL, reason="CKPT_FUZZ=full runs all tests of the C code with sanitizers")
+@full_only
 def test_all_tests_of_the_c_code(sanitized: tuple[str, dict[str, str]]) -> None:
     library, environment = sanitized
     done = _run(["-c", _TESTS, library], environment, 170)

@@ -1,9 +1,8 @@
 """Every named scenario; `make test` plays the quick ones, `make test-faults` all. One by itself:
 
-NODES_SCENARIOS=full pytest tests/nodes/test_scenarios.py -k 'long-blip'
+TESTS=full pytest tests/nodes/test_scenarios.py -k 'long-blip'
 """
 
-import os
 import re
 from collections.abc import Callable
 
@@ -12,13 +11,12 @@ import pytest
 from tests.nodes.lab import Lab
 from tests.nodes.play import play
 from tests.nodes.scenarios import SCENARIOS, Scenario
-
-_FULL = os.environ.get("NODES_SCENARIOS") == "full"
+from tests.support.selection import FULL
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "scenario", [its for its in SCENARIOS if _FULL or its.quick], ids=lambda its: re.sub(r"\W+", "-", its.name)
+    "scenario", [its for its in SCENARIOS if FULL or its.quick], ids=lambda its: re.sub(r"\W+", "-", its.name)
 )
 def test_scenario(scenario: Scenario, make_lab: Callable[[int], Lab]) -> None:
     report = play(

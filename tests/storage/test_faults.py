@@ -1,6 +1,6 @@
 """Every system call of a save fails once: nothing published is damaged or lost, and the next save works.
 
-CKPT_CRASH_MATRIX=full pytest tests/storage/test_faults.py      every call, every fault; else some of them
+TESTS=full pytest tests/storage/test_faults.py      every call, every fault; else some of them
 ... -k 'retention and 0'                                        every tenth of those of one scenario
 """
 
@@ -21,10 +21,10 @@ from ckpt.errors import CheckpointError
 from ckpt.storage.commit import CheckpointRoot
 from tests.storage.small_saves import SCENARIOS, Scenario, assert_whole, opened, save
 from tests.storage.syscalls import Call, Syscalls
+from tests.support.selection import FULL
 
-_FULL = os.environ.get("CKPT_CRASH_MATRIX") == "full"
 _CASES = 15  # of each scenario, unless all
-_SHARES = range(8) if _FULL else range(1)
+_SHARES = range(8) if FULL else range(1)
 _CHANGING = {"link", "mkdir", "rename", "renameat2", "rmdir", "unlink"}
 
 
@@ -123,8 +123,7 @@ def _run(root: Path, scenario: Scenario, at: int, kind: str) -> None:
     assert not (lost := _descriptors() - descriptors), f"descriptors are left open: {lost}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900 if _FULL else 120)
+@pytest.mark.timeout(900 if FULL else 120)
 @pytest.mark.parametrize("share", _SHARES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_call_that_fails_loses_nothing(tmp_path: Path, name: str, share: int) -> None:
@@ -132,7 +131,7 @@ def test_a_call_that_fails_loses_nothing(tmp_path: Path, name: str, share: int) 
     template.mkdir()
     scenario.prepare(template)
     every = _cases(scenario, template, tmp_path)
-    cases = every[share :: len(_SHARES)] if _FULL else random.Random(name).sample(every, _CASES)
+    cases = every[share :: len(_SHARES)] if FULL else random.Random(name).sample(every, _CASES)
     problems = []
     for number, (at, kind) in enumerate(cases):
         root = tmp_path / f"case_{number}"

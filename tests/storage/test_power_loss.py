@@ -1,9 +1,8 @@
 """A loss of power after any system call of a save: what was published restores bit for bit, and the next start works.
 
-CKPT_CRASH_MATRIX=full pytest tests/storage/test_power_loss.py     all states; else some, spread over the save
+TESTS=full pytest tests/storage/test_power_loss.py     all states; else some, spread over the save
 """
 
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,10 +16,10 @@ from tests.storage.crash_states import Change, Recorder, Tree, crash, materialis
 from tests.storage.small_saves import SCENARIOS, assert_whole, opened, save
 from tests.storage.syscalls import Call, Syscalls
 from tests.support import run_ranks
+from tests.support.selection import FULL
 
-_FULL = os.environ.get("CKPT_CRASH_MATRIX") == "full"
-_RANDOM_STATES = 2 if _FULL else 1
-_EVERY = 1 if _FULL else 9
+_RANDOM_STATES = 2 if FULL else 1
+_EVERY = 1 if FULL else 9
 
 
 def _record(rank: int, world_size: int, root: Path, name: str) -> tuple[Tree, list[Change]]:
@@ -56,8 +55,7 @@ def _states(before: Tree, changes: list[Change]) -> Iterator[tuple[int, str, Tre
                 yield count, f"{count} changes, of which what is not durable {what}", tree
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900 if _FULL else 120)
+@pytest.mark.timeout(900 if FULL else 120)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_what_was_published_survives_and_the_next_start_works(tmp_path: Path, name: str) -> None:
     scenario = SCENARIOS[name]

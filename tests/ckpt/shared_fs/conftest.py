@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.ckpt.shared_fs.mounts import Mounts
+from tests.support.selection import FULL
 
 _MOUNT_DEADLINE_S = 20.0
 
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    """Skipped without bindfs, unless CKPT_CRASH_MATRIX is "full"."""
+    """Skipped without bindfs, unless TESTS is "full"."""
     if shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"):
-        if os.environ.get("CKPT_CRASH_MATRIX") == "full":
+        if FULL:
             pytest.fail("bindfs or /dev/fuse is missing: apt-get install bindfs")
         pytest.skip("bindfs or /dev/fuse is missing: apt-get install bindfs")
     folder = tmp_path / "folder"

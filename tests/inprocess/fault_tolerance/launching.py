@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
-
-slow = pytest.mark.skipif(os.environ.get("INPROCESS_FAULT_MATRIX") != "full", reason="runs in `make test-faults`")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _SERVER = Path(__file__).with_name("launcher_server.py")

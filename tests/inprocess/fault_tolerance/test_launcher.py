@@ -4,7 +4,8 @@ import os
 import signal
 from pathlib import Path
 
-from tests.inprocess.fault_tolerance.launching import Job, slow
+from tests.inprocess.fault_tolerance.launching import Job
+from tests.support.selection import full_only
 
 
 def test_a_job_without_faults(job: Job) -> None:
@@ -182,7 +183,7 @@ def test_no_progress_ends_with_the_code_not_to_start_again(job: Job, tmp_path: P
     assert len(job.events().splitlines()) == 5, "the first made none, the second did, three made none"
 
 
-@slow
+@full_only
 def test_no_progress_in_a_checkpoint_root(job: Job, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     (root / "step_00000100").mkdir(parents=True)
@@ -214,7 +215,7 @@ def test_a_rank_shuts_the_workload_down(job: Job) -> None:
     assert "a rank has asked for the end: for a reason" in launcher.log()
 
 
-@slow
+@full_only
 def test_a_request_matters_at_the_next_rendezvous_only(job: Job) -> None:
     launcher = job.one_node(CONTROL.format(action="ShutdownWorkload", code=0))
     assert launcher.wait() == 0
@@ -226,14 +227,14 @@ def test_leaving_out_the_only_node_ends_the_job(job: Job) -> None:
     assert job.events().splitlines() == ["cycle 0 rank 0 asked"]
 
 
-@slow
+@full_only
 def test_continue_asks_for_nothing(job: Job) -> None:
     launcher = job.one_node(CONTROL.format(action="Continue", code=1), restarts=1)
     assert launcher.wait() == 1
     assert len(job.events().splitlines()) == 2
 
 
-@slow
+@full_only
 def test_a_function_can_be_run_as_with_torchrun(job: Job) -> None:
     launcher = job.launch(
         "say('runs')\nif cycle == 0: raise ValueError", "--standalone", "--max-restarts=1", "--run-path"
@@ -242,7 +243,7 @@ def test_a_function_can_be_run_as_with_torchrun(job: Job) -> None:
     assert job.events().splitlines() == ["cycle 0 rank 0 runs", "cycle 1 rank 0 runs"]
 
 
-@slow
+@full_only
 def test_past_the_hard_limit_of_the_wrapper_the_launcher_restarts(job: Job) -> None:
     script = """
     import ctypes

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.inprocess.fault_tolerance.launching import Job, Launcher, free_port, slow
+from tests.inprocess.fault_tolerance.launching import Job, Launcher, free_port
+from tests.support.selection import full_only
 
 
 def start_nodes(job: Job, script: str, count: int, *options: str, nodes: str = "2") -> list[Launcher]:
@@ -112,7 +113,7 @@ def test_a_spare_takes_over_for_a_node_that_dies(job: Job) -> None:
     assert job.events().count("ends") == 2
 
 
-@slow
+@full_only
 def test_a_spare_that_was_not_needed_ends_with_0(job: Job) -> None:
     script = f"""{PROLOGUE}
     while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
@@ -159,7 +160,7 @@ def test_one_rank_ends_the_workload_on_all_nodes(job: Job) -> None:
     assert len(job.events().splitlines()) == 2
 
 
-@slow
+@full_only
 def test_a_launcher_that_is_started_again_in_a_fixed_place_joins_the_others(job: Job) -> None:
     script = f"""{PROLOGUE}
     if cycle == 0:

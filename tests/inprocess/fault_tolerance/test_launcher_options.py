@@ -18,7 +18,8 @@ from inprocess.fault_tolerance.config import WITHOUT_EFFECT
 from inprocess.fault_tolerance.launcher.gpu_memory import GpuMemory
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
-from tests.inprocess.fault_tolerance.launching import REPOSITORY, slow
+from tests.inprocess.fault_tolerance.launching import REPOSITORY
+from tests.support.selection import full_only
 
 
 def options(*argv: str) -> LauncherOptions:
@@ -228,7 +229,7 @@ def test_two_commands_start_the_launcher() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["tools.ckpt_launcher", pytest.param("inprocess.fault_tolerance.launcher", marks=slow)]
+    "module", ["tools.ckpt_launcher", pytest.param("inprocess.fault_tolerance.launcher", marks=full_only)]
 )
 def test_it_runs_as_a_module(module: str) -> None:
     answer = subprocess.run(

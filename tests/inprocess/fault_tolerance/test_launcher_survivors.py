@@ -11,8 +11,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, sta
 
 from inprocess.fault_tolerance.launcher.replacement import start_worker
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, wait_readable
-from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job, slow
+from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job
 from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
+from tests.support.selection import full_only
 
 POLICY = "--ft-restart-policy=in-process"
 
@@ -133,7 +134,7 @@ def test_the_wrapper_restarts_without_the_worker_that_was_killed(job: Job) -> No
     assert job.events().count("ends") == 2
 
 
-@slow
+@full_only
 def test_a_spare_of_the_wrapper_takes_the_place_of_a_worker_that_is_killed(job: Job) -> None:
     argv = ["--standalone", "--nproc-per-node=4", POLICY, f"--log-dir={job.folder / 'logs'}"]
     launcher = job._start([*argv, str(REPOSITORY / "examples" / "restart_spares.py")], {})
@@ -164,7 +165,7 @@ def test_a_node_that_dies_is_lost_with_its_workers(job: Job) -> None:
     assert job.events().count("ends") == 1
 
 
-@slow
+@full_only
 def test_too_few_workers_of_all_nodes(job: Job) -> None:
     script = PROLOGUE + SURVIVORS.format(fails="(1,) and cycle == 0")
     nodes = start_nodes(job, script, 2, POLICY, "--ft-min-workers=2", "--max-restarts=1")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from tests.support.selection import FULL
 
 __all__ = ["CELLS", "WORLD_SIZE", "Cell", "Fate", "Kind", "Point", "cell_named", "selected"]
 
@@ -205,8 +206,8 @@ _REPRESENTATIVE = (
 
 
 def selected() -> list[Cell]:
-    """All cells with INPROCESS_FAULT_MATRIX=full in the environment, else those that represent them."""
-    if os.environ.get("INPROCESS_FAULT_MATRIX") == "full":
+    """All cells with TESTS=full in the environment, else those that represent them."""
+    if FULL:
         return list(CELLS)
     return [list(_cells_at(kind, point))[index] for kind, point, index in _REPRESENTATIVE]
 

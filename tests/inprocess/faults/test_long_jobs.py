@@ -1,6 +1,5 @@
 """More than one fault in one job."""
 
-import os
 import time
 from pathlib import Path
 
@@ -10,17 +9,16 @@ from tests.inprocess.faults.checks import check_guarantees, ranks_in
 from tests.inprocess.faults.events import wait_until
 from tests.inprocess.faults.job import Job
 from tests.inprocess.faults.nursery import Nursery
+from tests.support.selection import FULL
 
 _PROGRAMS = "tests.inprocess.faults.long_programs"
-_FULL = os.environ.get("INPROCESS_FAULT_MATRIX") == "full"
-_RESTARTS = 100 if _FULL else 40
+_RESTARTS = 100 if FULL else 40
 _MEMORY_KB = 6 << 10  # four fifths of the restarts may cost this much
 _MAPPINGS = 16  # arenas of malloc come and go
-_CROWD = 64 if _FULL else 24
+_CROWD = 64 if FULL else 24
 _DEAD = [0, 1, 8, _CROWD - 4]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_many_restarts_leave_nothing(nursery: Nursery, tmp_path: Path) -> None:
     world_size = 3
@@ -41,7 +39,6 @@ def test_many_restarts_leave_nothing(nursery: Nursery, tmp_path: Path) -> None:
         job.check_no_process_left()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_many_ranks(nursery: Nursery, tmp_path: Path) -> None:
     """One fails, then several die at once, the first among them."""

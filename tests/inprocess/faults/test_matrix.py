@@ -2,7 +2,7 @@
 
 `make test` runs the cells that represent the others, `make test-faults` all. One cell by itself:
 
-    INPROCESS_FAULT_MATRIX=full pytest tests/inprocess/faults/test_matrix.py -k sigkill/finalize/0
+    TESTS=full pytest tests/inprocess/faults/test_matrix.py -k sigkill/finalize/0
 """
 
 from pathlib import Path

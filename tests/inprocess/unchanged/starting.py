@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(__file__).with_name("programs")
 _MARKER = "TEST_UNCHANGED_ID"
 _NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
-
-full_only = pytest.mark.skipif(os.environ.get("INPROCESS_FAULT_MATRIX") != "full", reason="runs in `make test-faults`")
 
 
 class Way(enum.Enum):

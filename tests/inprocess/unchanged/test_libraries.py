@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.inprocess.unchanged.starting import Way, full_only, run_program
+from tests.inprocess.unchanged.starting import Way, run_program
+from tests.support.selection import full_only
 
 PROGRAM_OF = {"accelerate": "with_accelerate", "transformers": "with_trainer", "lightning": "with_lightning"}
 SURVIVES_DEATH = [Way.CKPT_LAUNCHER, Way.ENVIRONMENT]

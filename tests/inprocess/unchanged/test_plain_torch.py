@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.inprocess.unchanged.starting import Way, full_only, run_program
+from tests.inprocess.unchanged.starting import Way, run_program
+from tests.support.selection import full_only
 
 LAUNCHED = [Way.TORCHRUN, Way.CKPT_LAUNCHER, Way.ENVIRONMENT]
 SURVIVES_DEATH = [Way.CKPT_LAUNCHER, Way.ENVIRONMENT]  # torchrun ends all ranks with the first that dies
@@ -20,6 +21,7 @@ def test_rank_0_is_killed_under_our_launcher(tmp_path: Path) -> None:
     run_program("plain_torch", Way.CKPT_LAUNCHER, tmp_path, faults="0:0:6:kill", lost=(0,))
 
 
+@full_only
 def test_in_a_plain_environment(tmp_path: Path) -> None:
     run_program("plain_torch", Way.ENVIRONMENT, tmp_path, faults="0:1:6:exception 1:0:2:kill", lost=(0,))
 
