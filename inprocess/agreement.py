@@ -6,8 +6,9 @@ whoever dies meanwhile:
     outcome   completed | interrupted. Interrupted by the first fault; completed by the last rank at the completion
               barrier. What comes second has no effect: a rank that dies after completion restarts nobody.
     reason    the interruption records, as they were when the last call ended
-    roster    the ranks that do not take part any more. Written when all ranks, or somebody for them, stand at the
-              iteration barrier; after it nobody runs code of this iteration, and the restart index is the next one.
+    roster    the ranks that do not take part any more, and processes that take part from now on. Written when all
+              ranks, or somebody for them, stand at the iteration barrier; after it nobody runs code of this iteration,
+              and the restart index is the next one.
 
 Nobody acts on an old view: what changes something, or waits, is guarded by the restart index (see `RestartIndex`). A
 process that was stopped or cut off meanwhile gets StaleViewError. Of this size is what each rank does for a restart: a
@@ -37,7 +38,7 @@ from inprocess.attribution import Interruption, InterruptionRecord, parse_ranks,
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
 
-__all__ = ["Agreement", "IterationStore", "Outcome", "Roster", "depart"]
+__all__ = ["Agreement", "IterationStore", "Outcome", "Roster", "depart", "heartbeat_key"]
 
 _WORLD_SIZE = "world_size"
 _OUTCOME = "outcome"
@@ -49,7 +50,7 @@ _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
 _AT_END = "iteration_barrier"
 _GONE = "gone"
-_DEPARTED = "departed"
+_DEPARTED, _JOINING, _JOINED = "departed", "joining", "joined"  # in the whole store, and never deleted
 _MOST_TOLD = 64  # records that the reason tells all of; of the others, who it was
 _CHUNK_S = 1.0
 _DECIDE_S = 1.0  # so long the one who decides may take before another one tries
@@ -81,10 +82,14 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Roster:
-    """The end of an iteration: the dense ranks, in that iteration, and the initial ranks of those who left."""
+    """The end of an iteration: the dense ranks, in that iteration, and the initial ranks of those who left.
+
+    `joined` are the initial ranks of newcomers, in the order in which they are numbered behind all others.
+    """
 
     terminated_ranks: frozenset[int]
     gone: frozenset[int]
+    joined: tuple[int, ...] = ()
 
 
 class Agreement:
@@ -240,19 +245,42 @@ class Agreement:
 
         BarrierTimeout names who has arrived. StaleViewError if the others are further on.
         """
-        roster = self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
+        text = self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
+        roster = _parse_roster(text)
+        self.conclude(roster)
+        return roster
+
+    def conclude(self, roster: Roster) -> None:
+        """Begin the next iteration, with this roster of this one. Any number of processes do so."""
+        for newcomer in roster.joined:
+            self.store.base_store.arrive(_JOINED, str(newcomer))  # before another roster could name it again
         RestartIndex(self.store.base_store).advance(self.iteration)
-        document = json.loads(roster)
-        return Roster(frozenset(document["terminated_ranks"]), frozenset(document["gone"]))
+
+    def wait_for_roster(self, timeout_s: float) -> None:
+        """Wait until there is a roster, at most `timeout_s`; for a process that takes no part in this iteration."""
+        self._value(_ROSTER, timeout_s)
+
+    def find_roster(self) -> Roster | None:
+        """Return the roster, if there is one."""
+        return _parse_roster(self.store.get(_ROSTER)) if self.store.check([_ROSTER]) else None
+
+    @staticmethod
+    def announce_newcomer(base_store: Any, initial_rank: int) -> None:
+        """Say that a process waits for the next roster. It has to see for itself whether that names it."""
+        base_store.arrive(_JOINING, str(initial_rank))
+
+    def heartbeat_of(self, rank: int) -> bytes:
+        """Return the heartbeat of a rank, which changes as long as the rank lives; empty if there is none yet."""
+        key = heartbeat_key(rank)
+        return self.store.get(key) if self.store.check([key]) else b""
 
     def was_left_behind(self, initial_rank: int) -> bool:
         """Whether the others went on without the process, when its view of the job has turned out to be old.
 
         Not if this iteration has just ended, for the process as well.
         """
-        if not self.store.check([_ROSTER]):
-            return True  # its keys are deleted: the others are two iterations further on
-        return initial_rank in json.loads(self.store.get(_ROSTER))["gone"]
+        roster = self.find_roster()
+        return roster is None or initial_rank in roster.gone  # None: the others are two iterations further on
 
     def _close_roster(self) -> None:
         """Write the roster: everybody has arrived. Whoever sees that first does it; a second attempt is harmless."""
@@ -265,8 +293,17 @@ class Agreement:
             arrived = {int(member) for member in self.store.members(_AT_END)}
             alive = {self._rank_of(initial_rank) for initial_rank in arrived - gone}
             terminated = set(range(self.world_size or 0)) - {rank for rank in alive if rank is not None}
+        base = self.store.base_store
+        newcomers = set(base.members(_JOINING))
+        if newcomers:
+            newcomers -= base.members(_JOINED) | base.members(_DEPARTED)
+        document = {
+            "terminated_ranks": sorted(terminated),
+            "gone": sorted(gone),
+            "joined": sorted(map(int, newcomers)),
+        }
         try:
-            self._decide(_ROSTER, json.dumps({"terminated_ranks": sorted(terminated), "gone": sorted(gone)}))
+            self._decide(_ROSTER, json.dumps(document))
         except StaleViewError:
             if not self.store.check([_ROSTER]):  # else another one has just written it, and the job is further on
                 raise
@@ -349,6 +386,18 @@ def depart(
         except StaleViewError:
             if current == following or agreement.was_left_behind(initial_rank):
                 return  # the others went on without the process already
+
+
+def heartbeat_key(rank: int) -> str:
+    """Return where the monitor process of a rank, in one iteration, stamps its heartbeat."""
+    return f"heartbeat/{rank}"
+
+
+def _parse_roster(text: bytes) -> Roster:
+    document = json.loads(text)
+    return Roster(
+        frozenset(document["terminated_ranks"]), frozenset(document["gone"]), tuple(document.get("joined", ()))
+    )
 
 
 def _detail_key(record: InterruptionRecord) -> str:

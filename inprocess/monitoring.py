@@ -6,7 +6,8 @@
     4  all ranks meet                from here on each knows that the others are there
     5  the monitor process connects  from here on it speaks for the rank
 
-In the end in the opposite order.
+In the end in the opposite order. A newcomer, which joins a job that runs, starts no server, and waits at 4 until the
+job restarts; see `joining`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from inprocess.coordination import Access, RestartIndex
 from inprocess.coordination.process import ServerProcess
 from inprocess.discovery import Rendezvous, new_access
 from inprocess.exception import RestartError
+from inprocess.joining import Newcomer, Place
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.handle import MonitorProcess
 from inprocess.monitor_process.messages import Configure
@@ -43,11 +45,21 @@ class Monitoring:
     """The monitor `process` of one call on one rank, and the `store`; a context manager, see the module.
 
     `state` is that of the call and may change. `stacks` and `sections_fd` are what the monitor process reads the rank's
-    stacks and sections from.
+    stacks and sections from. Of a newcomer, `place` is where it stands then; None if the job is completed, and did not
+    need it.
     """
 
-    def __init__(self, settings: Settings, state: State, stacks: StackReporter, sections_fd: int | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        state: State,
+        stacks: StackReporter,
+        sections_fd: int | None,
+        newcomer: Newcomer | None = None,
+    ) -> None:
         self.store: Any = None
+        self.place: Place | None = None
+        self._newcomer = newcomer
         self.first_token = 0  # of iteration 0
         self._settings = settings
         self._state = state
@@ -60,19 +72,36 @@ class Monitoring:
 
     def __enter__(self) -> Monitoring:
         with ExitStack() as undo:
-            server = self._start_server(undo) if self._own_server and self._state.rank == 0 else None
+            server = self._start_server(undo) if self._own_server and self._is_first else None
             self.process.start()
             undo.callback(self.process.shutdown)
             self.store = self._open_store(None if server is None else server.wait_started())
             undo.callback(getattr(self.store, "close", lambda: None))
             undo.callback(self.process.stop_replacing)
-            RestartIndex(self.store).begin()
+            if self._newcomer is None:
+                RestartIndex(self.store).begin()
+                self._meet_all("initial_barrier")
+            else:
+                self._join(self._newcomer)
             self.first_token = RestartIndex(self.store).first_token()
-            self._meet_all("initial_barrier")
-            settings = self._settings
-            self.process.connect(describe_store(self.store, settings.store_factory, settings.store_kwargs))
+            if self._newcomer is None or self.place is not None:
+                self._connect_process()
             self._cleanup = undo.pop_all()
         return self
+
+    def _join(self, newcomer: Newcomer) -> None:
+        self.place = newcomer.wait_for_place(
+            self.store,
+            lambda iteration: self.agreement(iteration, None),
+            self._settings.heartbeat_timeout.total_seconds(),
+        )
+        if self.place is not None:
+            self.place.take(self._state)
+
+    def _connect_process(self) -> None:
+        settings = self._settings
+        description = describe_store(self.store, settings.store_factory, settings.store_kwargs)
+        self.process.connect(description, 0 if self.place is None else self.place.iteration + 1)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._cleanup.close()
@@ -80,6 +109,10 @@ class Monitoring:
     def agreement(self, iteration: int, world_size: int | None) -> Agreement:
         """Return the agreement of an iteration."""
         return Agreement(iteration_store(self.store, iteration), iteration, world_size)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._state.rank == 0 and self._newcomer is None
 
     @property
     def local_host(self) -> str:
@@ -117,7 +150,7 @@ class Monitoring:
         """`access` is known on rank 0 only."""
         kwargs = dict(self._settings.store_kwargs)
         if issubclass(self._settings.store_factory, EtcdStore):
-            if self._state.rank == 0:
+            if self._is_first:
                 access = new_access(None, None)
             kwargs |= {"job": self._rendezvous.exchange(access).job, "patience": self._settings.heartbeat_timeout}
         elif self._own_server:

@@ -35,6 +35,7 @@ from inprocess.exception import (
     StoreError,
     StoreLostError,
 )
+from inprocess.joining import Place
 from inprocess.library_state import reset_libraries
 from inprocess.monitor_thread import MonitorThread, reraise_if_unraisable
 from inprocess.phases import Phase
@@ -85,7 +86,13 @@ class RestartProtocol:
     """Runs `function` until all ranks have completed it, or this rank leaves. One object per call of the wrapper."""
 
     def __init__(
-        self, state: State, settings: Settings, hooks: Hooks, services: Services, function: Callable[[], Any]
+        self,
+        state: State,
+        settings: Settings,
+        hooks: Hooks,
+        services: Services,
+        function: Callable[[], Any],
+        place: Place | None = None,
     ) -> None:
         self.state = state
         self.phase: Phase | None = None
@@ -95,7 +102,8 @@ class RestartProtocol:
         self._services = services
         self._function = function
         self._events = RestartEvents(settings.monitor_process_logfile)
-        self._terminated_ranks: frozenset[int] = frozenset()
+        self._place = place  # of a newcomer
+        self._terminated_ranks: frozenset[int] = frozenset() if place is None else place.terminated_ranks
         self._records: tuple[InterruptionRecord, ...] = ()
         self._agreement: Agreement | None = None
         self._result: Any = None
@@ -109,6 +117,8 @@ class RestartProtocol:
         """Return what the function returned (None on a spare). Raises what this rank leaves with."""
         try:
             phase = self._assign()
+            if self._place is not None:
+                self.state.advance()
             while phase is not Phase.DONE:
                 phase = self._iteration() if phase is Phase.BEGIN else self._restart()
         except BaseException as error:
@@ -289,9 +299,10 @@ class RestartProtocol:
             raise RankDiscarded(f"{self}: the others took this rank for lost and go on without it")
         self._terminated_ranks = roster.terminated_ranks
         world_size = self.state.world_size
+        self.state.world_size += len(roster.joined)  # as if they had been there, as spares
         phase = self._assign()
         reset_libraries()
-        self._write_event(world_size)
+        self._write_event(world_size, len(roster.joined))
         self.state.advance()
         while gc.collect():  # after the exception is dropped: its traceback holds the model
             pass
@@ -306,14 +317,15 @@ class RestartProtocol:
             self._settings.progress_watchdog_interval.total_seconds(),
         )
 
-    def _write_event(self, world_size_before: int) -> None:
+    def _write_event(self, world_size_before: int, joined: int) -> None:
         """The first rank that is left writes what happened; all log it."""
         _log.warning(
-            "restart: iteration %d ends, rank %s of %d, %d lost",
+            "restart: iteration %d ends, rank %s of %d, %d lost, %d joined",
             self.state.iteration,
             self.state.rank,
             self.state.world_size,
             len(self._terminated_ranks),
+            joined,
         )
         if self.state.rank == 0:
             self._events.restarted(

@@ -20,6 +20,7 @@ from inprocess.agreement import Agreement
 from inprocess.call_injection import inject
 from inprocess.group_store import GroupStore
 from inprocess.hook_chain import HookChain
+from inprocess.joining import take_from_environment
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.interrupt import MainThreadInterrupter
 from inprocess.main_thread.stacks import StackReporter
@@ -154,6 +155,9 @@ class CallWrapper:
         require_no_process_group()
         self.wrapper = wrapper
         self.state = State.from_env()
+        self._newcomer = take_from_environment()
+        if self._newcomer is not None:
+            self.state.rank = self.state.initial_rank = self._newcomer.initial_rank
         self.base_store: Any = None
         self._cleanup = contextlib.ExitStack()
         try:
@@ -169,7 +173,9 @@ class CallWrapper:
         stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)
         self._cleanup.callback(self._sections.close)
-        self._monitoring = enter(Monitoring(settings, self.state, stacks, self._sections.fd))
+        if self._newcomer is not None:  # one that is not fit to take part costs the others nothing
+            self.wrapper.hooks.restart_health_check(self.state.freeze())
+        self._monitoring = enter(Monitoring(settings, self.state, stacks, self._sections.fd, self._newcomer))
         self.monitor_process, self.base_store = self._monitoring.process, self._monitoring.store
         self.progress_watchdog = ProgressWatchdog(
             self.state.initial_rank, self.monitor_process, settings.progress_watchdog_interval
@@ -247,7 +253,13 @@ class CallWrapper:
                     if os.getpid() == pid:
                         self._sections.leave()
 
-        protocol = RestartProtocol(self.state, self.wrapper.settings, self.wrapper.hooks, self, run)
+        place = self._monitoring.place
+        if self._newcomer is not None:
+            if place is None:
+                _log.warning("the job was completed without this process")
+                return None
+            self._newcomer.say_joined()
+        protocol = RestartProtocol(self.state, self.wrapper.settings, self.wrapper.hooks, self, run, place)
         with _excepthook_restored(), self._torch_made_interruptible():
             result = protocol.run()
         self.wrapper.hooks.complete(self.state.freeze())

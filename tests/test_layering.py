@@ -42,6 +42,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     | {"settings", "tools"},
     {"bounded_call", "coordination", "events", "library_state", "progress_watchdog", "state"},
     {"agreement", "discovery"},
+    {"joining"},
     {"completion", "finalize", "flight_recorder", "health_check", "initialize", "rank_assignment", "sections", "store"}
     | {"terminate", "unblock"},
     {"abort", "group_store", "monitor_process", "monitor_thread", "rank_filter"},

@@ -45,11 +45,9 @@ class RestartIndex:
         """Return the guard of what may be done in this iteration only."""
         return Guard(_RESTART_INDEX, str(iteration))
 
-    def check(self, iteration: int) -> None:
-        """Raise StaleViewError if the job is in a later iteration."""
-        current = int(self._store.get(_RESTART_INDEX))
-        if current != iteration:
-            raise StaleViewError(f"this process is in iteration {iteration}, and the others are in {current}")
+    def current(self) -> int:
+        """Return it. It may be an older one by the time the caller has it."""
+        return int(self._store.get(_RESTART_INDEX))
 
     def advance(self, iteration: int) -> None:
         """This iteration is over. Any number of processes say so. StaleViewError if the next one is over, too."""

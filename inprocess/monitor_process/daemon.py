@@ -108,8 +108,8 @@ class Daemon:
             case messages.Progress(auto, manual):
                 self._heard_at = time.monotonic()
                 self._limits.update(Timestamp(auto, manual))
-            case messages.Connect(description):
-                self._connect(description)
+            case messages.Connect(description, iteration):
+                self._connect(description, iteration)
             case messages.IterationStart(rank, world_size, iteration):
                 self._begin(_Position(rank, world_size, iteration))
             case messages.DisableSiblingMonitor():
@@ -125,12 +125,12 @@ class Daemon:
             case _:
                 _log.error("a %s is not for a monitor process", type(message).__name__)
 
-    def _connect(self, description: dict[str, Any]) -> None:
+    def _connect(self, description: dict[str, Any], iteration: int) -> None:
         if self._store is not None:
             self._store.close()
         self._store = open_store(description, self.config.heartbeat_timeout_s)
         if self._position is None:  # from here on the others count on this rank
-            self._position = _Position(self.config.initial_rank, None, 0)
+            self._position = _Position(self.config.initial_rank, None, iteration)
             self._limits.start(time.monotonic())
 
     def _begin(self, position: _Position) -> None:

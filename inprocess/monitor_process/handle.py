@@ -81,9 +81,9 @@ class MonitorProcess:
         self._keeper.start()
         return started
 
-    def connect(self, description: dict[str, Any]) -> None:
-        """All ranks are there: it may open the store."""
-        self._connect = messages.Connect(description)
+    def connect(self, description: dict[str, Any], iteration: int) -> None:
+        """All ranks are there: it may open the store, and from `iteration` on speaks for this rank."""
+        self._connect = messages.Connect(description, iteration)
         self._send(self._connect)
 
     def start_iteration(self, rank: int, world_size: int, iteration: int) -> None:

@@ -74,9 +74,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """All ranks are there: open the store described by `store`."""
+    """All ranks are there: open the store described by `store`. From `iteration` on they count on this rank."""
 
     store: dict[str, Any] = field(repr=False)
+    iteration: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+from inprocess.agreement import heartbeat_key
 from inprocess.exception import StaleViewError, StoreError
 
 __all__ = ["HeartbeatStore", "SiblingMonitor", "heartbeat_interval_s"]
@@ -99,7 +100,7 @@ class SiblingMonitor:
 
     def notes_of_others(self) -> list[str]:
         """Return the notes that went with the last heartbeats of all other ranks. Any thread."""
-        keys = [_key(rank) for rank in range(self._world_size) if rank != self._rank]
+        keys = [heartbeat_key(rank) for rank in range(self._world_size) if rank != self._rank]
         try:
             beats = [self._store.get(key).decode(errors="replace") for key in keys if self._store.check([key])]
         except StoreError as error:
@@ -113,7 +114,7 @@ class SiblingMonitor:
         seen: _Seen | None = None
         while not self._stopped.is_set():
             try:
-                self._store.set(_key(self._rank), f"{beats} {self._note()}")
+                self._store.set(heartbeat_key(self._rank), f"{beats} {self._note()}")
                 beats += 1
                 if neighbour != self._rank:
                     seen = self._look(neighbour, seen)
@@ -132,9 +133,9 @@ class SiblingMonitor:
         """Return what is known of a heartbeat. One that was never stamped counts from the first look."""
         value: bytes | None = None
         if seen is not None and seen.value is not None:  # it exists, until the others are far ahead: one request
-            value = self._store.get_within(_key(rank), timedelta(seconds=self._timeout_s))
-        elif self._store.check([_key(rank)]):
-            value = self._store.get(_key(rank))
+            value = self._store.get_within(heartbeat_key(rank), timedelta(seconds=self._timeout_s))
+        elif self._store.check([heartbeat_key(rank)]):
+            value = self._store.get(heartbeat_key(rank))
         if seen is None or value != seen.value:
             return _Seen(value, time.monotonic())
         return seen
@@ -149,7 +150,7 @@ class SiblingMonitor:
         deadline = time.monotonic() + self._timeout_s / 2
         beat = 0
         while others and time.monotonic() < deadline and not self._stopped.wait(self._interval_s):
-            self._store.set(_key(self._rank), f"looking {beat}")
+            self._store.set(heartbeat_key(self._rank), f"looking {beat}")
             beat += 1
         silent = [rank for rank in others if self._look(rank, first[rank]) is first[rank]]
         return [] if self._stopped.is_set() else sorted([certain, *silent])
@@ -166,7 +167,3 @@ class SiblingMonitor:
             if candidate not in self._reported:
                 return candidate
         return self._rank
-
-
-def _key(rank: int) -> str:
-    return f"heartbeat/{rank}"

@@ -25,7 +25,8 @@ from inprocess.coordination import (
     RestartIndex,
     StoreServer,
 )
-from inprocess.exception import BarrierTimeout, StaleViewError
+from inprocess.exception import BarrierTimeout, StaleViewError, StoreLostError
+from inprocess.joining import Newcomer, Place, take_from_environment
 from inprocess.store import FileStore, PrefixStore
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 
@@ -285,6 +286,88 @@ def test_another_one_closes_the_roster_and_goes_on_meanwhile(open_store: Open) -
     assert last.wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
 
 
+def end(agreements: list[Agreement]) -> Roster:
+    """All ranks go to the end of the iteration; returns the roster, which all have seen."""
+    agreements[0].interrupt(record(0))
+    for rank, agreement in enumerate(agreements):
+        agreement.arrive_at_end(10 + rank)
+    (roster,) = {agreement.wait_roster(10 + rank, LONG_S) for rank, agreement in enumerate(agreements)}
+    return roster
+
+
+def place_of(open_store: Open, initial_rank: int) -> Place | None:
+    newcomer = Newcomer(initial_rank, None)
+    return newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), LONG_S)
+
+
+def test_newcomers_are_numbered_behind_all_others(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    agreements = three(open_store)
+    base = open_store(0).base_store
+    waiting = {initial_rank: pool.submit(place_of, open_store, initial_rank) for initial_rank in (21, 20)}
+    while base.members("joining") != {"20", "21"}:
+        time.sleep(0.01)
+    agreements[1].mark_gone(11)
+    assert end(agreements) == Roster(frozenset({1}), frozenset({11}), (20, 21))
+    for rank, initial_rank in ((3, 20), (4, 21)):
+        place = waiting[initial_rank].result(LONG_S)
+        assert place == Place(iteration=0, rank=rank, world_size=5, terminated_ranks=frozenset({1}))
+    # They are named once, also by those who do not know yet that they have joined.
+    second = [Agreement(open_store(1), 1, 2) for _ in range(2)]
+    for rank, agreement in enumerate(second):
+        agreement.publish_rank(10 + rank, rank)
+    assert end(second).joined == ()
+
+
+def test_a_newcomer_that_left_again_is_not_named(open_store: Open) -> None:
+    agreements = three(open_store)
+    base = open_store(0).base_store
+    Agreement.announce_newcomer(base, 20)
+    Agreement.announce_newcomer(base, 21)
+    base.arrive("departed", "20")
+    assert end(agreements).joined == (21,)
+
+
+def test_a_newcomer_that_is_slow_finds_its_place_later(open_store: Open) -> None:
+    """It announced itself and was named; it looks when the job is in the next iteration."""
+    agreements = three(open_store)
+    Agreement.announce_newcomer(open_store(0).base_store, 20)
+    assert end(agreements).joined == (20,)
+    place = place_of(open_store, 20)
+    assert place == Place(iteration=0, rank=3, world_size=4, terminated_ranks=frozenset())
+    assert RestartIndex(open_store(0).base_store).current() == 1
+
+
+def test_a_newcomer_is_not_needed_when_the_job_completes(open_store: Open, pool: ThreadPoolExecutor) -> None:
+    agreements = three(open_store)
+    waiting = pool.submit(place_of, open_store, 20)
+    for rank in range(3):
+        agreements[rank].store.arrive("completion", str(10 + rank))
+    assert agreements[0].complete(10, LONG_S, CHUNK_S) is Outcome.COMPLETED
+    assert waiting.result(LONG_S) is None
+
+
+def test_a_newcomer_does_not_wait_for_a_job_that_is_gone(open_store: Open) -> None:
+    three(open_store)[0].store.set("heartbeat/0", "1")
+    newcomer = Newcomer(20, None)
+    with pytest.raises(StoreLostError, match="nobody is left"):
+        newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), 0.5)
+
+
+def test_what_the_environment_says_of_a_newcomer_counts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert take_from_environment() is None
+    monkeypatch.setenv("INPROCESS_JOIN", "7")
+    monkeypatch.setenv("INPROCESS_JOINED_FILE", str(tmp_path / "joined"))
+    newcomer = take_from_environment()
+    assert newcomer is not None
+    assert newcomer.initial_rank == 7
+    newcomer.say_joined()
+    assert (tmp_path / "joined").exists()
+    assert take_from_environment() is None
+    monkeypatch.setenv("INPROCESS_JOIN", "first")
+    with pytest.raises(ValueError, match=r"INPROCESS_JOIN .* not 'first'"):
+        take_from_environment()
+
+
 def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecutor) -> None:
     """The roster of the first is without it, in the second it never appears: its dense rank is the one missing."""
     agreements = three(open_store)
@@ -389,12 +472,12 @@ def test_who_waits_for_an_outcome_learns_that_the_others_went_on(guarded: Open, 
 
 def test_the_restart_index_only_grows(guarded: Open) -> None:
     index = RestartIndex(guarded(0).base_store)
-    index.check(0)
+    assert index.current() == 0
     for _ in range(2):  # any number of processes say so
         index.advance(0)
-    index.check(1)
+    assert index.current() == 1
     index.advance(1)
-    for late in (lambda: index.advance(0), lambda: index.check(1), lambda: index.begin()):
+    for late in (lambda: index.advance(0), lambda: index.begin()):
         with pytest.raises(StaleViewError):
             late()
 

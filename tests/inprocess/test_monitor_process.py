@@ -75,7 +75,7 @@ class Job:
     def monitor(self, rank: Rank, initial_rank: int = 0, world_size: int = 1, **options: Any) -> MonitorProcess:
         """A monitor of the rank, in iteration 0."""
         monitor = self.unconnected(rank.process.pid, initial_rank, world_size, **options)
-        monitor.connect(self.description())
+        monitor.connect(self.description(), 0)
         self.agreement(world_size).publish_rank(initial_rank, initial_rank)
         monitor.start_iteration(initial_rank, world_size, 0)
         return monitor
@@ -262,7 +262,7 @@ def test_a_node_that_vanishes_is_noticed_by_its_neighbour(job: Job) -> None:
     limits = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 3.0}
     monitors = [job.unconnected(rank.process.pid, number, 4, **limits) for number, rank in enumerate(ranks)]
     for number, monitor in enumerate(monitors):
-        monitor.connect(job.description())
+        monitor.connect(job.description(), 0)
         job.agreement(4).publish_rank(number, number)
     for number, monitor in enumerate(monitors):
         monitor.start_iteration(number, 4, 0)

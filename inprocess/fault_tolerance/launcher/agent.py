@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from typing import Any
@@ -21,10 +22,12 @@ from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_surv
 from inprocess.fault_tolerance.launcher.meeting import Meeting, MeetingError, StoreLost
 from inprocess.fault_tolerance.launcher.outcome import CycleEnd, Outcome
 from inprocess.fault_tolerance.launcher.parts import Parts
+from inprocess.fault_tolerance.launcher.replacement import start_worker
 from inprocess.fault_tolerance.launcher.signals import Interrupted
 from inprocess.fault_tolerance.launcher.survivors import Survivors
 from inprocess.fault_tolerance.launcher.verdict import decide
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, wait_readable
+from inprocess.joining import JOIN, JOINED_FILE
 
 __all__ = ["LauncherAgent"]
 
@@ -145,7 +148,19 @@ class LauncherAgent(LocalElasticAgent):
                 fewest=options.min_workers,
                 silence_s=self._parts.rounds.silence_s,
                 error_files=self._pcontext.error_files,
+                replace=self._replace_worker,
+                most_replacements=options.max_replacements,
             )
+
+    def _replace_worker(self, local_rank: int, number: int) -> str:
+        """Start a process in the place of a worker that has ended; see `Survivors`."""
+        assert self._pcontext is not None
+        folder = os.path.dirname(self._pcontext.error_files[local_rank])
+        joined = os.path.join(folder, f"joined.{self._workers.starts[local_rank]}")
+        initial_rank = int(self._worker_group.workers[local_rank].world_size) + number
+        variables = {JOIN: str(initial_rank), JOINED_FILE: joined}
+        self._worker_group.workers[local_rank].id = start_worker(self._pcontext, self._workers, local_rank, variables)
+        return joined
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         """Torch's agent calls this when it has made the variables of the workers: ours are added."""

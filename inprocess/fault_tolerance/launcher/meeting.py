@@ -5,7 +5,8 @@
       restart        workers of a node have failed: all end theirs and meet again
       stop           the job is over, with this exit code
     done           how many nodes' workers have ended well
-    lost           how many workers have failed and were left behind (policy "in-process")
+    lost           how many workers have failed and were left behind, less those replaced (policy "in-process")
+    replacements   how many processes were started in the place of workers that were lost (policy "in-process")
     alive/<node>   counts up for as long as the node's launcher lives (policy "in-process")
     over/<node>    not 0: the node is among those that are done, by itself or because it does not answer
     left           how many nodes know that it is over
@@ -95,6 +96,10 @@ class Meeting:
     def report_lost(self, count: int) -> int:
         """So many workers more have failed and are left behind. Returns how many that are, of all nodes."""
         return int(self._ask("add", "lost", count))
+
+    def number_replacement(self) -> int:
+        """Return a number for a process that replaces a worker: 0 for the first of all nodes, then 1, ..."""
+        return int(self._ask("add", "replacements", 1)) - 1
 
     def say_alive(self) -> None:
         """Count up for `alive`."""

@@ -23,6 +23,7 @@ _DESCRIPTION = (
     "do not start this again; 128 + N ended by signal N."
 )
 _DEFAULT_MASTER_PORT = 29500
+_MAX_REPLACEMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class LauncherOptions:
     no_restart_exit_code: int
     restart_policy: str
     min_workers: int
+    max_replacements: int
 
     @property
     def leaves_survivors(self) -> bool:
@@ -74,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "fewest workers of the job that must be left, running or ended with 0 (1); with fewer all are started again"
     spellings = ["--ft-min-workers", "--ft_min_workers", "--ft-min_workers"]
     group.add_argument(*spellings, type=_count, metavar="N", help=text)
+    text = "processes that a node starts, at most, in the place of workers that were lost (8)"
+    spellings = ["--ft-max-replacements", "--ft_max_replacements"]
+    group.add_argument(*spellings, type=_count_or_none, metavar="N", help=text)
     return parser
 
 
@@ -95,12 +100,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _count_or_none(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
 def _check_restart_policy(args: argparse.Namespace) -> None:
     is_in_process = args.ft_restart_policy == config_cli.IN_PROCESS
     if is_in_process and args.run_path:
         raise ValueError(f"--run-path runs functions, which --ft-restart-policy={config_cli.IN_PROCESS} cannot watch")
     if not is_in_process and args.ft_min_workers is not None:
         raise ValueError(f"--ft-min-workers has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
+    if not is_in_process and args.ft_max_replacements is not None:
+        raise ValueError(f"--ft-max-replacements has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
     if args.ft_ladder is not None:
         raise ValueError(
             "--ft-ladder is not available: give it to inprocess.Wrapper(sections=FaultToleranceConfig(...))"
@@ -123,6 +134,7 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         no_restart_exit_code=args.ft_no_restart_exit_code,
         restart_policy=args.ft_restart_policy,
         min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
+        max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
     )
 
 

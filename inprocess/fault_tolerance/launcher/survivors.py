@@ -2,15 +2,18 @@
 
     a worker ends     with 0: it has done its work
                       else: it is lost; when fewer than --ft-min-workers of the job are left, the cycle has failed
+                      else a process is started in its place, at most --ft-max-replacements times on a node
     all have ended    the node has done its part; when all nodes have, that is success
 
-The others have to go on by themselves: an `inprocess.Wrapper` in them restarts without the rank that is lost. A node
-whose launcher does not answer any more is lost with all its workers.
+The others have to go on by themselves: an `inprocess.Wrapper` in them restarts without the rank that is lost. The
+wrapper in the replacement joins them at the restart after that; only then it counts as a worker that is left, and how
+it ends matters. A node whose launcher does not answer any more is lost with all its workers.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +37,8 @@ class Survivors:
 
     All methods raise StoreLost. `fewest` is how many workers of the job must be left; a node that has not answered for
     `silence_s` is lost. `error_files` is where torch's workers leave what has ended them, by local rank.
+    `replace(local_rank, number)` starts the process that is the `number`-th replacement of the job in the place of one
+    that has ended, and returns the path of the file that this makes when it has joined; at most `most_replacements`.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class Survivors:
         fewest: int,
         silence_s: float,
         error_files: Mapping[int, str],
+        replace: Callable[[int, int], str],
+        most_replacements: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failures: dict[int, Any] = {}  # torch's, by rank
@@ -55,13 +62,21 @@ class Survivors:
         self._fewest = fewest
         self._silence_s = silence_s
         self._error_files = error_files
+        self._replace = replace
+        self._replacements_left = most_replacements
+        self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
         self._clock = clock
         self._next_check_s = clock()
         self._seen: dict[int, tuple[int, float]] = {}  # node -> its count, and when that was new
 
     def look(self) -> CycleEnd | None:
         """Return how the cycle ends on this node; None while workers run. Ends what workers that failed left behind."""
-        lost = [(local_rank, code) for local_rank, code in sorted(self._processes.take_ended().items()) if code != 0]
+        ended = sorted(self._processes.take_ended().items())
+        self._count_joined()
+        lost = [(local_rank, code) for local_rank, code in ended if code != 0 and local_rank not in self._waiting]
+        for local_rank, code in ended:
+            if self._waiting.pop(local_rank, None) is not None and code != 0:
+                _log.warning("the replacement in the place of local rank %d ended with %d", local_rank, code)
         for local_rank, code in lost:
             pid = self._processes.pids[local_rank]
             failure = ProcessFailure(local_rank, pid, code, self._error_files[local_rank])
@@ -72,9 +87,31 @@ class Survivors:
             end = self._lose(len(lost), f"workers have ended: {names}")
             if end is not None:
                 return end
+        for local_rank, code in ended:
+            if code != 0:
+                self._start_replacement(local_rank)
         if self._processes.fds:
             return None
         return CycleEnd("all workers of this node have ended")
+
+    def _start_replacement(self, local_rank: int) -> None:
+        if self._replacements_left == 0 or self._world_size == 1:
+            return
+        if not self._processes.fds and self._meeting.nodes == 1:
+            return  # there is nobody to join
+        self._replacements_left -= 1
+        try:
+            self._waiting[local_rank] = self._replace(local_rank, self._meeting.number_replacement())
+        except OSError as error:
+            _log.error("no process can be started in the place of local rank %d: %s", local_rank, error)
+            return
+        _log.warning("a process takes the place of local rank %d; it joins at the next restart", local_rank)
+
+    def _count_joined(self) -> None:
+        """Replacements that have joined are workers like others."""
+        for local_rank in [local_rank for local_rank, path in self._waiting.items() if os.path.exists(path)]:
+            del self._waiting[local_rank]
+            self._meeting.report_lost(-1)
 
     def watch_nodes(self, is_waiting: bool) -> CycleEnd | None:
         """Say that this node lives, once a second, and notice nodes that do not: on the first node, and where

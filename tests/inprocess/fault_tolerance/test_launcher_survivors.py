@@ -1,6 +1,7 @@
 """`--ft-restart-policy=in-process`: workers go on when others have failed."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job
 from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
 from tests.support.selection import full_only
 
-POLICY = "--ft-restart-policy=in-process"
+REPLACED = "--ft-restart-policy=in-process"
+POLICY = (REPLACED, "--ft-max-replacements=0")
 
 SURVIVORS = """
     def wait_for(name):
@@ -40,7 +42,7 @@ def go(job: Job) -> None:
 
 
 def test_a_worker_that_is_killed_is_left_behind(job: Job) -> None:
-    launcher = job.one_node(SURVIVORS.format(fails="()"), POLICY, ranks=3, restarts=3)
+    launcher = job.one_node(SURVIVORS.format(fails="()"), *POLICY, ranks=3, restarts=3)
     for rank in (0, 2):
         job.wait_event(rf"cycle 0 rank {rank} pid")
     kill_rank(job, 1)
@@ -58,7 +60,7 @@ def test_what_a_dead_worker_left_behind_is_ended_at_once(job: Job) -> None:
     if rank == 1:
         say("child", subprocess.Popen(["sleep", "600"]).pid)
     """
-    launcher = job.one_node(script + SURVIVORS.format(fails="()"), POLICY, ranks=2)
+    launcher = job.one_node(script + SURVIVORS.format(fails="()"), *POLICY, ranks=2)
     child = psutil.Process(int(job.wait_event(r"child (\d+)")[1]))
     kill_rank(job, 1)
     launcher.wait_log("the other 1 of 2 workers go on")
@@ -70,7 +72,7 @@ def test_what_a_dead_worker_left_behind_is_ended_at_once(job: Job) -> None:
 @pytest.mark.parametrize(("fails", "limit"), [("(0, 1, 2)", 1), ("(0, 2)", 2)])
 def test_with_too_few_workers_all_are_started_again(job: Job, fails: str, limit: int) -> None:
     script = SURVIVORS.format(fails=f"{fails} and cycle == 0")
-    options = [POLICY] if limit == 1 else [POLICY, f"--ft-min-workers={limit}"]
+    options = [*POLICY] if limit == 1 else [*POLICY, f"--ft-min-workers={limit}"]
     launcher = job.one_node(script, *options, ranks=3, restarts=1)
     for rank in range(3):
         job.wait_event(rf"cycle 0 rank {rank} pid")
@@ -81,7 +83,7 @@ def test_with_too_few_workers_all_are_started_again(job: Job, fails: str, limit:
 
 
 def test_without_restarts_too_few_workers_are_a_failure(job: Job) -> None:
-    launcher = job.one_node(SURVIVORS.format(fails="(0, 1)"), POLICY, ranks=2, restarts=0)
+    launcher = job.one_node(SURVIVORS.format(fails="(0, 1)"), *POLICY, ranks=2, restarts=0)
     go(job)
     assert launcher.wait() == 1
     assert "exitcode  : 3" in launcher.log(), "torch's own report of the failure"
@@ -96,7 +98,7 @@ def test_survivors_are_asked_to_end_by_a_signal_to_the_launcher(job: Job) -> Non
         say("pid", os.getpid())
         hang()
     """
-    launcher = job.one_node(script, POLICY, ranks=2)
+    launcher = job.one_node(script, *POLICY, ranks=2)
     job.wait_event("rank 0 pid")
     kill_rank(job, 1)
     launcher.wait_log("the other 1 of 2 workers go on")
@@ -125,7 +127,7 @@ RESTARTS = """
 
 
 def test_the_wrapper_restarts_without_the_worker_that_was_killed(job: Job) -> None:
-    launcher = job.one_node(RESTARTS, POLICY, ranks=3, restarts=0)
+    launcher = job.one_node(RESTARTS, *POLICY, ranks=3, restarts=0)
     for rank in (0, 2):
         job.wait_event(rf"rank {rank} iteration 0 of 3")
     os.kill(int(job.wait_event(r"rank 1 iteration 0 of 3 pid (\d+)")[1]), signal.SIGKILL)
@@ -136,7 +138,7 @@ def test_the_wrapper_restarts_without_the_worker_that_was_killed(job: Job) -> No
 
 @full_only
 def test_a_spare_of_the_wrapper_takes_the_place_of_a_worker_that_is_killed(job: Job) -> None:
-    argv = ["--standalone", "--nproc-per-node=4", POLICY, f"--log-dir={job.folder / 'logs'}"]
+    argv = ["--standalone", "--nproc-per-node=4", REPLACED, f"--log-dir={job.folder / 'logs'}"]
     launcher = job._start([*argv, str(REPOSITORY / "examples" / "restart_spares.py")], {})
     assert launcher.wait(55) == 0
     assert launcher.log().count("sum over the active ranks 2") == 2
@@ -144,7 +146,7 @@ def test_a_spare_of_the_wrapper_takes_the_place_of_a_worker_that_is_killed(job: 
 
 
 def test_workers_of_other_nodes_go_on(job: Job) -> None:
-    first, second = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, POLICY)
+    first, second = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, *POLICY)
     for rank in (0, 1):
         job.wait_event(rf"cycle 0 rank {rank} pid")
     kill_rank(job, 1)
@@ -155,7 +157,7 @@ def test_workers_of_other_nodes_go_on(job: Job) -> None:
 
 
 def test_a_node_that_dies_is_lost_with_its_workers(job: Job) -> None:
-    nodes = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, POLICY)
+    nodes = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, *POLICY)
     for rank in (0, 1):
         job.wait_event(rf"cycle 0 rank {rank} pid")
     nodes[1].die_with_workers()
@@ -168,7 +170,7 @@ def test_a_node_that_dies_is_lost_with_its_workers(job: Job) -> None:
 @full_only
 def test_too_few_workers_of_all_nodes(job: Job) -> None:
     script = PROLOGUE + SURVIVORS.format(fails="(1,) and cycle == 0")
-    nodes = start_nodes(job, script, 2, POLICY, "--ft-min-workers=2", "--max-restarts=1")
+    nodes = start_nodes(job, script, 2, *POLICY, "--ft-min-workers=2", "--max-restarts=1")
     go(job)
     assert [each.wait() for each in nodes] == [0, 0]
     assert [f"cycle 1 rank {rank} ends" in job.events() for rank in (0, 1)] == [True, True]
@@ -213,3 +215,77 @@ def test_one_worker_can_be_started_in_the_place_of_another(tmp_path: Path, monke
         os.close(saved)
         os.close(ours)
         signal.signal(signal.SIGRTMAX, earlier)
+
+
+JOINS = """
+    from datetime import timedelta
+    import inprocess
+
+    def train(call: inprocess.CallWrapper):
+        say("iteration", call.iteration, "of", os.environ["WORLD_SIZE"], "as", os.environ["RANK"], "pid", os.getpid())
+        if call.iteration == 0:
+            hang()
+        if call.iteration == 1 and os.environ["RANK"] == "0":
+            while not call.base_store.members("joining"):
+                time.sleep(0.02)
+            raise RuntimeError("now")
+        if call.iteration == 1:
+            hang()
+        say("ends")
+
+    inprocess.Wrapper(abort=None, soft_timeout=timedelta(seconds=30), hard_timeout=timedelta(seconds=32))(train)()
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int) -> None:
+    launcher = job.one_node(JOINS, REPLACED, ranks=3, restarts=0)
+    pids = [int(job.wait_event(rf"rank {rank} iteration 0 of 3 as {rank} pid (\d+)")[1]) for rank in range(3)]
+    os.kill(pids[killed], signal.SIGKILL)
+    assert launcher.wait(58) == 0, launcher.log()
+    events = job.events()
+    assert events.count("iteration 1 of 2") == 2
+    last = re.findall(r"iteration 2 of 3 as (\d) pid (\d+)", events)
+    assert {rank for rank, _ in last} == {"0", "1", "2"}
+    assert len({int(pid) for _, pid in last} & set(pids)) == 2, "the third is the replacement"
+    assert events.count("ends") == 3
+
+
+def test_a_replacement_that_is_not_needed_ends_with_the_job(job: Job) -> None:
+    script = JOINS.replace('raise RuntimeError("now")', "return").replace("if call.iteration == 1:", "if False:")
+    launcher = job.one_node(script, REPLACED, ranks=3, restarts=0)
+    for rank in (0, 2):
+        job.wait_event(rf"rank {rank} iteration 0 of 3")
+    os.kill(int(job.wait_event(r"rank 1 iteration 0 of 3 as 1 pid (\d+)")[1]), signal.SIGKILL)
+    assert launcher.wait(58) == 0, launcher.log()
+    assert "completed without this process" in launcher.log()
+    assert job.events().count("iteration 1 of 2") == 2
+    assert "iteration 2" not in job.events()
+
+
+def test_a_replacement_that_fails_before_it_joins_costs_the_others_nothing(job: Job) -> None:
+    script = """
+    if "INPROCESS_JOIN" in os.environ:
+        say("fails as", os.environ["INPROCESS_JOIN"])
+        sys.exit(7)
+    """ + RESTARTS.replace(
+        'say("ends")',
+        'wait_until(lambda: open(os.environ["TEST_EVENTS"]).read().count("fails as") == 2)\n        say("ends")',
+    )
+    script = (
+        """
+    def wait_until(condition):
+        while not condition():
+            time.sleep(0.02)
+    """
+        + script
+    )
+    launcher = job.one_node(script, REPLACED, "--ft-max-replacements=2", ranks=3, restarts=0)
+    for rank in (0, 2):
+        job.wait_event(rf"rank {rank} iteration 0 of 3")
+    os.kill(int(job.wait_event(r"rank 1 iteration 0 of 3 pid (\d+)")[1]), signal.SIGKILL)
+    assert launcher.wait(58) == 0, launcher.log()
+    events = job.events()
+    assert sorted(re.findall(r"fails as (\d)", events)) == ["3", "4"]
+    assert events.count("iteration 1 of 2") == 2
+    assert events.count("ends") == 2
