@@ -117,7 +117,8 @@ class SiblingMonitor:
                 self._store.set(heartbeat_key(self._rank), f"{beats} {self._note()}")
                 beats += 1
                 if neighbour != self._rank:
-                    seen = self._look(neighbour, seen)
+                    # Not before the first interval is over: all ranks begin at the same time, and the server is busy.
+                    seen = _Seen(None, time.monotonic()) if seen is None else self._look(neighbour, seen)
                     if self._silent(seen, self._timeout_s):
                         self._report_silent(self._silent_ranks(neighbour))
                         neighbour, seen = self._next_alive(neighbour), None
