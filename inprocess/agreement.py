@@ -264,6 +264,10 @@ class Agreement:
         """Return the roster, if there is one."""
         return _parse_roster(self.store.get(_ROSTER)) if self.store.check([_ROSTER]) else None
 
+    def find_reason(self) -> tuple[InterruptionRecord, ...]:
+        """Return why the iteration was interrupted, as `last_call` does on its ranks, once that is decided."""
+        return _parse_reason(self.store.get(_REASON).decode()) if self.store.check([_REASON]) else ()
+
     @staticmethod
     def announce_newcomer(base_store: Any, initial_rank: int) -> None:
         """Say that a process waits for the next roster. It has to see for itself whether that names it."""

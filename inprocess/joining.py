@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inprocess.agreement import Agreement, Outcome
+from inprocess.attribution import InterruptionRecord
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import RestartError, StaleViewError, StoreLostError
 from inprocess.state import Mode, State
@@ -37,17 +38,18 @@ _SILENT = 2  # heartbeat timeouts without a heartbeat of rank 0, after which the
 
 @dataclass(frozen=True)
 class Place:
-    """Where a newcomer stands: in which iteration, that is over, with which rank, and who left at its end."""
+    """Where a newcomer stands: in which iteration, that is over, with which rank, who left at its end, and why."""
 
     iteration: int
     rank: int
     world_size: int
     terminated_ranks: frozenset[int]
+    interruptions: tuple[InterruptionRecord, ...]
 
     def take(self, state: State) -> None:
         """Make `state` that of a spare of the iteration that is over."""
         state.iteration, state.rank, state.world_size = self.iteration, self.rank, self.world_size
-        state.mode, state.active_rank = Mode.INACTIVE, None
+        state.mode, state.active_rank, state.interruptions = Mode.INACTIVE, None, self.interruptions
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Newcomer:
             before + roster.joined.index(self.initial_rank),
             before + len(roster.joined),
             roster.terminated_ranks,
+            agreement.find_reason(),
         )
 
     def say_joined(self) -> None:

@@ -81,11 +81,14 @@ class EtcdClient(StoreMixin):
     ) -> None:
         """Connect. StoreError if the cluster does not answer for `patience`, or refuses this client.
 
+        `local_host` is the address by which other nodes reach this machine: the one it has towards MASTER_ADDR, or else
+        towards etcd.
         All processes of a job give the same `job`, and no other job ever had it. `timeout` is the default of requests
         that wait.
         """
         super().__init__()
         self.job = job
+        self.local_host = _own_address(os.environ.get("MASTER_ADDR") or urlsplit(cluster.endpoints[0]).hostname or "")
         self._root = f"/inprocess/{job}/"
         if cluster.is_open:
             _log.warning(
@@ -130,15 +133,6 @@ class EtcdClient(StoreMixin):
     def failure(self) -> StoreLostError | None:
         """Why this client has given up; None if it has not."""
         return self._gateway.failure
-
-    @property
-    def local_host(self) -> str:
-        """The address by which other nodes reach this machine: the one it has towards MASTER_ADDR, or else etcd."""
-        host = os.environ.get("MASTER_ADDR") or urlsplit(self.cluster.endpoints[0]).hostname or "127.0.0.1"
-        family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
 
     def close(self) -> None:
         """Break the connections; requests under way end with StoreError. Idempotent, no thread is left."""
@@ -425,6 +419,17 @@ class _Slots:
             slot = _Slot(next(self._numbers))
         yield slot  # one whose change was interrupted is not used again: the change may still be on its way
         self._free.append(slot)
+
+
+def _own_address(peer: str) -> str:
+    """Return the address that this machine has towards a host. StoreError if that has no address."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreError(f"the address of this machine towards {peer!r} is not known: {error}") from None
 
 
 def _require(guard: Guard, held: list[Entry]) -> None:

@@ -212,10 +212,11 @@ class EtcdGateway:
                 with request.over(connection):
                     sock = connection.sock
                     connection.request("POST", "/v3/watch", body, self._headers())
-                    _read_until_event(connection.getresponse(), sock, deadline)
+                    if not _wait_for_event(connection.getresponse(), sock, deadline):
+                        raise _UnavailableError("the watch was ended")
             finally:
                 connection.close()
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, _UnavailableError, ValueError) as error:
             if not request.cancelled and time.monotonic() < deadline:
                 _log.debug("watching %s: %s", self.cluster.endpoints[member], error)
                 time.sleep(_PAUSE_S)
@@ -354,14 +355,20 @@ class _Task:
         return self._value
 
 
-def _read_until_event(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> None:
-    """Read what a watch says, line by line, until there is an event, or an error."""
+def _wait_for_event(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> bool:
+    """Read what a watch says, line by line, until there is an event. False if the watch ends without one.
+
+    TimeoutError, at `until`.
+    """
     while response.status == 200:
         sock.settimeout(max(0.001, until - time.monotonic()))
         line = response.readline()
         result = json.loads(line).get("result", {}) if line else {"canceled": True}
-        if result.get("events") or result.get("canceled"):
-            return
+        if result.get("events"):
+            return True
+        if result.get("canceled"):
+            return False
+    return False
 
 
 _gateways: weakref.WeakSet[EtcdGateway] = weakref.WeakSet()

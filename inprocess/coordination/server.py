@@ -9,7 +9,6 @@ There is one server for a job and no copy of it: who cannot reach it does not go
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hmac
 import logging
@@ -18,7 +17,6 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
 from inprocess.coordination.stream import FrameStream
@@ -67,7 +65,6 @@ class StoreServer:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._strangers: dict[_Peer, None] = {}  # in the order of their arrival
         self._peers: dict[_Peer, None] = {}
         self._contents = Contents()
@@ -101,28 +98,19 @@ class StoreServer:
         """How many connections there are that have proved to be of this job, and are not silent."""
         return len(self._peers)
 
-    def stop_listening(self) -> None:
-        """Give the port back, but go on serving the clients that are connected; they cannot connect again."""
-        self._submit(self._close_listener)
-
     def close(self) -> None:
         """Stop serving; all connections break. Idempotent."""
         if self._closing:
             return
         self._closing = True
         if self._thread.is_alive():
-            self._submit(lambda: None)
+            with contextlib.suppress(BlockingIOError):  # full: it will wake up anyway
+                self._wake_writer.send(b"\0")
             self._thread.join()
         self._close_all()
         self._wake_reader.close()
         self._wake_writer.close()
         self._selector.close()
-
-    def _submit(self, task: Callable[[], None]) -> None:
-        """Have the thread of the server run this soon."""
-        self._tasks.append(task)
-        with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: nobody is there to run it
-            self._wake_writer.send(b"\0")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -145,8 +133,6 @@ class StoreServer:
                     self._wake_reader.recv(4096)
             else:
                 self._accept()
-        while self._tasks:
-            self._tasks.popleft()()
         if time.monotonic() >= self._look_at:
             self._drop_silent()
 

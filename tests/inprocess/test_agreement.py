@@ -291,6 +291,7 @@ def end(agreements: list[Agreement]) -> Roster:
     agreements[0].interrupt(record(0))
     for rank, agreement in enumerate(agreements):
         agreement.arrive_at_end(10 + rank)
+    assert agreements[0].last_call(10, LONG_S) == (record(0),)
     (roster,) = {agreement.wait_roster(10 + rank, LONG_S) for rank, agreement in enumerate(agreements)}
     return roster
 
@@ -310,7 +311,7 @@ def test_newcomers_are_numbered_behind_all_others(open_store: Open, pool: Thread
     assert end(agreements) == Roster(frozenset({1}), frozenset({11}), (20, 21))
     for rank, initial_rank in ((3, 20), (4, 21)):
         place = waiting[initial_rank].result(LONG_S)
-        assert place == Place(iteration=0, rank=rank, world_size=5, terminated_ranks=frozenset({1}))
+        assert place == Place(0, rank=rank, world_size=5, terminated_ranks=frozenset({1}), interruptions=(record(0),))
     # They are named once, also by those who do not know yet that they have joined.
     second = [Agreement(open_store(1), 1, 2) for _ in range(2)]
     for rank, agreement in enumerate(second):
@@ -333,7 +334,7 @@ def test_a_newcomer_that_is_slow_finds_its_place_later(open_store: Open) -> None
     Agreement.announce_newcomer(open_store(0).base_store, 20)
     assert end(agreements).joined == (20,)
     place = place_of(open_store, 20)
-    assert place == Place(iteration=0, rank=3, world_size=4, terminated_ranks=frozenset())
+    assert place == Place(0, rank=3, world_size=4, terminated_ranks=frozenset(), interruptions=(record(0),))
     assert RestartIndex(open_store(0).base_store).current() == 1
 
 

@@ -108,19 +108,6 @@ def test_a_port_that_is_taken(server: StoreServer, access: Access) -> None:
     third.close()
 
 
-def test_stop_listening_keeps_those_who_are_there(
-    server: StoreServer, access: Access, client: CoordinationStore, connect: Connect
-) -> None:
-    server.stop_listening()
-    client.set("key", "x")
-    successor = StoreServer(replace(access, job="next"))
-    successor.start()
-    assert client.get("key") == b"x"
-    with pytest.raises(StoreError, match="serves another job"):
-        connect()
-    successor.close()
-
-
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
 
