@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -289,3 +290,66 @@ def test_a_replacement_that_fails_before_it_joins_costs_the_others_nothing(job: 
     assert sorted(re.findall(r"fails as (\d)", events)) == ["3", "4"]
     assert events.count("iteration 1 of 2") == 2
     assert events.count("ends") == 2
+
+
+TRAINS = """
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    import ckpt, inprocess
+    from ckpt.restart import CheckpointAbort, CheckpointFinalize
+
+    checkpointer = ckpt.Checkpointer({root!r})
+    state = {{"weights": torch.zeros(8), "step": torch.zeros((), dtype=torch.int64)}}
+    checkpointer.register(**state)
+
+    def train(call: inprocess.CallWrapper):
+        dist.init_process_group("gloo")
+        checkpointer.restore(state)
+        say("iteration", call.iteration, "of", dist.get_world_size(), "from", int(state["step"]), "pid", os.getpid())
+        while int(state["step"]) < 40 or call.iteration < 2:
+            noise = torch.full((8,), float(dist.get_rank() + 1))
+            dist.all_reduce(noise)
+            state["weights"] += noise / noise[0]
+            state["step"] += 1
+            joining = torch.tensor(len(call.base_store.members("joining")) if dist.get_rank() == 0 else 0)
+            dist.all_reduce(joining)
+            if call.iteration == 1 and int(joining) > 0 and dist.get_rank() == 1:
+                raise RuntimeError("now")
+            checkpointer.maybe_finalize()
+            if int(state["step"]) % 5 == 0:
+                checkpointer.async_save(state, int(state["step"]))
+            time.sleep(0.05)
+        assert state["weights"].tolist() == [float(state["step"])] * 8
+        say("ends")
+        checkpointer.maybe_finalize(blocking=True)
+        dist.destroy_process_group()
+
+    inprocess.Wrapper(
+        abort=inprocess.Compose(CheckpointAbort(checkpointer), inprocess.abort.AbortTorchDistributed()),
+        finalize=CheckpointFinalize(checkpointer),
+        soft_timeout=timedelta(seconds=30),
+        hard_timeout=timedelta(seconds=32),
+    )(train)()
+    checkpointer.close()
+"""
+
+
+@full_only
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_replacement_trains_from_the_last_checkpoint(job: Job, killed: int, tmp_path: Path) -> None:
+    launcher = job.one_node(TRAINS.format(root=str(tmp_path / "root")), REPLACED, ranks=3, restarts=0)
+    pids = [int(job.wait_event(rf"rank {rank} iteration 0 of 3 from 0 pid (\d+)")[1]) for rank in range(3)]
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "root" / "step_00000005").exists():
+        assert time.monotonic() < deadline, job.everything()
+        time.sleep(0.02)
+    os.kill(pids[killed], signal.SIGKILL)
+    assert launcher.wait(100) == 0, job.everything()
+    events = job.events()
+    began = re.findall(r"iteration 2 of 3 from (\d+)", events)
+    assert len(began) == 3
+    assert len(set(began)) == 1
+    assert int(began[0]) >= 5
+    assert events.count("ends") == 3
