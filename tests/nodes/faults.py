@@ -31,7 +31,7 @@ class Kind(enum.Enum):
     FREEZE_RANK = "freeze-rank"  # a rank and its monitor process are stopped
     KILL_RANK = "kill-rank"  # the process of a rank is killed
     KILL_MONITOR = "kill-monitor"  # the monitor process of a rank is killed
-    KILL_SERVER = "kill-server"  # the process that serves the coordination store is killed; `at` is rank 0
+    KILL_SERVER = "kill-server"  # the process that serves the coordination store is killed, whatever `at` is
     EXCEPTION = "exception"  # the function of a rank raises
 
 
@@ -123,7 +123,9 @@ class Fault:
         return frozenset([self.at] if self.is_of_rank else job.ranks_of(self.at))
 
     def _is_of_server(self, job: Job) -> bool:
-        return job.server_rank is not None and job.server_rank in self._at_it(job)
+        if job.server_rank is None:
+            return False
+        return self.kind is Kind.KILL_SERVER or job.server_rank in self._at_it(job)
 
     def stopped(self, job: Job) -> frozenset[int]:
         """The initial ranks that do not run meanwhile."""
