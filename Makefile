@@ -32,6 +32,7 @@ NODES_SCHEDULES ?= 300
 test-faults: export TESTS = full
 test-faults: $(INSTALLED)
 	$(PYTEST) -v tests/crash tests/storage tests/ckpt/shared_fs tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
+	CKPT_PORTABLE=1 $(PYTEST) tests/native tests/staging tests/storage/test_reader.py tests/test_state.py tests/test_restore*.py $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
 	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/nodes $(PYTEST_ARGS)
 	$(PYTEST) -v -rA tests/native/test_sanitizers.py tests/fuzz $(PYTEST_ARGS)

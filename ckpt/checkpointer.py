@@ -19,6 +19,7 @@ from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
 from ckpt.loading.load import restore
 from ckpt.loading.sources import Alone, RestoreReport
+from ckpt.native import warn_if_portable
 from ckpt.planning.grid import GridOptions
 from ckpt.ranks import Ranks
 from ckpt.saving.publish import Retention
@@ -99,6 +100,7 @@ class Checkpointer:
         and logs it, "ignore" does not look. Buffers, small tensors of unknown use and values are those of the lowest
         rank that has them; of the latter two it is logged if they differ (see docs/guide.md).
         """
+        warn_if_portable()
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
         if keep_every is not None and keep_every < 1:

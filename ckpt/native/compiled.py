@@ -1,0 +1,89 @@
+"""The functions of `ckpt.native` in C (crc32c.c, moves.c), called without the interpreter's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sysconfig
+import threading
+from typing import Any
+
+import numpy as np
+
+from ckpt.native.records import RUN, SEGMENT
+
+__all__ = ["Compiled", "load"]
+
+_OLD = "was compiled from another version of its source; install the package again (`pip install .`)"
+_BLOCK_BYTES = 256 << 10  # stays in a core's cache
+
+
+def load() -> Compiled | None:
+    """Return the functions; None if they were not compiled when the package was installed.
+
+    ImportError if they are there and not of this version.
+    """
+    path = os.path.join(os.path.dirname(__file__), f"_library{sysconfig.get_config_var('EXT_SUFFIX')}")
+    return Compiled(path) if os.path.exists(path) else None
+
+
+class _Block(threading.local):
+    """What the pieces that this thread reads go through."""
+
+    def __init__(self) -> None:
+        self.memory = (ctypes.c_char * _BLOCK_BYTES)()
+
+
+class Compiled:
+    """The library at a path."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            library = self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise ImportError(f"{error}: install the package again (`pip install .`)") from error
+        pointer, size = ctypes.c_void_p, ctypes.c_uint64
+        for name, result, *arguments in (
+            ("ckpt_copy_runs", None, pointer, size),
+            ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
+            ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
+            ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
+            ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, size, pointer, size, pointer, size),
+            ("ckpt_record_bytes", size),
+        ):
+            function = getattr(library, str(name), None)
+            if function is None:
+                raise ImportError(f"{path} {_OLD}")
+            function.restype, function.argtypes = result, arguments
+        if library.ckpt_record_bytes() != RUN.itemsize << 8 | SEGMENT.itemsize:
+            raise ImportError(f"{path} {_OLD}")
+        self._block = _Block()
+
+    def choose(self, most: int) -> int:
+        """Use the best way that the processor has to make checksums, but none above `most`; returns which it is."""
+        return int(self._library.ckpt_crc32c_choose(most))
+
+    def copy_runs(self, runs: np.ndarray[Any, np.dtype[Any]]) -> None:
+        self._library.ckpt_copy_runs(_address(runs), len(runs))
+
+    def crc32c(self, data: bytes | np.ndarray[Any, np.dtype[np.uint8]], initial: int) -> int:
+        if isinstance(data, bytes):
+            return int(self._library.ckpt_crc32c(initial, data, len(data)))
+        return int(self._library.ckpt_crc32c(initial, _address(data), data.nbytes))
+
+    def crc32c_joined(self, first: int, second: int, second_bytes: int) -> int:
+        return int(self._library.ckpt_crc32c_joined(first, second, second_bytes))
+
+    def read_pieces(self, fd: int, piece_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+        error = int(
+            self._library.ckpt_read_pieces(
+                fd, piece_bytes, _address(segments), len(segments), self._block.memory, _BLOCK_BYTES
+            )
+        )
+        if error > 0:
+            raise OSError(error, os.strerror(error))
+        return error == 0
+
+
+def _address(array: np.ndarray[Any, np.dtype[Any]]) -> int:
+    return int(array.__array_interface__["data"][0])
