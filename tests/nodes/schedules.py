@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.nodes.faults import Fault, Kind
 from tests.nodes.program import PHASES, Options
@@ -17,6 +18,7 @@ _SHORTEST_S, _LONGEST_S = 0.3, 6.0
 _FOR_GOOD = 0.3  # how often a link stays as bad as it is
 _IN_A_PHASE = 0.25  # how often an exception comes first, and a fault in the restart after it
 _PAUSE_S = 0.5
+_PATIENT: dict[str, Any] = {"soft_timeout_s": 12.0, "hard_timeout_s": 18.0, "barrier_timeout_s": 20.0}
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,11 @@ def schedule(seed: int) -> Schedule:
         others = [Fault(its.kind, its.at, its.begin_s + begin_s, its.lasts_s) for its in others]
         second = Fault(second.kind, second.at, lasts_s=second.lasts_s, during=phase)
         faults = [Fault(Kind.EXCEPTION, rank, begin_s), second, *others]
-    options = Options() if phase is None else Options(pauses={phase: _PAUSE_S})
-    return Schedule(seed, nodes, ranks_per_node, faults, options)
+    pauses = {} if phase is None else {phase: _PAUSE_S}
+    if any(its.kind in (Kind.DELAY, Kind.SLOW) for its in faults):
+        # A process group takes dozens of round trips to make: what takes longer than the soft timeout never gets made.
+        return Schedule(seed, nodes, ranks_per_node, faults, Options(**_PATIENT, pauses=pauses))
+    return Schedule(seed, nodes, ranks_per_node, faults, Options(pauses=pauses))
 
 
 def _fault(rng: random.Random, node: int, ranks_per_node: int) -> Fault:
