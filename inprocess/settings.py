@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +26,12 @@ _MAY_BE_ZERO = ("last_call_wait", "termination_grace_time")
 _ABSOLUTE_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True, eq=False)
 class Settings:
-    """See `Wrapper` for the meaning. TypeError for a wrong type, ValueError for a violated relation."""
+    """What `Wrapper` is given, and means. TypeError for a wrong type, ValueError for a violated relation."""
 
     store_factory: Any
-    store_kwargs: dict[str, Any] = field(default_factory=dict)
+    store_kwargs: Any = None  # a dict, empty for None
     initialize: Any = None
     abort: Any = None
     completion: Any = None
@@ -51,8 +51,8 @@ class Settings:
     completion_timeout: timedelta = timedelta(seconds=120)
     last_call_wait: timedelta = timedelta(seconds=1)
     termination_grace_time: timedelta = timedelta(seconds=5)
-    monitor_process_logfile: str | None = None
-    monitor_process_pidfile: str | None = None
+    monitor_process_logfile: Any = None  # a path; text from here on
+    monitor_process_pidfile: Any = None
     sections: Any = None
     enabled: bool = True
 
@@ -69,10 +69,12 @@ class Settings:
                 continue
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} must be a path or None, not {type(path).__name__}")
-            object.__setattr__(self, name, os.fspath(path))
+            setattr(self, name, os.fspath(path))
             _require(os.path.isabs(path), f"os.path.isabs({name})", {name: os.fspath(path)})
         if not isinstance(self.store_factory, type):
             raise TypeError(f"store_factory must be a class of stores, not {type(self.store_factory).__name__}")
+        if self.store_kwargs is None:
+            self.store_kwargs = {}
         if not isinstance(self.store_kwargs, dict):
             raise TypeError(f"store_kwargs must be a dict, not {type(self.store_kwargs).__name__}")
         if self.sections is not None and not hasattr(self.sections, "rank_section_timeouts"):

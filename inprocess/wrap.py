@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,7 +43,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class Wrapper:
+@dataclass(kw_only=True, eq=False)
+class Wrapper(Settings):
     """Makes a function run again, in the same processes, after a fault on any rank.
 
         @inprocess.Wrapper(soft_timeout=timedelta(seconds=30), ...)
@@ -66,63 +67,15 @@ class Wrapper:
     TypeError or ValueError if arguments contradict each other.
     """
 
-    def __init__(
-        self,
-        *,
-        store_factory: Any = TCPStore,
-        store_kwargs: dict[str, Any] | None = None,
-        initialize: Any = None,
-        abort: Any = AbortTorchDistributed(),  # noqa: B008 - it holds nothing
-        completion: Any = None,
-        terminate: Any = None,
-        finalize: Any = None,
-        health_check: Any = None,
-        rank_assignment: Any = assignments.ShiftRanks(),  # noqa: B008 - it holds nothing
-        rank_filter: Any = None,
-        monitor_thread_interval: timedelta = timedelta(seconds=1),
-        monitor_process_interval: timedelta = timedelta(seconds=1),
-        heartbeat_interval: timedelta = timedelta(seconds=1),
-        progress_watchdog_interval: timedelta = timedelta(seconds=1),
-        soft_timeout: timedelta = timedelta(seconds=60),
-        hard_timeout: timedelta = timedelta(seconds=90),
-        heartbeat_timeout: timedelta = timedelta(seconds=30),
-        barrier_timeout: timedelta = timedelta(seconds=120),
-        completion_timeout: timedelta = timedelta(seconds=120),
-        last_call_wait: timedelta = timedelta(seconds=1),
-        termination_grace_time: timedelta = timedelta(seconds=5),
-        monitor_process_logfile: str | os.PathLike[str] | None = None,
-        monitor_process_pidfile: str | os.PathLike[str] | None = None,
-        sections: SectionSettings | None = None,
-        enabled: bool = True,
-    ) -> None:
-        self.settings = Settings(
-            store_factory=store_factory,
-            store_kwargs=store_kwargs if store_kwargs is not None else {},
-            initialize=initialize,
-            abort=abort,
-            completion=completion,
-            terminate=terminate,
-            finalize=finalize,
-            health_check=health_check,
-            rank_assignment=rank_assignment,
-            rank_filter=rank_filter,
-            monitor_thread_interval=monitor_thread_interval,
-            monitor_process_interval=monitor_process_interval,
-            heartbeat_interval=heartbeat_interval,
-            progress_watchdog_interval=progress_watchdog_interval,
-            soft_timeout=soft_timeout,
-            hard_timeout=hard_timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            barrier_timeout=barrier_timeout,
-            completion_timeout=completion_timeout,
-            last_call_wait=last_call_wait,
-            termination_grace_time=termination_grace_time,
-            monitor_process_logfile=monitor_process_logfile,  # type: ignore[arg-type]
-            monitor_process_pidfile=monitor_process_pidfile,  # type: ignore[arg-type]
-            sections=sections,
-            enabled=enabled,
-        )
-        self.hooks = HookChain(self.settings)
+    hooks: HookChain = field(init=False, repr=False)
+    store_factory: Any = TCPStore
+    abort: Any = AbortTorchDistributed()  # noqa: RUF009 - it holds nothing
+    rank_assignment: Any = assignments.ShiftRanks()  # noqa: RUF009 - it holds nothing
+    sections: SectionSettings | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hooks = HookChain(self)
 
     @property
     def restart_health_check(self) -> Any:
@@ -131,7 +84,7 @@ class Wrapper:
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
         """Return the restartable function; `function` itself if the wrapper is not enabled."""
-        if not self.settings.enabled:
+        if not self.enabled:
             return function
 
         @functools.wraps(function)
@@ -161,7 +114,7 @@ class CallWrapper:
         self.base_store: Any = None
         self._cleanup = contextlib.ExitStack()
         try:
-            self._set_up(wrapper.settings)
+            self._set_up(wrapper)
         except BaseException:
             self.shutdown()
             raise
@@ -259,7 +212,7 @@ class CallWrapper:
                 _log.warning("the job was completed without this process")
                 return None
             self._newcomer.say_joined()
-        protocol = RestartProtocol(self.state, self.wrapper.settings, self.wrapper.hooks, self, run, place)
+        protocol = RestartProtocol(self.state, self.wrapper, self.wrapper.hooks, self, run, place)
         with _excepthook_restored(), self._torch_made_interruptible():
             result = protocol.run()
         self.wrapper.hooks.complete(self.state.freeze())
@@ -290,7 +243,7 @@ class CallWrapper:
 
     def open_group_store(self) -> None:
         """Set up what process groups of this iteration meet in. Waits for the process that is rank 0 in it."""
-        settings = self.wrapper.settings
+        settings = self.wrapper
         self._group_store.open(
             self.state.store,
             self._monitoring.local_host,

@@ -13,7 +13,6 @@ from inprocess import Compose, Wrapper
 from inprocess.abort import AbortTorchDistributed
 from inprocess.health_check import ChainedGPUHealthCheck, ChainedNicHealthCheck, ChainedNVLHealthCheck, FaultCounter
 from inprocess.rank_assignment import ShiftRanks
-from inprocess.settings import Settings
 from inprocess.store import TCPStore
 
 SECONDS = {
@@ -138,13 +137,7 @@ def test_wrong_types(arguments: dict[str, Any], text: str) -> None:
 def test_paths_are_absolute(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"os.path.isabs\({name}\) \({name}=logs/rank"):
         Wrapper(**{name: "logs/rank_{rank}.log"})
-    assert getattr(Wrapper(**{name: tmp_path / "a_{rank}"}).settings, name) == f"{tmp_path}/a_{{rank}}"
-
-
-def test_settings_do_not_change() -> None:
-    settings = Settings(store_factory=TCPStore)
-    with pytest.raises(AttributeError):
-        settings.enabled = False  # type: ignore[misc]
+    assert getattr(Wrapper(**{name: tmp_path / "a_{rank}"}), name) == f"{tmp_path}/a_{{rank}}"
 
 
 def test_the_health_check_after_a_fault_looks_at_the_devices_too(monkeypatch: pytest.MonkeyPatch) -> None:
