@@ -6,8 +6,7 @@ import logging
 import os
 from typing import Any
 
-from inprocess.abort import AbortTorchDistributed
-from inprocess.compose import Compose, members_of
+from inprocess.compose import Compose
 from inprocess.exception import HealthCheckError, RestartError
 from inprocess.hooks import Numbering, Role, StateHook
 from inprocess.rank_assignment import RankAssignmentCtx
@@ -29,7 +28,7 @@ class HookChain:
         self._health_check = StateHook.inspect(Role.HEALTH_CHECK, settings.health_check)
         self._restart_health_check = StateHook.inspect(Role.HEALTH_CHECK, self.restart_health_check_hook)
         self._abort = StateHook.inspect(Role.ABORT, settings.abort)
-        self.aborts_torch = any(isinstance(hook, AbortTorchDistributed) for hook in members_of(settings.abort))
+        self.aborts = settings.abort is not None  # one of the user's own most likely aborts torch's groups, too
         self._finalize = StateHook.inspect(Role.FINALIZE, settings.finalize)
         self._completion = StateHook.inspect(Role.COMPLETION, settings.completion)
         self._terminate = StateHook.inspect(Role.TERMINATE, settings.terminate)

@@ -213,13 +213,10 @@ class CallWrapper:
                 return None
             self._newcomer.say_joined()
         protocol = RestartProtocol(self.state, self.wrapper, self.wrapper.hooks, self, run, place)
-        with _excepthook_restored(), self._torch_made_interruptible():
+        with _excepthook_restored(), interruptible_store_connections():
             result = protocol.run()
         self.wrapper.hooks.complete(self.state.freeze())
         return result
-
-    def _torch_made_interruptible(self) -> contextlib.AbstractContextManager[None]:
-        return interruptible_store_connections() if self.wrapper.hooks.aborts_torch else contextlib.nullcontext()
 
     def shutdown(self) -> None:
         """Release everything: threads, the monitor process, the store. Idempotent."""
@@ -260,7 +257,7 @@ class CallWrapper:
         """Bring a blocked main thread back to bytecode; to be repeated until it is there."""
         self._sections.interrupt()
         self.interrupter.wake()
-        if self.wrapper.hooks.aborts_torch:
+        if self.wrapper.hooks.aborts:
             unblock_main_thread(_UNBLOCK_S)
 
     def forget_iteration(self, iteration: int) -> None:

@@ -127,12 +127,8 @@ class Cell:
 
     @property
     def ends_the_job(self) -> bool:
-        """Before the initial barrier nobody can go on without a rank.
-
-        A monitor process that dies there is replaced; but not the store that only it has, as long as the ranks have not
-        told each other where the standbys are.
-        """
-        return self.point is Point.ENTRY and (self.kind is not Kind.MONITOR_KILLED or 0 in self.victims)
+        """Before the initial barrier nobody can go on without a rank. A monitor process that dies there is replaced."""
+        return self.point is Point.ENTRY and self.kind is not Kind.MONITOR_KILLED
 
     @property
     def instigator(self) -> int | None:

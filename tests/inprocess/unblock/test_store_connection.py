@@ -1,7 +1,11 @@
 """A rank whose store host never comes can be interrupted; with the host it connects as usual."""
 
 import importlib
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +21,14 @@ from inprocess.unblock.store_connection import interruptible_store_connections
 rendezvous: Any = importlib.import_module(
     "torch.distributed.rendezvous"
 )  # torch.distributed has a function of that name
+
+
+_HOST = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 
 class Interrupted(BaseException):
@@ -85,6 +97,33 @@ def test_a_host_that_is_there_is_connected_to(port: int, no_group: None) -> None
     host.set("key", "value")
     assert store.get("key") == b"value"
     assert (rank, world_size) == (1, 2)
+
+
+def test_a_host_that_is_stopped_blocks_nobody() -> None:
+    """The kernel accepts connections for it, and torch waits for its answer without a limit."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        child.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(0.5, async_raise, (threading.get_ident(), Interrupted))
+        timer.start()
+        started = time.monotonic()
+        with interruptible_store_connections(), pytest.raises(Interrupted):
+            connect(port, 60)
+        assert time.monotonic() - started < 10
+        timer.join()
+        waking = threading.Timer(1.0, child.send_signal, (signal.SIGCONT,))
+        waking.start()
+        with interruptible_store_connections():
+            store, _, _ = next(rendezvous.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
+        store.set("key", "value")
+        waking.join()
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_it_is_nested_and_removed() -> None:
