@@ -156,11 +156,11 @@ class _Process:
 
     def _run(self, number: int) -> None:
         try:
-            rank = SimulatedRank(self._access, number, self._world_size, self._ping_s)
+            with self._lock:  # one after the other: on one machine thousands at a time are too slow to greet
+                rank = SimulatedRank(self._access, number, self._world_size, self._ping_s)
+                self._ranks.append(rank)
             if number == 0:
                 RestartIndex(rank.client).begin()
-            with self._lock:
-                self._ranks.append(rank)
             heartbeat_s = _NEVER_S
             rank.client.wait(["restart_index"])
             while True:
