@@ -159,6 +159,8 @@ class Monitoring:
                 "wait_for_workers": False,  # the barrier does that, and on all ranks
                 "patience": self._settings.heartbeat_timeout,
             }
+            if self._newcomer is not None:  # the job may be over, and the server gone
+                kwargs.setdefault("timeout", self._settings.heartbeat_timeout)
         return self._settings.store_factory(**kwargs)
 
     def _start_server(self, undo: ExitStack) -> ServerProcess:

@@ -65,6 +65,7 @@ class Survivors:
         self._replace = replace
         self._replacements_left = most_replacements
         self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
+        self._is_complete = False  # a worker has ended with 0, so nothing restarts any more
         self._clock = clock
         self._next_check_s = clock()
         self._seen: dict[int, tuple[int, float]] = {}  # node -> its count, and when that was new
@@ -74,9 +75,12 @@ class Survivors:
         ended = sorted(self._processes.take_ended().items())
         self._count_joined()
         lost = [(local_rank, code) for local_rank, code in ended if code != 0 and local_rank not in self._waiting]
+        self._is_complete |= any(code == 0 and local_rank not in self._waiting for local_rank, code in ended)
         for local_rank, code in ended:
-            if self._waiting.pop(local_rank, None) is not None and code != 0:
+            if self._waiting.pop(local_rank, None) is not None and code != 0 and not self._is_complete:
                 _log.warning("the replacement in the place of local rank %d ended with %d", local_rank, code)
+        if self._is_complete:
+            self._end_waiting()
         for local_rank, code in lost:
             pid = self._processes.pids[local_rank]
             failure = ProcessFailure(local_rank, pid, code, self._error_files[local_rank])
@@ -95,7 +99,7 @@ class Survivors:
         return CycleEnd("all workers of this node have ended")
 
     def _start_replacement(self, local_rank: int) -> None:
-        if self._replacements_left == 0 or self._world_size == 1:
+        if self._replacements_left == 0 or self._world_size == 1 or self._is_complete:
             return
         if not self._processes.fds and self._meeting.nodes == 1:
             return  # there is nobody to join
@@ -106,6 +110,12 @@ class Survivors:
             _log.error("no process can be started in the place of local rank %d: %s", local_rank, error)
             return
         _log.warning("a process takes the place of local rank %d; it joins at the next restart", local_rank)
+
+    def _end_waiting(self) -> None:
+        """Nobody needs those who wait any more; they have done nothing yet."""
+        for local_rank in list(self._waiting):
+            self._processes.kill(local_rank)
+            end_leftovers([self._processes.pids[local_rank]])
 
     def _count_joined(self) -> None:
         """Replacements that have joined are workers like others."""

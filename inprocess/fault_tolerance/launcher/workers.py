@@ -62,6 +62,13 @@ class WorkerProcesses:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, number)
 
+    def kill(self, local_rank: int) -> None:
+        """Kill one, if it runs; its end is still to be taken."""
+        fd = self._running.get(local_rank)
+        if fd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, so many seconds for all together, SIGKILL. When it returns all have ended, or the log says so."""
         self.take_ended()
