@@ -7,6 +7,8 @@ import pytest
 
 from tools.bench.save import main
 
+pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
+
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"

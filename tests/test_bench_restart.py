@@ -10,6 +10,8 @@ import pytest
 from tools.bench.restart import main, percentile
 from tools.bench.restarting import KINDS
 
+pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

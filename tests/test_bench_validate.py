@@ -8,6 +8,8 @@ import pytest
 from tools.bench.checking import COMMANDS
 from tools.bench.validate import main
 
+pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
+
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ckpt
@@ -26,6 +27,7 @@ def _error_of(call: Any, *args: Any) -> CheckpointError | None:
     return None
 
 
+@pytest.mark.timeout(180)
 def test_a_save_that_one_rank_does_not_call_ends_with_its_name_and_the_next_one_works(tmp_path: Path) -> None:
     def main(rank: int, world_size: int) -> Any:
         import torch.distributed as dist

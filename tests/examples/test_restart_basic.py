@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support import run_ranks
+
+pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "restart_basic.py"
 

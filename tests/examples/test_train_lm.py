@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import run_ranks
+
+pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
 SMALL = ("--save-every", "2", "--d-model", "64", "--layers", "1", "--context", "32", "--batch", "2")

@@ -126,6 +126,7 @@ def blocked_then_freed(rank: int, world_size: int) -> dict[str, float]:
     return seconds
 
 
+@pytest.mark.timeout(180)
 def test_blocked_operations_are_freed_and_new_groups_work() -> None:
     results = run_ranks(blocked_then_freed, 4, init_process_group=False)
     for result in results[:STUCK]:

@@ -404,6 +404,7 @@ def test_the_target(run: Commands, saved: dict[str, Path], tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(180)  # it moves much data, and a disk may be slow
+@pytest.mark.timeout(180)
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     """Of 400 MB in one piece (280 MB where torch is needed) the process never holds more than a part."""
     header = b'{"w":{"dtype":"F32","shape":[10000,10000],"data_offsets":[0,400000000]}}'

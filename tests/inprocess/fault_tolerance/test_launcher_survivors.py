@@ -157,6 +157,7 @@ def test_workers_of_other_nodes_go_on(job: Job) -> None:
     assert [line for line in job.events().splitlines() if "ends" in line] == ["cycle 0 rank 0 ends"]
 
 
+@pytest.mark.timeout(180)
 def test_a_node_that_dies_is_lost_with_its_workers(job: Job) -> None:
     nodes = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, *POLICY)
     for rank in (0, 1):
