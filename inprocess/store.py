@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from inprocess.coordination import Access, CoordinationStore, EtcdClient, EtcdCluster, StoreMixin, StoreServer
+from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
+from inprocess.coordination.etcd import EtcdClient, EtcdCluster
 from inprocess.coordination.namespace import PrefixView
 from inprocess.discovery import job_secret, private_directory
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreTimeoutError

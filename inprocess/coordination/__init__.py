@@ -4,14 +4,12 @@ rank process  ------ StoreClient ------+
                                        +---->  StoreServer, in a process that rank 0 has started
 monitor process ---- StoreClient ------+
 
-or EtcdClient for both, and an etcd cluster.
+or `etcd.EtcdClient` for both, and an etcd cluster; imported by those who use it.
 """
 
 from __future__ import annotations
 
 from inprocess.coordination.client import Guard, StoreClient
-from inprocess.coordination.etcd import EtcdClient
-from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.mixin import StoreMixin
 from inprocess.coordination.namespace import CoordinationStore, Namespace, RestartIndex
 from inprocess.coordination.server import StoreServer
@@ -20,8 +18,6 @@ from inprocess.coordination.wire import Access
 __all__ = [
     "Access",
     "CoordinationStore",
-    "EtcdClient",
-    "EtcdCluster",
     "Guard",
     "Namespace",
     "RestartIndex",

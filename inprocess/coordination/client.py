@@ -70,6 +70,8 @@ class StoreClient:
     *Fork.* A child has no connection: requests there end with StoreError.
     """
 
+    takes_guards = True
+
     def __init__(
         self,
         access: Access,

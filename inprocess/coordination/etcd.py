@@ -53,7 +53,7 @@ from inprocess.coordination.mixin import StoreMixin
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.main_thread.joinable import JoinableThread
 
-__all__ = ["EtcdClient"]
+__all__ = ["EtcdClient", "EtcdCluster"]
 
 _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -70,6 +70,8 @@ class EtcdClient(StoreMixin):
     The operations, guards and errors of `StoreClient`, except: `multi_set` writes up to 50 keys at once, and a key that
     was appended to can be read, written and deleted, but neither added to nor compared.
     """
+
+    takes_guards = True
 
     def __init__(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inprocess.coordination.client import Guard, StoreClient
-from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.mixin import StoreMixin
 from inprocess.exception import StaleViewError
+
+if TYPE_CHECKING:
+    from inprocess.coordination.etcd import EtcdClient
 
 __all__ = ["CoordinationStore", "Namespace", "PrefixView", "RestartIndex"]
 
@@ -143,6 +145,7 @@ class Namespace(PrefixView, StoreMixin):  # of both, the operations of the view 
     """
 
     def __init__(self, iteration: int, base_store: StoreClient | EtcdClient) -> None:
+        """`base_store` is one whose requests take a guard (`takes_guards`)."""
         self.prefix = str(iteration)
         self.base_store = base_store
         self._guard = {"guard": RestartIndex(base_store).guard(iteration)}

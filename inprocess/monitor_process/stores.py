@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from inprocess.agreement import IterationStore
-from inprocess.coordination import Access, CoordinationStore, EtcdClient, EtcdCluster, Namespace
+from inprocess.coordination import Access, CoordinationStore, Namespace
 
 __all__ = ["describe_store", "iteration_store", "open_store"]
 
@@ -52,6 +52,8 @@ def open_store(description: dict[str, Any], patience_s: float) -> Any:
     if "access" in description:
         return CoordinationStore(Access.from_document(description["access"]), patience=patience)
     if "etcd" in description:
+        from inprocess.coordination.etcd import EtcdClient, EtcdCluster
+
         return EtcdClient(EtcdCluster.from_document(description["etcd"]), description["job"], patience=patience)
     os.environ.update(description["environment"])
     module, _, qualname = description["factory"].partition(":")
@@ -68,7 +70,7 @@ def open_store(description: dict[str, Any], patience_s: float) -> Any:
 def iteration_store(base_store: Any, iteration: int) -> IterationStore:
     """Return the namespace of an iteration. The same keys for a rank and its monitor process."""
     client = getattr(base_store, "client", base_store)
-    if isinstance(client, CoordinationStore | EtcdClient):
+    if getattr(client, "takes_guards", False):
         return cast(IterationStore, Namespace(iteration, client))
     from inprocess.store import PrefixStore
 

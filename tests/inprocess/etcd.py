@@ -17,7 +17,7 @@ from typing import Self
 
 import pytest
 
-from inprocess.coordination import EtcdClient, EtcdCluster
+from inprocess.coordination.etcd import EtcdClient, EtcdCluster
 from inprocess.exception import StoreError
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)")

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from inprocess.coordination import Access, EtcdClient, EtcdCluster, Guard, Namespace, RestartIndex
+from inprocess.coordination import Access, Guard, Namespace, RestartIndex
+from inprocess.coordination.etcd import EtcdClient, EtcdCluster
 from inprocess.coordination.etcd_messages import Span, after, read
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from tests.inprocess.coordination.helpers import Relay, eventually
