@@ -24,6 +24,7 @@ MAX_DOCUMENT_BYTES = 1 << 30
 """No document of a checkpoint is larger."""
 
 _MAX_DEPTH = 400  # a value is nested 100 deep at most; each level is up to three of the document
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _ESCAPED, _STRING = re.compile(rb"\\.", re.DOTALL), re.compile(rb'"[^"]*"')
 _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 _CLOSES = 4  # the bit that tells ] and } from [ and {
@@ -107,6 +108,8 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
         if _depth(data) > _MAX_DEPTH:
             _corrupt(where, f"it is nested deeper than {_MAX_DEPTH}")
         document = json.loads(text, parse_constant=_refuse_constant)
+        if _SURROGATE.search(data):
+            json.dumps(document, ensure_ascii=False).encode()  # ValueError for half a character, which cannot be shown
         if isinstance(document, dict):
             return document
     except (ValueError, RecursionError) as error:

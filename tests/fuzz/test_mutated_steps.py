@@ -46,5 +46,5 @@ def test_mutations(saved: Path, layout: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout)
     print(f"{CASES} cases, seed {SEED}: {answer['outcomes']}")
-    assert not answer["failures"], f"seed {SEED}:\n" + "\n".join(answer["failures"])
+    assert not answer["failures"], f"seed {SEED}:\n" + "\n".join(map(ascii, answer["failures"]))
     assert sum(answer["outcomes"].values()) == CASES

@@ -50,6 +50,8 @@ def test_every_truncation_is_found(document: dict[str, Any], seal: Seal, unseal:
         b'{"a":NaN}',
         b'{"a":' + b"9" * 5000 + b"}",
         b'{"a":1,"a":1}',
+        seal({"a": "\ud800"}),
+        seal_root({"attributes": {"ckpt": {"a": "\udfff"}}}),
     ],
     ids=lambda data: repr(data[:10]),
 )
