@@ -92,3 +92,43 @@ def test_a_rank_with_a_broken_context_leaves_and_the_other_goes_on() -> None:
     left, gone = rank_values(main, 2, timeout=60.0, returncodes={1: None})
     assert left == (5.0, "1")
     assert gone in (None, "HealthCheckError")
+
+
+@pytest.mark.timeout(300)
+def test_ranks_on_one_gpu_come_out_of_collectives_of_nccl_twenty_times_and_then_one_dies() -> None:
+    """NCCL takes two ranks on one GPU if it believes that they are on different hosts."""
+    restarts = 20
+
+    def main(rank: int, world_size: int) -> Any:
+        import signal
+
+        import torch
+        import torch.distributed as dist
+
+        import inprocess
+
+        os.environ["NCCL_HOSTID"] = f"host{rank}"
+        torch.cuda.set_device(0)
+
+        @inprocess.Wrapper(soft_timeout=timedelta(seconds=30), hard_timeout=timedelta(seconds=40))
+        def train(call: inprocess.CallWrapper | None = None) -> Any:
+            assert call is not None
+            dist.init_process_group("nccl")
+            total = torch.ones(1, device="cuda")
+            dist.all_reduce(total)
+            torch.cuda.synchronize()
+            if call.iteration <= restarts:
+                if rank == world_size - 1:
+                    if call.iteration == restarts:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise RuntimeError("a fault")
+                dist.all_reduce(total)  # waits for ever: the last rank does not come
+                torch.cuda.synchronize()
+                raise AssertionError("a collective without all ranks ended")
+            dist.destroy_process_group()
+            return call.iteration, float(total)
+
+        return train()
+
+    answers = rank_values(main, 3, timeout=240.0, returncodes={2: -9})
+    assert answers == [(restarts + 1, 2.0)] * 2 + [None]
