@@ -119,8 +119,8 @@ class Agreement:
         A process that vanished before it published its rank has none that others know: it gets a negative number, made
         from its dense rank.
         """
-        key = f"initial_rank/{rank}"
-        return int(self.store.get(key)) if self.store.check([key]) else -1 - rank
+        initial_rank = self._peek(f"initial_rank/{rank}")
+        return -1 - rank if initial_rank is None else int(initial_rank)
 
     @property
     def world_size(self) -> int | None:
@@ -132,8 +132,8 @@ class Agreement:
     def _rank_of(self, initial_rank: int) -> int | None:
         if initial_rank < 0:
             return -1 - initial_rank
-        key = f"rank/{initial_rank}"
-        return int(self.store.get(key)) if self.store.check([key]) else None
+        rank = self._peek(f"rank/{initial_rank}")
+        return None if rank is None else int(rank)
 
     # -- outcome -------------------------------------------------------------------------------------------------------
 
@@ -177,10 +177,10 @@ class Agreement:
 
     def reported_hang(self, rank: int) -> InterruptionRecord | None:
         """Return the report that this rank hangs, if there is one without its stacks."""
-        key = _hang_key(rank)
-        if not self.store.check([key]):
+        summary = self._peek(_hang_key(rank))
+        if summary is None:
             return None
-        return InterruptionRecord(rank, Interruption.SOFT_TIMEOUT, self.store.get(key).decode(errors="replace"))
+        return InterruptionRecord(rank, Interruption.SOFT_TIMEOUT, summary.decode(errors="replace"))
 
     def _with_details(self, records: Sequence[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
         """Return the records, the first of each kind with its details."""
@@ -221,7 +221,7 @@ class Agreement:
             self._decide(_REASON, _format_reason(self._with_details(self.records())))
 
     def _lines_of_records(self) -> list[str]:
-        return self.store.get(_RECORDS).decode().splitlines() if self.store.check([_RECORDS]) else []
+        return (self._peek(_RECORDS) or b"").decode().splitlines()
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -262,11 +262,13 @@ class Agreement:
 
     def find_roster(self) -> Roster | None:
         """Return the roster, if there is one."""
-        return _parse_roster(self.store.get(_ROSTER)) if self.store.check([_ROSTER]) else None
+        roster = self._peek(_ROSTER)
+        return None if roster is None else _parse_roster(roster)
 
     def find_reason(self) -> tuple[InterruptionRecord, ...]:
         """Return why the iteration was interrupted, as `last_call` does on its ranks, once that is decided."""
-        return _parse_reason(self.store.get(_REASON).decode()) if self.store.check([_REASON]) else ()
+        reason = self._peek(_REASON)
+        return () if reason is None else _parse_reason(reason.decode())
 
     @staticmethod
     def announce_newcomer(base_store: Any, initial_rank: int) -> None:
@@ -275,8 +277,7 @@ class Agreement:
 
     def heartbeat_of(self, rank: int) -> bytes:
         """Return the heartbeat of a rank, which changes as long as the rank lives; empty if there is none yet."""
-        key = heartbeat_key(rank)
-        return self.store.get(key) if self.store.check([key]) else b""
+        return self._peek(heartbeat_key(rank)) or b""
 
     def was_left_behind(self, initial_rank: int) -> bool:
         """Whether the others went on without the process, when its view of the job has turned out to be old.
@@ -322,6 +323,10 @@ class Agreement:
         """Arrive, which can be repeated; return whether everybody has."""
         size = self.store.arrive(name, str(initial_rank))
         return self.world_size is not None and size >= self.world_size
+
+    def _peek(self, key: str) -> bytes | None:
+        """Return a value if there is one now."""
+        return self.store.get(key) if self.store.check([key]) else None
 
     def _value(self, key: str, timeout_s: float) -> bytes | None:
         """Return a value, once there is one; None if there is none in time."""
@@ -399,9 +404,7 @@ def heartbeat_key(rank: int) -> str:
 
 def _parse_roster(text: bytes) -> Roster:
     document = json.loads(text)
-    return Roster(
-        frozenset(document["terminated_ranks"]), frozenset(document["gone"]), tuple(document.get("joined", ()))
-    )
+    return Roster(frozenset(document["terminated_ranks"]), frozenset(document["gone"]), tuple(document["joined"]))
 
 
 def _detail_key(record: InterruptionRecord) -> str:

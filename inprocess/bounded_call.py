@@ -27,10 +27,11 @@ class BoundedCall:
         self._thread = JoinableThread(self._run, name)
         self._thread.start()
 
-    def result(self, timeout: float) -> Any:
+    def result(self, timeout: float | None) -> Any:
         """Wait at most `timeout` seconds; return what the function returned or raise what it raised.
 
-        `exception.TimeoutError` if it has not ended.
+        `exception.TimeoutError` if it has not ended. The caller is in bytecode again and again, so an exception that is
+        thrown into it ends the wait. None is no limit.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():

@@ -40,7 +40,8 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     # Mechanisms that know nothing of restarts.
     {"attribution", "call_injection", "child_process", "compose", "exception", "hardware", "main_thread", "phases"}
     | {"settings", "tools"},
-    {"bounded_call", "coordination", "events", "library_state", "progress_watchdog", "state"},
+    {"bounded_call"},
+    {"coordination", "events", "library_state", "progress_watchdog", "state"},
     {"agreement", "discovery"},
     {"joining"},
     {"completion", "finalize", "flight_recorder", "health_check", "initialize", "rank_assignment", "sections", "store"}

@@ -15,8 +15,9 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
+from inprocess.coordination.operations import NO_GUARD, Guard, few, in_bytes
 from inprocess.coordination.silence import Silence
 from inprocess.coordination.stream import FrameStream
 from inprocess.coordination.wire import (
@@ -35,23 +36,13 @@ from inprocess.coordination.wire import (
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.main_thread.joinable import JoinableThread
 
-__all__ = ["Guard", "StoreClient"]
+__all__ = ["StoreClient"]
 
 _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MAIN_THREAD_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it
-
-
-class Guard(NamedTuple):
-    """A request is done only as long as `key` holds `value`; otherwise it ends with StaleViewError."""
-
-    key: str
-    value: str
-
-
-_NO_GUARD = Guard("", "")
 
 
 class StoreClient:
@@ -156,55 +147,55 @@ class StoreClient:
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
-    def set(self, key: str, value: str | bytes, *, guard: Guard = _NO_GUARD) -> None:
+    def set(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
         """Write a value, over any other."""
-        self._change(Op.SET, guard, key.encode(), _bytes(value))
+        self._change(Op.SET, guard, key.encode(), in_bytes(value))
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = _NO_GUARD) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = NO_GUARD) -> None:
         """Write several values, all at once."""
-        self._change(Op.SET, guard, *(f for k, v in zip(keys, values, strict=True) for f in (k.encode(), _bytes(v))))
+        self._change(Op.SET, guard, *(f for k, v in zip(keys, values, strict=True) for f in (k.encode(), in_bytes(v))))
 
-    def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> bytes:
+    def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> bytes:
         """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
         return self.multi_get([key], timeout, guard=guard)[0]
 
-    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = _NO_GUARD) -> bytes:
+    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = NO_GUARD) -> bytes:
         """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
         return self.get(key, timeout, guard=guard)
 
     def multi_get(
-        self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD
+        self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD
     ) -> list[bytes]:
         """Return the values of keys, once all exist."""
-        return list(self._ask(Op.GET, *_guarded(guard), *_names(keys), timeout=timeout, label=_few(keys)))
+        return list(self._ask(Op.GET, *_guarded(guard), *_names(keys), timeout=timeout, label=few(keys)))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> None:
         """Wait until all these keys exist. StoreTimeoutError if they do not in time."""
         self.multi_get(keys, timeout, guard=guard)
 
-    def add(self, key: str, amount: int, *, guard: Guard = _NO_GUARD) -> int:
+    def add(self, key: str, amount: int, *, guard: Guard = NO_GUARD) -> int:
         """Add to a number, 0 if it does not exist yet; returns the sum."""
         return number(self._change(Op.ADD, guard, key.encode(), pack_number(amount))[0])
 
-    def append(self, key: str, value: str | bytes, *, guard: Guard = _NO_GUARD) -> None:
+    def append(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
         """Append to a value, empty if it does not exist yet."""
-        self._change(Op.APPEND, guard, key.encode(), _bytes(value))
+        self._change(Op.APPEND, guard, key.encode(), in_bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all these keys exist now."""
         return bool(number(self._ask(Op.CHECK, *_names(keys))[0]))
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = _NO_GUARD) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = NO_GUARD) -> bytes:
         """Write `desired` if the key holds `expected`, or is absent and that is empty; returns what it holds then."""
-        return self._change(Op.COMPARE_SET, guard, key.encode(), _bytes(expected), _bytes(desired))[0]
+        return self._change(Op.COMPARE_SET, guard, key.encode(), in_bytes(expected), in_bytes(desired))[0]
 
-    def delete_key(self, key: str, *, guard: Guard = _NO_GUARD) -> bool:
+    def delete_key(self, key: str, *, guard: Guard = NO_GUARD) -> bool:
         """Delete a key; returns whether it existed."""
         return bool(number(self._change(Op.DELETE_KEY, guard, key.encode())[0]))
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete all keys and sets whose names begin so; returns how many."""
-        return number(self._change(Op.DELETE_PREFIX, _NO_GUARD, prefix.encode())[0])
+        return number(self._change(Op.DELETE_PREFIX, NO_GUARD, prefix.encode())[0])
 
     def num_keys(self) -> int:
         """Return how many keys there are."""
@@ -212,11 +203,11 @@ class StoreClient:
 
     # -- sets ----------------------------------------------------------------------------------------------------------
 
-    def arrive(self, name: str, member: str, *, guard: Guard = _NO_GUARD) -> int:
+    def arrive(self, name: str, member: str, *, guard: Guard = NO_GUARD) -> int:
         """Put a member into a set, where it may be already; returns the size."""
         return number(self._change(Op.ARRIVE, guard, name.encode(), member.encode())[0])
 
-    def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> int:
+    def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> int:
         """Wait until a set has so many members; returns how many it has. StoreTimeoutError if not in time."""
         fields = (*_guarded(guard), name.encode(), pack_number(size))
         return number(self._ask(Op.WAIT_SIZE, *fields, timeout=timeout, label=f"member {size} of {name!r}")[0])
@@ -500,13 +491,5 @@ def _guarded(guard: Guard) -> tuple[bytes, bytes]:
     return guard.key.encode(), guard.value.encode()
 
 
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
-
-
 def _names(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
-
-
-def _few(keys: Sequence[str]) -> str:
-    return ", ".join(map(repr, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")

@@ -31,7 +31,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.coordination.client import Guard
 from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, Request
 from inprocess.coordination.etcd_messages import (
     Answers,
@@ -42,7 +41,6 @@ from inprocess.coordination.etcd_messages import (
     as_of,
     condition,
     delete,
-    in_bytes,
     joined,
     place,
     put,
@@ -50,6 +48,7 @@ from inprocess.coordination.etcd_messages import (
     suffix,
 )
 from inprocess.coordination.mixin import StoreMixin
+from inprocess.coordination.operations import NO_GUARD, Guard, few, in_bytes
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.main_thread.joinable import JoinableThread
 
@@ -57,7 +56,6 @@ __all__ = ["EtcdClient", "EtcdCluster"]
 
 _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
-_NO_GUARD = Guard("", "")
 _T = TypeVar("_T")
 _LEASE_S = 900  # many heartbeat timeouts: who does not keep it alive for so long has left the job
 _OPS = 100  # of a transaction; etcd takes 128 by default
@@ -106,7 +104,7 @@ class EtcdClient(StoreMixin):
         self._thread = JoinableThread(self._stay, "inprocess-etcd-lease")
         try:
             self._gateway.run(self._make_lease)
-            self._change(_NO_GUARD, [])  # whether we may
+            self._change(NO_GUARD, [])  # whether we may
             self._thread.start()
         except BaseException:
             self.close()
@@ -150,26 +148,26 @@ class EtcdClient(StoreMixin):
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
-    def set(self, key: str, value: str | bytes, *, guard: Guard = _NO_GUARD) -> None:
+    def set(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
         """Write a value, over any other."""
         self.multi_set([key], [value], guard=guard)
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = _NO_GUARD) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = NO_GUARD) -> None:
         """Write several values; up to 50 at once."""
         for batch in _batches(list(dict(zip(keys, values, strict=True)).items()), _OPS // 2):
             deletions = [delete(self._span("k", f"{key}\0")) for key, _ in batch]  # of what was appended
             self._change(guard, [*(self._put("k", key, "", value) for key, value in batch), *deletions])
 
-    def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> bytes:
+    def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> bytes:
         """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
         return self.multi_get([key], timeout, guard=guard)[0]
 
-    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = _NO_GUARD) -> bytes:
+    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = NO_GUARD) -> bytes:
         """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
         return self.get(key, timeout, guard=guard)
 
     def multi_get(
-        self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD
+        self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD
     ) -> list[bytes]:
         """Return the values of keys, once all exist."""
 
@@ -183,13 +181,13 @@ class EtcdClient(StoreMixin):
                     found.append(joined(answers.entries(number)))
             return _Look(0, found)
 
-        return list(self._await(look, guard, timeout, _few(keys)))
+        return list(self._await(look, guard, timeout, few(keys)))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> None:
         """Wait until all these keys exist. StoreTimeoutError if they do not in time."""
         self.multi_get(keys, timeout, guard=guard)
 
-    def add(self, key: str, amount: int, *, guard: Guard = _NO_GUARD) -> int:
+    def add(self, key: str, amount: int, *, guard: Guard = NO_GUARD) -> int:
         """Add to a number, 0 if it does not exist yet; returns the sum."""
         while True:
             held, unchanged = self._look_at(key, guard)
@@ -197,7 +195,7 @@ class EtcdClient(StoreMixin):
             if self._change(guard, [self._put("k", key, "", str(total))], unchanged) is not None:
                 return total
 
-    def append(self, key: str, value: str | bytes, *, guard: Guard = _NO_GUARD) -> None:
+    def append(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
         """Append to a value, empty if it does not exist yet."""
         self._change(guard, [self._put("k", key, uuid.uuid4().hex, value)])
 
@@ -209,7 +207,7 @@ class EtcdClient(StoreMixin):
                 return False
         return True
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = _NO_GUARD) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = NO_GUARD) -> bytes:
         """Write `desired` if the key holds `expected`, or is absent and that is empty; returns what it holds then."""
         while True:
             held, unchanged = self._look_at(key, guard)
@@ -218,7 +216,7 @@ class EtcdClient(StoreMixin):
             if self._change(guard, [self._put("k", key, "", desired)], unchanged) is not None:
                 return in_bytes(desired)
 
-    def delete_key(self, key: str, *, guard: Guard = _NO_GUARD) -> bool:
+    def delete_key(self, key: str, *, guard: Guard = NO_GUARD) -> bool:
         """Delete a key; returns whether it existed."""
         answers = self._change(guard, [delete(self._content(key))])
         assert answers is not None
@@ -226,7 +224,7 @@ class EtcdClient(StoreMixin):
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete all keys and sets whose names begin so; returns how many values and members they had."""
-        answers = self._change(_NO_GUARD, [delete(self._span(kind, prefix)) for kind in "kswr"])
+        answers = self._change(NO_GUARD, [delete(self._span(kind, prefix)) for kind in "kswr"])
         assert answers is not None
         return answers.deleted(0) + answers.deleted(1)
 
@@ -237,7 +235,7 @@ class EtcdClient(StoreMixin):
 
     # -- sets ----------------------------------------------------------------------------------------------------------
 
-    def arrive(self, name: str, member: str, *, guard: Guard = _NO_GUARD) -> int:
+    def arrive(self, name: str, member: str, *, guard: Guard = NO_GUARD) -> int:
         """Put a member into a set, where it may be already; returns the size."""
         reads = [
             read(self._span("s", f"{name}\0"), count_only=True),
@@ -251,7 +249,7 @@ class EtcdClient(StoreMixin):
                 self._change(guard, [self._put("r", name, wanted)])
         return size
 
-    def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = _NO_GUARD) -> int:
+    def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> int:
         """Wait until a set has so many members; returns how many it has. StoreTimeoutError if not in time."""
 
         def look(request: Request) -> _Look:
@@ -300,7 +298,7 @@ class EtcdClient(StoreMixin):
         return answers
 
     def _ask(self, reads: list[Message]) -> Answers:
-        return self._gateway.run(lambda request: self._read(request, _NO_GUARD, reads))
+        return self._gateway.run(lambda request: self._read(request, NO_GUARD, reads))
 
     def _look_at(self, key: str, guard: Guard) -> tuple[bytes, list[Message]]:
         """Return the value of a key, empty if there is none, and the condition that it is still the same."""
@@ -446,7 +444,3 @@ def _require(guard: Guard, held: list[Entry]) -> None:
 def _batches(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-def _few(keys: Sequence[str]) -> str:
-    return ", ".join(map(repr, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")

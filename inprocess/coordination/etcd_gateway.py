@@ -23,16 +23,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from inprocess.bounded_call import BoundedCall
 from inprocess.coordination.silence import Silence
 from inprocess.exception import StoreError, StoreLostError
-from inprocess.main_thread.joinable import JoinableThread
 
 __all__ = ["EtcdCluster", "EtcdGateway", "Request"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
 _DIAL_S = 2.0
-_MAIN_THREAD_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it
 _ANSWER_S = 8.0  # etcd itself gives up after 5 s without a quorum, or 7 while it elects a leader
 _UNAVAILABLE = {1, 4, 13, 14}  # gRPC: cancelled, deadline exceeded, internal, unavailable
 _UNAUTHENTICATED = 16
@@ -154,9 +153,7 @@ class EtcdGateway:
         try:
             if threading.current_thread() is not threading.main_thread():
                 return function(request)
-            task = _Task(function, request)
-            task.wait()
-            result: _R = task.result()
+            result: _R = BoundedCall(lambda: function(request), "inprocess-etcd-request").result(None)
             return result
         finally:
             request.cancel()
@@ -324,35 +321,6 @@ class _UnavailableError(Exception):
 
 class _RefusedError(Exception):
     """The request is wrong, or not allowed; it is no use to send it again."""
-
-
-class _Task:
-    """A call that runs in a thread of its own."""
-
-    def __init__(self, function: Callable[[Request], Any], request: Request) -> None:
-        self._done = threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._function = function
-        self._thread = JoinableThread(self._run, "inprocess-etcd-request", (request,))
-        self._thread.start()
-
-    def _run(self, request: Request) -> None:
-        try:
-            self._value = self._function(request)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
-
-    def wait(self) -> None:
-        while not self._done.wait(_MAIN_THREAD_SLICE_S):
-            pass
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 def _wait_for_event(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> bool:

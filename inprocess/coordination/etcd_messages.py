@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 from typing import Any, NamedTuple, TypeAlias
 
+from inprocess.coordination.operations import in_bytes
+
 __all__ = [
     "Answers",
     "Entry",
@@ -18,7 +20,6 @@ __all__ = [
     "condition",
     "delete",
     "encoded",
-    "in_bytes",
     "joined",
     "place",
     "put",
@@ -128,8 +129,3 @@ def encoded(value: bytes) -> str:
 def decoded(text: str) -> bytes:
     """Return bytes as the gateway gives them."""
     return base64.b64decode(text)
-
-
-def in_bytes(value: str | bytes) -> bytes:
-    """Return text in UTF-8."""
-    return value.encode() if isinstance(value, str) else bytes(value)

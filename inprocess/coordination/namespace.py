@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from inprocess.coordination.client import Guard, StoreClient
+from inprocess.coordination.client import StoreClient
 from inprocess.coordination.mixin import StoreMixin
+from inprocess.coordination.operations import Guard
 from inprocess.exception import StaleViewError
 
 if TYPE_CHECKING:

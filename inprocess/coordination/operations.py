@@ -1,12 +1,32 @@
-"""The operations that every store has: those of torch, with torch's meaning."""
+"""The operations that every store has: those of torch, with torch's meaning; and what our own clients share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Operations"]
+__all__ = ["NO_GUARD", "Guard", "Operations", "few", "in_bytes"]
+
+
+class Guard(NamedTuple):
+    """A request is done only as long as `key` holds `value`; otherwise it ends with StaleViewError."""
+
+    key: str
+    value: str
+
+
+NO_GUARD = Guard("", "")
+
+
+def in_bytes(value: str | bytes) -> bytes:
+    """Return a value as it is stored: text in UTF-8."""
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def few(keys: Sequence[str]) -> str:
+    """Name keys in a message, not too many."""
+    return ", ".join(map(repr, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
 
 
 class Operations:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from inprocess.bounded_call import BoundedCall
 from inprocess.unblock.store_wait import is_breakable
 
 __all__ = ["connect_store", "interruptible_store_connections"]
 
 _ATTEMPT_S = 1.0
-_SLICE_S = 0.05  # the caller is in bytecode so often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 
 
@@ -64,7 +64,10 @@ def connect_store(store_class: Callable[..., Any], timeout: timedelta, arguments
         _wait_for_listener(arguments["host_name"], arguments["port"], deadline)
         last = deadline - time.monotonic() <= _ATTEMPT_S
         try:
-            store = _Attempt(store_class, {**arguments, "timeout": timedelta(seconds=_ATTEMPT_S)}).result()
+            # torch waits without any limit for a server whose process is stopped: the kernel accepts the connection all
+            # the same. A caller that is interrupted leaves the thread behind, until that server goes on, or is gone.
+            attempt = functools.partial(store_class, **{**arguments, "timeout": timedelta(seconds=_ATTEMPT_S)})
+            store = BoundedCall(attempt, "inprocess-store-connection").result(None)
         except RuntimeError:  # gone again, or not the store it was
             if last:
                 raise
@@ -72,37 +75,6 @@ def connect_store(store_class: Callable[..., Any], timeout: timedelta, arguments
             continue
         store.set_timeout(timeout)
         return store
-
-
-class _Attempt:
-    """One connection, made in a thread of its own.
-
-    torch waits without any limit for a server whose process is stopped: the kernel accepts the connection all the same.
-    A caller that is interrupted leaves the thread behind; it ends when that server goes on, or is gone.
-    """
-
-    def __init__(self, store_class: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        self._done = threading.Event()
-        self._store: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(store_class, arguments), daemon=True)
-        self._thread.name = "inprocess-store-connection"
-        self._thread.start()
-
-    def _run(self, store_class: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        try:
-            self._store = store_class(**arguments)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
-
-    def result(self) -> Any:
-        while not self._done.wait(_SLICE_S):
-            pass
-        if self._error is not None:
-            raise self._error
-        return self._store
 
 
 def _wait_for_listener(host: str, port: int, deadline: float) -> bool:

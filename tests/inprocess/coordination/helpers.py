@@ -1,14 +1,17 @@
 """A relay that breaks connections where the test wants it, and waits for what gives no event."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from inprocess.coordination import Access
 from inprocess.coordination.wire import FrameReader, Op, encode, fresh_nonce, proof
+from inprocess.exception import StoreError
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
@@ -17,6 +20,26 @@ def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.005)
+
+
+def check_that_a_forked_child_cannot_use(client: Any) -> None:
+    """A request of a child ends with an error that says so, and is not done; closing there harms nobody."""
+    client.set("key", "x")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            client.set("key", "of the child")
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            client.close()
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as said:
+        assert "was forked" in said.read()
+    assert client.get("key") == b"x"
 
 
 _GREETINGS = 2  # what a server sends before it answers requests

@@ -15,7 +15,7 @@ import pytest
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.exception import StoreError, StoreLostError
 from tests.inprocess.coordination.conftest import Connect
-from tests.inprocess.coordination.helpers import Relay, eventually, greeted
+from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_child_cannot_use, eventually, greeted
 
 LONG = timedelta(seconds=20)
 QUICK = timedelta(milliseconds=200)
@@ -207,22 +207,7 @@ def test_pings_keep_a_client_that_asks_nothing(connect: Connect) -> None:
 
 
 def test_a_forked_child_has_no_connection(server: StoreServer, client: CoordinationStore) -> None:
-    client.set("key", "x")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            client.set("key", "of the child")
-        except StoreError as error:
-            os.write(writer, str(error).encode())
-        finally:
-            client.close()
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with open(reader) as said:
-        assert "was forked" in said.read()
-    assert client.get("key") == b"x"
+    check_that_a_forked_child_cannot_use(client)
     assert server.client_count == 1
 
 

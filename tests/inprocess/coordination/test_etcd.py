@@ -20,7 +20,7 @@ from inprocess.coordination import Access, Guard, Namespace, RestartIndex
 from inprocess.coordination.etcd import EtcdClient, EtcdCluster
 from inprocess.coordination.etcd_messages import Span, after, read
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
-from tests.inprocess.coordination.helpers import Relay, eventually
+from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_child_cannot_use, eventually
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 
 pytestmark = needs_etcd
@@ -367,22 +367,7 @@ def test_closing_ends_what_waits(connect: Connect, pool: ThreadPoolExecutor) -> 
 
 
 def test_a_forked_child_has_no_connection(client: EtcdClient) -> None:
-    client.set("key", "x")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            client.set("key", "of the child")
-        except StoreError as error:
-            os.write(writer, str(error).encode())
-        finally:
-            client.close()
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with open(reader) as said:
-        assert "was forked" in said.read()
-    assert client.get("key") == b"x"
+    check_that_a_forked_child_cannot_use(client)
 
 
 def test_everything_has_a_lease(etcd: Etcd, client: EtcdClient) -> None:
