@@ -31,12 +31,12 @@ pytest: $(INSTALLED)
 NODES_SCHEDULES ?= 300
 test-faults: export TESTS = full
 test-faults: $(INSTALLED)
-	$(PYTEST) -v tests/crash tests/storage tests/ckpt/shared_fs tests/test_interrupted_anywhere.py $(PYTEST_ARGS)
-	CKPT_PORTABLE=1 $(PYTEST) tests/native tests/staging tests/storage/test_reader.py tests/test_state.py tests/test_restore*.py $(PYTEST_ARGS)
+	$(PYTEST) -v tests/ckpt/crash tests/ckpt/storage tests/ckpt/shared_fs tests/ckpt/test_interrupted_anywhere.py $(PYTEST_ARGS)
+	CKPT_PORTABLE=1 $(PYTEST) tests/ckpt/native tests/ckpt/staging tests/ckpt/storage/test_reader.py tests/ckpt/test_state.py tests/ckpt/loading $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
-	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/nodes $(PYTEST_ARGS)
-	$(PYTEST) -v -rA tests/native/test_sanitizers.py tests/fuzz $(PYTEST_ARGS)
-	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/test_bench*.py $(PYTEST_ARGS)
+	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/inprocess/nodes $(PYTEST_ARGS)
+	$(PYTEST) -v -rA tests/ckpt/native/test_sanitizers.py tests/ckpt/fuzz $(PYTEST_ARGS)
+	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/tools $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools.demo

@@ -12,7 +12,7 @@ import torch
 import ckpt
 import ckpt.restart
 import inprocess
-from tests.async_calls.functions import append
+from tests.ckpt.async_calls.functions import append
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -22,7 +22,7 @@ from inprocess.health_check import FaultCounter
 from inprocess.initialize import RetryController
 from inprocess.rank_assignment import ActiveWorldSizeDivisibleBy, MaxActiveWorldSize, ShiftRanks
 from inprocess.store import FileStore
-from tests.crash.killers import wait_until
+from tests.ckpt.crash.killers import wait_until
 from tests.inprocess.restarting import SHORT, Calls, logged, numbers, outcome, seconds
 from tests.support import launch_ranks, rank_values
 

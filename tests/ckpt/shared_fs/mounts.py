@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import ckpt
-from tests.crash.killers import KillingWriter, wait_until
+from tests.ckpt.crash.killers import KillingWriter, wait_until
 
 __all__ = ["Held", "Mounts", "held", "state_of", "value_of", "wait_for"]
 

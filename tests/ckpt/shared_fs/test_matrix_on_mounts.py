@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.ckpt.crash.test_matrix import Cell, play, selected
 from tests.ckpt.shared_fs.mounts import Mounts
-from tests.crash.test_matrix import Cell, play, selected
 
 _FEW = {
     ("writer", "during write", 1, 2),

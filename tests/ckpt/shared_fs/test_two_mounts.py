@@ -13,10 +13,10 @@ import ckpt
 from ckpt.errors import CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage.commit import CheckpointRoot, PendingSave
 from ckpt.storage.locks import lock_shared, try_lock_exclusive
-from tests.async_calls import functions
-from tests.async_calls.functions import Gate
+from tests.ckpt.async_calls import functions
+from tests.ckpt.async_calls.functions import Gate
+from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.shared_fs.mounts import Mounts, held, state_of, value_of, wait_for
-from tests.crash.killers import wait_until
 from tests.support import launch_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -1,0 +1,227 @@
+"""Steps that an enemy made: sealed as they should be, and still refused as damaged, at once, by whoever reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt import AsyncCallsQueue, CheckpointCorruptError, Checkpointer
+from ckpt.storage.checksums import crc32c
+from ckpt.storage.documents import seal, unseal, unseal_root
+from ckpt.validation import validate
+from tests.tools.inspect_ckpt.forgery import reseal_root
+from tools.inspect_ckpt.__main__ import main
+
+SIZES = {"file_bytes": 2048, "inner_bytes": 512, "pack_below_bytes": 128}
+
+
+def _state(value: float) -> dict[str, Any]:
+    weight = torch.arange(960.0).view(32, 30) + value
+    return {"weight": weight, "tied": weight, "bias": torch.full((5,), value), "more": torch.ones(9), "lr": value}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, AsyncCallsQueue]]:
+    folder = tmp_path_factory.mktemp("saved")
+    with AsyncCallsQueue() as queue:
+        for name, compression in (("plain", None), ("zstd", "zstd")):
+            with Checkpointer(folder / name, queue=queue, compression=compression, **SIZES) as checkpointer:
+                checkpointer.save(_state(1.0), 1)
+                checkpointer.save(_state(2.0), 2)
+        yield folder, queue
+
+
+Change = Callable[[Path], None]
+_DEEP = "here goes what json cannot write"
+
+
+def in_root(change: Callable[[dict[str, Any]], Any]) -> Change:
+    """Of the array `weight`."""
+    return lambda step: reseal_root(step, lambda d: change(d["consolidated_metadata"]["metadata"]["weight"]))
+
+
+def in_summary(**members: Any) -> Change:
+    return lambda step: reseal_root(step, lambda d: d["attributes"]["ckpt"].update(members))
+
+
+def in_state(change: Callable[[dict[str, Any]], Any]) -> Change:
+    def apply(step: Path) -> None:
+        document = unseal((step / "state.json").read_bytes(), "state.json")
+        change(document)
+        _vouched(step, seal(document))
+
+    return apply
+
+
+def _vouched(step: Path, data: bytes) -> None:
+    (step / "state.json").write_bytes(data)
+    about = {"bytes": len(data), "crc32c": crc32c(data)}
+    reseal_root(step, lambda d: d["attributes"]["ckpt"].update(state=about))
+
+
+def deep_value(step: Path) -> None:
+    """900 levels: json.loads takes them, and what walks through them by recursion does not."""
+    document = unseal((step / "state.json").read_bytes(), "state.json")
+    document["values"][0][2] = _DEEP
+    data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    data = data.replace(b'"' + _DEEP.encode() + b'"', b"[" * 900 + b"]" * 900)
+    _vouched(step, b'{"crc32c":%d,' % crc32c(data) + data[1:])
+
+
+def deep_root(step: Path) -> None:
+    document = unseal_root((step / "zarr.json").read_bytes(), "zarr.json")
+    document["attributes"]["ckpt"]["more"] = _DEEP
+    data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    data = data.replace(b'"' + _DEEP.encode() + b'"', b'{"a":' * 900 + b"1" + b"}" * 900)
+    at = data.index(b'"ckpt":{') + 8
+    (step / "zarr.json").write_bytes(data[:at] + b'"crc32c":%d,' % crc32c(data) + data[at:])
+
+
+def two_boxes(first: int, second: int) -> Change:
+    """`weight` as two arrays of 16 rows, from these rows on; sealed, and every chunk is there."""
+
+    def change(document: dict[str, Any]) -> None:
+        nodes = document["consolidated_metadata"]["metadata"]
+        node = nodes.pop("weight")
+        node["shape"] = [16, 30]
+        for number, row in enumerate((first, second)):
+            about = node["attributes"]["ckpt"] | {"box_offset": [row, 0], "tensor_shape": [32, 30]}
+            nodes[f"weight/__box_{number:05d}"] = {**node, "attributes": {"ckpt": about}}
+
+    def apply(step: Path) -> None:
+        reseal_root(step, change)
+        for number in range(2):
+            (step / "weight" / f"__box_{number:05d}").mkdir()
+            (step / f"weight/c.{number}.0").rename(step / f"weight/__box_{number:05d}/c.0.0")
+
+    return apply
+
+
+def instead_of(name: str, make: Callable[[Path], Any]) -> Change:
+    def apply(step: Path) -> None:
+        (step / name).unlink()
+        make(step / name)
+
+    return apply
+
+
+def packed(number: int, **members: Any) -> Change:
+    return in_state(lambda state: state["packed"][number].update(members))
+
+
+def aliases(*pairs: Any) -> Change:
+    return in_state(lambda state: state.update(aliases=list(pairs)))
+
+
+def _chunk_shape(shape: Any) -> Change:
+    return in_root(lambda node: node["chunk_grid"]["configuration"].update(chunk_shape=shape))
+
+
+CHANGES: dict[str, Change] = {
+    "boxes that overlap and leave a hole": two_boxes(0, 8),
+    "a box outside": two_boxes(0, 17),
+    "the same box twice": two_boxes(0, 0),
+    "a value of 900 levels": deep_value,
+    "a root of 900 levels": deep_root,
+    "an offset that is text": packed(0, offset="x"),
+    "an offset that is a list": packed(0, offset=[1]),
+    "an offset below 0": packed(0, offset=-4),
+    "an offset of true": packed(0, offset=True),
+    "an offset outside": packed(0, offset=1 << 50),
+    "an offset that is no whole number": packed(0, offset=0.5),
+    "entries that overlap": in_state(lambda s: s["packed"][0].update(offset=s["packed"][1]["offset"] + 4)),
+    "a dtype that does not exist": packed(0, dtype="float7"),
+    "a dtype that is a list": packed(0, dtype=["float32"]),
+    "a shape with a huge number": packed(0, shape=[1 << 62, 1 << 62]),
+    "a shape below 0": packed(0, shape=[-5]),
+    "a box of other dimensions": packed(0, box_offset=[0, 0], tensor_shape=[5]),
+    "a chunk shape of 2**40": _chunk_shape([1 << 40, 30]),
+    "a chunk shape of true": _chunk_shape([True, 30]),
+    "a chunk shape of a fraction": _chunk_shape([4.0, 30]),
+    "a chunk shape of 0": _chunk_shape([0, 30]),
+    "a chunk shape of 10**30": _chunk_shape([10**30, 30]),
+    "no chunk shape": _chunk_shape(None),
+    "a shape of 2**40 rows": in_root(lambda node: node.update(shape=[1 << 40, 30])),
+    "a data type that does not exist": in_root(lambda node: node.update(data_type="float7")),
+    "attributes that are none": in_root(lambda node: node.update(attributes=None)),
+    "a name that is text": in_root(lambda node: node["attributes"]["ckpt"].update(name="weight")),
+    "a rank that did not write": in_root(lambda node: node["attributes"]["ckpt"].update(rank=7)),
+    "an alias of an alias": aliases([["tied"], ["again"]], [["again"], ["weight"]]),
+    "aliases in a circle": aliases([["tied"], ["again"]], [["again"], ["tied"]]),
+    "an alias of itself": aliases([["tied"], ["tied"]]),
+    "an alias of nothing": aliases([["tied"], ["nothing"]]),
+    "an alias twice": aliases([["tied"], ["weight"]], [["tied"], ["bias"]]),
+    "an alias of a number": aliases([["tied"], 3]),
+    "a value twice": in_state(lambda state: state["values"].append([["lr"], None, 3.0])),
+    "a value of a tensor": in_state(lambda state: state["values"].append([["weight"], None, 3.0])),
+    "a value of two": in_state(lambda state: state["values"].append([["x"], None])),
+    "a value of an unknown type": in_state(lambda state: state["values"].append([["x"], None, {"$": "code"}])),
+    "values that are none": in_state(lambda state: state.update(values={})),
+    "a step that is text": in_summary(step="2"),
+    "no ranks": in_summary(world_size=0, parts=[]),
+    "a world of 2**40": in_summary(world_size=1 << 40),
+    "a format of true": in_summary(format=True),
+    "a format that is text": in_summary(format="1"),
+    "bytes that are infinite": in_summary(bytes=[1]),
+    "a root that is a pipe": instead_of("zarr.json", os.mkfifo),
+    "a state that is a pipe": instead_of("state.json", os.mkfifo),
+    "a state that is a device": instead_of("state.json", lambda file: file.symlink_to("/dev/zero")),
+    "a root of 2**40 bytes": lambda step: os.truncate(step / "zarr.json", 1 << 40),
+    "a chunk that is a pipe": instead_of("weight/c.0.0", os.mkfifo),
+    "the pack is a pipe": instead_of("packed/c.0", os.mkfifo),
+    "a chunk that is a link": instead_of("weight/c.0.0", lambda file: file.symlink_to(file.with_name("c.1.0"))),
+    "a chunk that is a directory": instead_of("weight/c.0.0", Path.mkdir),
+    "a chunk of 2**40 bytes": lambda step: os.truncate(step / "weight" / "c.0.0", 1 << 40),
+}
+
+
+def _read_all(step: Path) -> None:
+    for tensor in ckpt.open(step).values():
+        tensor.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "compression"),
+    [
+        *((name, "plain") for name in CHANGES),
+        *((name, "zstd") for name in CHANGES if "chunk" in name or "pack" in name),
+    ],
+)
+def test_whoever_reads_it_says_damaged(
+    saved: tuple[Path, AsyncCallsQueue], tmp_path: Path, name: str, compression: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, queue = saved
+    root = tmp_path / "root"
+    shutil.copytree(folder / compression, root)
+    step = root / "step_00000002"
+    CHANGES[name](step)
+    with pytest.raises(CheckpointCorruptError, match="step_00000002"):
+        _read_all(step)
+    assert not validate(str(step)).restorable
+    with Checkpointer(root, queue=queue) as checkpointer:
+        state = _state(0.0)
+        assert checkpointer.restore(state) == 1
+        assert str(state) == str(_state(1.0))
+    assert main(["ls", str(root)]) == 1
+    assert main(["validate", str(step)]) == 1
+    assert main(["diff", str(step), str(step)]) == 2
+    assert main(["export", str(step), str(tmp_path / "exported")]) == 1
+    assert main(["show", str(step)]) in (0, 1)  # it does not look at chunks
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+
+
+def test_boxes_that_do_make_up_the_tensor(saved: tuple[Path, AsyncCallsQueue], tmp_path: Path) -> None:
+    """So the two above are refused for their overlap and their hole."""
+    shutil.copytree(saved[0] / "plain" / "step_00000002", tmp_path / "step_00000002")
+    two_boxes(0, 16)(tmp_path / "step_00000002")
+    opened = ckpt.open(tmp_path / "step_00000002")
+    assert (opened["weight"].read() == _state(2.0)["weight"].numpy()).all()

@@ -1,0 +1,50 @@
+"""Whatever is changed in a step: reading it gives what its documents describe, or an error of ours, soon and in little
+memory; and `validate` finds it.
+
+`TESTS=full` (see `make test-faults`) tries 4,500 changes instead of some hundred. `FUZZ_SEED` sets the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ckpt.fuzz.states import LAYOUTS, save_all
+from tests.support import run_ranks
+from tests.support.selection import FULL
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SEED = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 32)))
+CASES = 1500 if FULL else 120
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_all, 2, folder)
+    return folder
+
+
+@pytest.mark.timeout(900 if FULL else 120)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mutations(saved: Path, layout: str) -> None:
+    command = [sys.executable, "-m", "tests.ckpt.fuzz.worker", str(saved / layout / "step_00000004"), str(SEED), "0"]
+    done = subprocess.run(
+        [*command, str(CASES)],
+        cwd=REPOSITORY,
+        env={**os.environ, "MALLOC_ARENA_MAX": "2"},  # each arena would take address space
+        capture_output=True,
+        text=True,
+        timeout=880 if FULL else 110,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer = json.loads(done.stdout)
+    print(f"{CASES} cases, seed {SEED}: {answer['outcomes']}")
+    assert not answer["failures"], f"seed {SEED}:\n" + "\n".join(map(ascii, answer["failures"]))
+    assert sum(answer["outcomes"].values()) == CASES

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ckpt.interop import states
+from tests.support import run_ranks
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Published steps by name, and what is in those named ``layouts`` and ``layouts_packed``."""
+
+    steps: dict[str, Path]
+    layouts: dict[tuple[str | int, ...], tuple[str, list[int], bytes]]
+
+
+@pytest.fixture(scope="package")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Never changed by tests."""
+    folder = tmp_path_factory.mktemp("interop")
+    run_ranks(states.save_many_dtypes, 2, folder)
+    results: Any = run_ranks(states.save_layouts, 4, folder)
+    steps = {name: folder / name / "step_00000005" for name in ("plain", "zstd", "packed")}
+    steps |= {name: folder / name / "step_00000012" for name in ("layouts", "layouts_packed")}
+    return Saved(steps, results[0].value)

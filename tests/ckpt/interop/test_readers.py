@@ -1,0 +1,239 @@
+"""A published step is plain Zarr: three readers that share no code with this package, nor with each other, see the same
+bits, and none of them takes a changed bit for data.
+
+The readers are tensorstore (C++), zarr-python, and zarrs (Rust). Each runs in a process of its own, once for all tests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ckpt.interop import foreign_readers, states
+from tests.ckpt.interop.conftest import Saved
+
+READERS = ("tensorstore", "zarr-python", "zarrs")
+
+UNKNOWN_DTYPES = {
+    "tensorstore": (),
+    # It has none of the floats that numpy lacks. With the data types of ckpt.storage.zarr_plugin it reads all.
+    "zarr-python-plain": ("bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "zarr-python": (),
+    # Decodes all of them, but not into numpy arrays of ml_dtypes: here they are read as unsigned integers.
+    "zarrs": (),
+}
+"""The dtypes that a reader cannot name. It says so when it opens an array of them. (docs/format.md has this, too.)"""
+
+PLACES = (
+    "nowhere",
+    "element",
+    "checksum",
+    "inner element",
+    "inner checksum",
+    "index",
+    "index checksum",
+    "compressed element",
+)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a reader found in one step: by directory the name of the numpy dtype, the shape and the bytes; or why it
+    could not read the array."""
+
+    arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
+    errors: dict[str, str]
+
+
+def _run(reader: str, folder: Path, steps: list[str]) -> list[Read]:
+    output = folder / reader
+    output.mkdir()
+    command = [sys.executable, "-I", foreign_readers.__file__, reader, str(output), *steps]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
+    assert result.returncode == 0, result.stderr
+    found = []
+    for number in range(len(steps)):
+        about = json.loads((output / f"{number}.json").read_bytes())
+        with np.load(output / f"{number}.npz") as data:
+            arrays = {name: (*_described(entry), data[name].tobytes()) for name, entry in about.items() if name in data}
+        found.append(Read(arrays, {name: entry for name, entry in about.items() if name not in arrays}))
+    return found
+
+
+def _described(entry: list[Any]) -> tuple[str, tuple[int, ...]]:
+    return entry[0], tuple(entry[1])
+
+
+@pytest.fixture(scope="module")
+def damaged(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """For each of the PLACES a step with one bit flipped there, and the array with that bit."""
+    return {place: _flipped(saved, place, tmp_path_factory.mktemp("damaged")) for place in PLACES}
+
+
+def _flipped(saved: Saved, place: str, folder: Path) -> str:
+    directory = "matrix/float32" if place.startswith("in") else "scalar/float32"
+    step = saved.steps["zstd" if place.startswith("compressed") else "plain"]
+    shutil.copy(step / "zarr.json", folder)
+    shutil.copytree(step / directory, folder / directory)
+    file = sorted((folder / directory).glob("c*"))[0]
+    data = bytearray(file.read_bytes())
+    codec = json.loads((step / directory / "zarr.json").read_bytes())["codecs"][0]
+    assert (codec["name"] == "sharding_indexed") == (directory == "matrix/float32")
+    inner_bytes = 4 * math.prod(codec["configuration"].get("chunk_shape", ()))
+    offsets = {"nowhere": 0, "element": 1, "checksum": -2, "inner element": 5, "inner checksum": inner_bytes + 1}
+    offsets |= {"index": -9, "index checksum": -2, "compressed element": len(data) // 2}
+    data[offsets[place]] ^= 4 * (place != "nowhere")
+    file.write_bytes(data)
+    return f"{folder}::{directory}"
+
+
+@pytest.fixture(scope="module")
+def found(
+    saved: Saved, damaged: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Read]]:
+    """What each reader makes of each step; those with a flipped bit go by its place."""
+    names = [*saved.steps, *damaged]
+    steps = [*map(str, saved.steps.values()), *damaged.values()]
+    folder = tmp_path_factory.mktemp("found")
+    plain = _run("zarr-python-plain", folder, steps[:1])
+    return {
+        **{reader: dict(zip(names, _run(reader, folder, steps), strict=True)) for reader in READERS},
+        "zarr-python-plain": {"plain": plain[0]},
+    }
+
+
+@pytest.mark.parametrize("dtype", states.DTYPES)
+@pytest.mark.parametrize("reader", [*READERS, "zarr-python-plain"])
+def test_every_dtype_is_read_bit_for_bit(
+    reader: str, dtype: str, found: dict[str, dict[str, Read]], saved: Saved
+) -> None:
+    """In shards of inner chunks, with chunks over the edge, of no dimension; with and without compression."""
+    state = states.many_dtypes()
+    for step in ("plain", "zstd") if reader in READERS else ("plain",):
+        read, nodes = found[reader][step], _nodes(saved.steps[step])
+        for kind in ("matrix", "cube", "row", "scalar"):
+            name, tensor = f"{kind}/{dtype}", state[kind][dtype]
+            if dtype in UNKNOWN_DTYPES[reader]:
+                assert dtype in read.errors[name]
+                continue
+            actual_dtype, shape, data = read.arrays[name]
+            assert data == states.bytes_of(tensor)
+            stored = nodes[name]["data_type"]
+            assert nodes[name]["attributes"].get("torch_dtype", stored) == dtype
+            trailing = (tensor.itemsize,) if stored != dtype and tensor.itemsize > 1 else ()
+            assert shape == (*tensor.shape, *trailing)
+            as_bits = reader == "zarrs" and stored in foreign_readers.BIT_WIDTHS
+            assert actual_dtype == (f"uint{8 * tensor.itemsize}" if as_bits else stored)
+
+
+def _nodes(step: Path) -> dict[str, Any]:
+    nodes: dict[str, Any] = json.loads((step / "zarr.json").read_bytes())["consolidated_metadata"]["metadata"]
+    return nodes
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_nothing_else_goes_wrong(reader: str, found: dict[str, dict[str, Read]], saved: Saved) -> None:
+    for step in saved.steps:
+        assert not found[reader][step].errors
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_names_that_need_escapes(reader: str, found: dict[str, dict[str, Read]], saved: Saved) -> None:
+    nodes = _nodes(saved.steps["plain"])
+    left = dict(states.many_dtypes()["odd names"])
+    for directory, (_, _, data) in found[reader]["plain"].arrays.items():
+        group, *key = nodes[directory]["attributes"]["ckpt"].get("name", [None])
+        if group == "odd names":
+            assert data == states.bytes_of(left.pop(key[0])), directory
+    assert not left
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("step", ["packed", "layouts", "layouts_packed"])
+def test_small_tensors_are_parts_of_one_array(
+    reader: str, step: str, found: dict[str, dict[str, Read]], saved: Saved
+) -> None:
+    """So are those without elements, for which there is nothing to read."""
+    entries = json.loads((saved.steps[step] / "state.json").read_bytes())["packed"]
+    _, _, packed = found[reader][step].arrays["packed"]
+    many = states.many_dtypes()
+    empty = 0
+    for entry in entries:
+        path, shape = tuple(entry["path"]), entry["shape"]
+        itemsize = getattr(torch, entry["dtype"]).itemsize
+        data = packed[entry["offset"] :][: math.prod(shape) * itemsize]
+        if path == ("own",):
+            continue
+        if step == "packed":
+            expected = many[path[0]][path[1]]
+            whole = expected.dtype, list(expected.shape), states.bytes_of(expected)
+        else:
+            dtype, whole_shape, whole_bytes = saved.layouts[path]
+            whole = getattr(torch, dtype), whole_shape, whole_bytes
+        assert data == _box(whole, entry.get("box_offset", [0] * len(shape)), shape), path
+        assert (whole[0], whole[1]) == (getattr(torch, entry["dtype"]), entry.get("tensor_shape", shape))
+        empty += data == b""
+    assert empty >= 5
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_tensors_divided_over_ranks(reader: str, found: dict[str, dict[str, Read]], saved: Saved) -> None:
+    """Also those that have an array for each box, because the boxes lie on no common grid."""
+    nodes = _nodes(saved.steps["layouts"])
+    boxes = 0
+    for directory, (_, shape, data) in found[reader]["layouts"].arrays.items():
+        about = nodes[directory]["attributes"]["ckpt"]
+        if "name" not in about or "rank" in about:
+            continue
+        dtype, whole_shape, whole_bytes = saved.layouts[tuple(about["name"])]
+        boxes += "box_offset" in about
+        assert about.get("tensor_shape", list(shape)) == whole_shape
+        whole = getattr(torch, dtype), whole_shape, whole_bytes
+        assert data == _box(whole, about.get("box_offset", [0] * len(shape)), shape), directory
+    assert boxes >= 4
+
+
+def _box(whole: tuple[torch.dtype, list[int], bytes], offset: Any, shape: Any) -> bytes:
+    dtype, whole_shape, data = whole
+    values = np.frombuffer(data, np.dtype(f"V{dtype.itemsize}")).reshape(whole_shape)
+    return values[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].tobytes()
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_flipped_bit_is_an_error(place: str, reader: str, found: dict[str, dict[str, Read]]) -> None:
+    read = found[reader][place]
+    if place == "nowhere":
+        assert len(read.arrays) == 1
+        return
+    assert not read.arrays
+    (error,) = read.errors.values()
+    assert re.search("checksum|crc32c|digest|corruption", error, re.IGNORECASE), error
+
+
+def test_the_listing_says_what_is_there(saved: Saved) -> None:
+    """Every chunk file is in the manifest of one rank, with its size, and there are no other files."""
+    step = saved.steps["plain"]
+    listed = {}
+    for rank in range(2):
+        part = json.loads((step / "parts" / f"rank_{rank:05d}.json").read_bytes())
+        for directory, chunks in part["chunks"].items():
+            listed |= {f"{directory}/{key}": size for key, size, _ in chunks}
+    found = {
+        str(path.relative_to(step)): path.stat().st_size
+        for path in step.rglob("*")
+        if path.is_file() and path.name != "zarr.json" and path.parent.name != "parts"
+    }
+    assert found.keys() - listed.keys() == {"state.json", "intent.json"}
+    assert {name: found.get(name) for name in listed} == listed

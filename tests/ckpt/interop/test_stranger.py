@@ -1,0 +1,73 @@
+"""docs/format.md is enough to write a reader: one written from it alone finds every bit of real checkpoints."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ckpt.interop import states
+from tests.ckpt.interop.conftest import Saved
+from tests.ckpt.interop.stranger_reader import Step
+
+
+@pytest.mark.parametrize("name", ["layouts", "layouts_packed"])
+def test_tensors_divided_over_ranks(saved: Saved, name: str) -> None:
+    found = Step(saved.steps[name]).tensors()
+    own = {rank: torch.full((rank + 5, 3), float(rank)) for rank in range(4)}
+    for rank, tensor in own.items():
+        assert found.pop((("own",), rank)) == ("float32", [rank + 5, 3], states.bytes_of(tensor))
+    expected = {path: tensor for path, tensor in saved.layouts.items() if path != ("own",)}
+    assert {path for path, _ in found} == expected.keys()
+    wrong = [path for (path, rank), tensor in found.items() if rank is not None or tensor != expected[path]]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_every_dtype(saved: Saved, name: str) -> None:
+    found = Step(saved.steps[name]).tensors()
+    for rank in range(2):
+        assert found.pop((("own",), rank)) == ("int64", [800], states.bytes_of(torch.full((800,), rank)))
+    expected = dict(_leaves(states.many_dtypes()))
+    assert found.keys() == {(path, None) for path in expected}
+    for (path, _), (dtype, shape, data) in found.items():
+        tensor = expected[path]
+        assert (dtype, shape) == (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)), path
+        assert data == states.bytes_of(tensor), path
+
+
+def test_values(saved: Saved) -> None:
+    found = Step(saved.steps["layouts"]).values()
+    expected = dict(_leaves({"values": states.values(), "numbers": [1, 2.5, "three", None]}))
+    found = {path: value for (path, rank), value in found.items() if rank is None}
+    assert found.pop(("file",)).read() == b"c", "it is where it was"
+    expected |= {("values", name): instead for name, (_, instead) in states.of_types().items()}
+    assert math.isnan(found.pop(("values", "nan"))), "nan is not equal to itself"
+    del expected["values", "nan"]
+    expected["values", "dtype"] = "bfloat16"
+    assert found == expected
+    assert all(type(value) is type(expected[path]) for path, value in found.items())
+
+
+def test_a_flipped_bit_is_found(saved: Saved, tmp_path: Path) -> None:
+    step = shutil.copytree(saved.steps["layouts"], tmp_path / "step_00000012")
+    for name in ("zarr.json", "state.json", "parts/rank_00003.json", "packed/c.1", "tied/c.0.0"):
+        file, data = step / name, (step / name).read_bytes()
+        file.write_bytes(data[:120] + bytes([data[120] ^ 1]) + data[121:])
+        with pytest.raises((AssertionError, ValueError)):
+            Step(step).tensors()
+        file.write_bytes(data)
+
+
+def _leaves(state: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """What a checkpoint has an entry of its own for; lists without tensors are one."""
+    if isinstance(state, dict):
+        for key, item in state.items():
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path, state

@@ -1,0 +1,135 @@
+"""Random tables of copies and of reads for the C code, each next to what numpy makes of it.
+
+    python -m tests.ckpt.native.fuzz LIBRARY SEED TABLES
+
+loads the C code from LIBRARY, which may be one with sanitizers in it, and ends with an error at the first table whose
+outcome is not the expected one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["instead_of_the_installed", "main"]
+
+_GUARD = 0xA5
+_SIZES = (0, 1, 3, 7, 8, 15, 16, 63, 64, 65, 255, 256, 257, 1000, 4095, 4096, 4097, 9000, 70_000)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def instead_of_the_installed(library: str) -> None:
+    """Let `ckpt.native`, imported after this, use another library."""
+    real: Callable[..., ctypes.CDLL] = ctypes.CDLL
+
+    def load(name: Any, *arguments: Any, **options: Any) -> ctypes.CDLL:
+        return real(library if "_library." in str(name) else name, *arguments, **options)
+
+    ctypes.CDLL = load  # type: ignore[assignment, misc]
+
+
+def _address(array: Bytes) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _memory(size: int) -> Bytes:
+    """Memory of its own, so that a sanitizer sees what is done just outside of it."""
+    return np.full(size, _GUARD, np.uint8)
+
+
+def _size(rng: random.Random) -> int:
+    return rng.choice(_SIZES) if rng.random() < 0.7 else rng.randrange(20_000)
+
+
+def _copies(rng: random.Random, noise: Bytes) -> None:
+    """A table of copies: checksums alone, of zeros, continued, with and without a place for the checksum."""
+    import google_crc32c
+
+    from ckpt import native
+
+    runs = np.zeros(rng.randrange(1, 12), native.RUN)
+    expected, kept, crc = [], [], 0
+    for number, run in enumerate(runs):
+        kind, size = rng.choice(("copy", "copy", "check", "zeros")), _size(rng)
+        continues = number > 0 and rng.random() < 0.4
+        start = rng.randrange(len(noise) - size)
+        source = np.zeros(size, np.uint8) if kind == "zeros" else noise[start : start + size].copy()
+        target = _memory(size if kind == "copy" else 0)
+        seal = _memory(4 if rng.random() < 0.5 else 0)
+        crc = google_crc32c.extend(crc if continues else 0, source.tobytes())
+        run["to"] = _address(target) if kind == "copy" else 0
+        run["from"] = 0 if kind == "zeros" else _address(source)
+        run["bytes"], run["continues"] = size, continues
+        run["seal_at"] = _address(seal) if len(seal) else 0
+        expected.append(crc)
+        kept.append((source, target, seal, crc))
+    native.copy_runs(runs)
+    assert runs["crc32c"].tolist() == expected
+    for source, target, seal, crc in kept:
+        assert not len(target) or np.array_equal(source, target)
+        assert not len(seal) or int.from_bytes(seal.tobytes(), "little") == crc
+
+
+def _reads(rng: random.Random, noise: Bytes) -> None:
+    """A table of reads from a file of pieces, which may be damaged or end too early."""
+    import google_crc32c
+
+    from ckpt import native
+
+    piece_bytes = rng.choice((1, 7, 100, 4096, 5000, (256 << 10) - 4, (256 << 10) - 2, 300_000))
+    pieces = rng.randrange(1, 40 if piece_bytes < 10_000 else 4)
+    content = noise[: pieces * piece_bytes]
+    segments, targets, at = [], [], 0
+    while at < len(content) and len(segments) < 12:
+        at += rng.choice((0, 0, 1, _size(rng)))
+        size = min(_size(rng), max(0, len(content) - at))
+        targets.append((at, size, _memory(size)))
+        segments.append((at, _address(targets[-1][2]), size))
+        at += size
+    file_bytes = bytearray()
+    for first in range(0, len(content), piece_bytes):
+        piece = content[first : first + piece_bytes].tobytes()
+        file_bytes += piece + google_crc32c.value(piece).to_bytes(4, "little")
+    touched = {n // piece_bytes for at, size, _ in targets for n in range(at, at + size)}
+    whole = True
+    if rng.random() < 0.3:
+        bit = rng.randrange(8 * len(file_bytes))
+        file_bytes[bit // 8] ^= 1 << bit % 8
+        whole = bit // 8 // (piece_bytes + 4) not in touched
+    if rng.random() < 0.2:
+        del file_bytes[rng.randrange(len(file_bytes)) :]
+        whole = whole and all((number + 1) * (piece_bytes + 4) <= len(file_bytes) for number in touched)
+    with tempfile.TemporaryFile() as file:
+        file.write(file_bytes)
+        file.flush()
+        got = native.read_pieces(file.fileno(), piece_bytes, np.array(segments, native.SEGMENT))
+    assert got == whole, (got, whole)
+    for at, size, target in targets:
+        assert not whole or np.array_equal(target, content[at : at + size])
+
+
+def main(library: str, seed: int, tables: int) -> None:
+    """Try so many tables, in every way that the processor has."""
+    instead_of_the_installed(library)
+    from ckpt import native
+
+    noise = np.random.default_rng(seed).integers(0, 256, 1_300_000, np.uint8)
+    for number in range(tables):
+        rng = random.Random(f"{seed} {number}")
+        level = native.choose(rng.randrange(3))
+        try:
+            rng.choice((_copies, _reads))(rng, noise)
+        except AssertionError as error:
+            raise SystemExit(f"seed {seed}, table {number}, level {level}: {error!r}") from error
+    print(f"{tables} tables, seed {seed}: all as expected")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,658 @@
+"""What goes wrong around a `Checkpointer`, and what must still be true then. Deaths are in `tests/ckpt/crash`."""
+
+import gc
+import logging
+import os
+import resource
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointTimeoutError,
+    FencedError,
+    RemoteTraceback,
+    StateError,
+)
+from ckpt.saving import write
+from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published, Reason, SaveId
+from ckpt.storage.locks import lock_shared
+from tests.ckpt.async_calls import functions
+from tests.ckpt.async_calls.functions import Gate, ask
+from tests.ckpt.crash.killers import KillingWriter, wait_until
+from tests.support import LeakCheck, launch_ranks, run_ranks
+
+_MB = 1 << 20
+_AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
+
+
+def _state(value: float, count: int = _MB // 4) -> dict[str, Any]:
+    return {"w": torch.arange(count, dtype=torch.float32) + value, "value": value}
+
+
+def _assert_restored(checkpointer: ckpt.Checkpointer, step: int, value: float, count: int = _MB // 4) -> None:
+    state = _state(-1.0, count)
+    assert checkpointer.restore(state, step) == step
+    assert state["value"] == value
+    assert state["w"].equal(_state(value, count)["w"])
+
+
+def _what_happens(checkpointer: ckpt.Checkpointer, state: Any, step: int) -> dict[str, Any]:
+    """Save in the background as a training loop does; what `maybe_finalize` said, or the save itself."""
+    begin = time.monotonic()
+    try:
+        checkpointer.async_save(state, step)
+        return {"finalized": checkpointer.maybe_finalize(blocking=True)}
+    except CheckpointError as error:
+        return {
+            "kind": type(error).__name__,
+            "text": str(error),
+            "rank": error.rank,
+            "step": error.step,
+            "traceback": str(error.__cause__) if isinstance(error.__cause__, RemoteTraceback) else "",
+            "waited_s": time.monotonic() - begin,
+        }
+
+
+def _limit_file_size(queue: ckpt.AsyncCallsQueue, limit_bytes: int) -> None:
+    """Of the files that the writer writes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    arguments = (resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    queue.schedule_async_request(ckpt.AsyncRequest(resource.setrlimit, arguments, []))
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+# -- storage refuses ---------------------------------------------------------------------------------------------------
+
+
+def _too_large_on_one_rank(rank: int, world_size: int, root: Path, victim: int) -> list[dict[str, Any]]:
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        if rank == victim:
+            _limit_file_size(checkpointer.queue, 64 << 10)
+        answers = [_what_happens(checkpointer, _state(2.0), 2)]
+        if rank == victim:
+            _limit_file_size(checkpointer.queue, resource.RLIM_INFINITY)
+        answers.append(_what_happens(checkpointer, _state(3.0), 3))
+    return answers
+
+
+@pytest.mark.parametrize(("victim", "world_size"), [(0, 1), (0, 2), (1, 2)])
+def test_storage_that_refuses_one_rank_is_an_error_on_all_and_training_goes_on(
+    tmp_path: Path, victim: int, world_size: int
+) -> None:
+    for result in run_ranks(_too_large_on_one_rank, world_size, tmp_path / "root", victim):
+        failed, after = result.value
+        assert (failed["kind"], failed["rank"], failed["step"]) == ("SaveAbandonedError", victim, 2)
+        for part in (f"rank {victim}: StorageError", "step 2", "ulimit -f", "training can go on"):
+            assert part in failed["text"]
+        assert "storage/files.py" in failed["traceback"]
+        assert failed["waited_s"] < _AT_ONCE_S
+        assert after == {"finalized": [3]}
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        assert checkpointer.all_steps() == [1, 3]
+        _assert_restored(checkpointer, 3, 3.0)
+
+
+def _save_twice(rank: int, world_size: int, root: Path, repaired: Path) -> list[dict[str, Any]]:
+    with ckpt.Checkpointer(root) as checkpointer:
+        first = _what_happens(checkpointer, _state(1.0, 2 * _MB), 1)
+        print("first", first, flush=True)
+        while not repaired.exists():
+            time.sleep(0.01)
+        return [first, _what_happens(checkpointer, _state(2.0, 2 * _MB), 2)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_root_that_is_a_file(tmp_path: Path, world_size: int) -> None:
+    root, repaired = tmp_path / "root", tmp_path / "repaired"
+    root.write_text("not a directory")
+    with launch_ranks(_save_twice, world_size, root, repaired) as group:
+        for rank in range(world_size):
+            group.wait_for_output(rank, "^first")
+        root.unlink()
+        repaired.touch()
+        results = group.wait()
+    for rank, result in enumerate(results):
+        failed, after = result.value
+        assert f"{root} is a file" in failed["text"]
+        assert failed["kind"] == "StorageError"
+        assert rank == 0 or failed["rank"] == 0
+        assert failed["waited_s"] < _AT_ONCE_S
+        assert after == {"finalized": [2]}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", path], capture_output=True)
+    if made.returncode:
+        pytest.skip("not allowed to mount a file system")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_disk(small_disk: Path, tmp_path: Path, world_size: int) -> None:
+    """Saves of 8 MB to 6 MB. The failed save gives back what it took; the next one works once there is room."""
+    root, repaired = small_disk / "root", tmp_path / "repaired"
+    with launch_ranks(_save_twice, world_size, root, repaired) as group:
+        for rank in range(world_size):
+            group.wait_for_output(rank, "^first")
+        deadline = time.monotonic() + 10
+        while (used := sum(file.stat().st_size for file in root.rglob("*") if file.is_file())) > 200_000:
+            assert time.monotonic() < deadline, f"the failed save still takes {used} bytes"
+            time.sleep(0.01)
+        subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+        repaired.touch()
+        results = group.wait()
+    for result in results:
+        failed, after = result.value
+        assert "full" in failed["text"]
+        assert failed["rank"] in range(world_size)
+        assert failed["step"] == 1
+        assert failed["traceback"]
+        assert failed["waited_s"] < _AT_ONCE_S
+        assert after == {"finalized": [2]}
+
+
+def test_root_that_disappears_during_the_save(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        (tmp_path / "root").rename(tmp_path / "elsewhere")
+        assert _what_happens(checkpointer, _state(2.0), 2) == {"finalized": [2]}
+        assert checkpointer.all_steps() == [2]
+
+
+# -- ranks that contradict each other ----------------------------------------------------------------------------------
+
+
+def _one_rank_cannot(rank: int, world_size: int, root: Path) -> list[str]:
+    answers = []
+    bad = {**_state(1.0), "bad": (lambda: 0) if rank == 1 else 1}
+    good = {**_state(1.0), "bad": 1}
+    with ckpt.Checkpointer(root) as checkpointer:
+        with pytest.raises(StateError, match="bad") as first:  # the first save is planned together
+            checkpointer.async_save(bad, 1)
+        answers.append(str(first.value))
+        checkpointer.save(good, 2)
+        begin = time.monotonic()
+        with pytest.raises(CheckpointError, match="bad") as second:  # later ones are not
+            checkpointer.save(bad, 3)
+        assert time.monotonic() - begin < 2
+        answers.append(str(second.value))
+        checkpointer.save(good, 3)
+        assert checkpointer.all_steps() == [2, 3]
+    return answers
+
+
+def test_a_leaf_that_one_rank_cannot_store_is_an_error_on_all(tmp_path: Path) -> None:
+    healthy, bad = (result.value for result in run_ranks(_one_rank_cannot, 2, tmp_path / "root"))
+    assert "rank 1" in healthy[0]
+    assert "rank 1: StateError" in healthy[1]
+    assert "step 3" in healthy[1]
+    assert bad[0].startswith("bad") or "bad:" in bad[0]
+
+
+# -- steps that are there ----------------------------------------------------------------------------------------------
+
+
+def _again(rank: int, world_size: int, root: Path) -> list[dict[str, Any]]:
+    with ckpt.Checkpointer(root) as checkpointer:
+        states = [_state(1.0), _state(1.0), _state(2.0), _state(1.0)]
+        return [_what_happens(checkpointer, state, 5) for state in states]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_published_step_is_never_saved_again(tmp_path: Path, world_size: int) -> None:
+    """Not with the same content either: success would be claimed for bytes that are not there."""
+    for result in run_ranks(_again, world_size, tmp_path / "root"):
+        first, *others = result.value
+        assert first == {"finalized": [5]}
+        for other in others:
+            assert (other["kind"], other["rank"], other["step"]) == ("CheckpointExistsError", 0, 5)
+            assert "already published" in other["text"]
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        _assert_restored(checkpointer, 5, 1.0)
+        assert CheckpointRoot(str(tmp_path / "root")).pending() == []
+
+
+def test_of_two_jobs_on_one_root_the_later_start_wins(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.Checkpointer(tmp_path) as one, ckpt.Checkpointer(tmp_path) as two:
+        one.save(_state(1.0), 1)
+        two.save(_state(2.0), 2)
+        with pytest.raises(FencedError, match="started later"):
+            one.save(_state(3.0), 3)
+        two.save(_state(4.0), 4)
+        with pytest.raises(FencedError):
+            one.delete(1)
+        assert one.all_steps() == two.all_steps() == [1, 2, 4]
+    root = CheckpointRoot(str(tmp_path))
+    assert (root.pending(), root.abandoned()) == ([], [])
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_finalize_functions_run_once_in_order_after_publication(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        request = checkpointer.save_request(_state(1.0), 1)
+        request.add_finalize_fn(lambda: seen.append(checkpointer.all_steps()))
+        request.add_finalize_fn(lambda: functions.fail("mine"))
+        request.add_finalize_fn(lambda: seen.append("last"))
+        checkpointer.queue.schedule_async_request(request)
+        checkpointer.async_save(_state(2.0), 2)
+        with pytest.raises(ValueError, match="mine"):
+            checkpointer.maybe_finalize(blocking=True)
+        assert seen == [[1], "last"] or seen == [[1, 2], "last"]
+        assert checkpointer.maybe_finalize(blocking=True) == [1, 2]
+        assert len(seen) == 2
+
+
+def _execute(rank: int, world_size: int, root: Path) -> list[Any]:
+    with ckpt.Checkpointer(root, timeout=timedelta(seconds=20)) as checkpointer:
+        for step in range(1, 5):  # more often than there are slots
+            checkpointer.save_request(_state(step), step).execute_sync()
+        again = checkpointer.save_request(_state(9.0), 4)
+        with pytest.raises(CheckpointExistsError):
+            again.execute_sync()
+        checkpointer.save_request(_state(5.0), 5).execute_sync()
+        return [checkpointer.maybe_finalize(), checkpointer.all_steps()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_execute_sync_has_the_same_effect(tmp_path: Path, world_size: int) -> None:
+    for result in run_ranks(_execute, world_size, tmp_path):
+        assert result.value == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        _assert_restored(checkpointer, 5, 5.0)
+
+
+def test_function_of_the_users_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, torch, ckpt
+
+        class Note:
+            def __init__(self, text):
+                self.text = text
+
+        def write_note(note, path):
+            with open(path, "w") as file:
+                file.write(note.text)
+
+        if __name__ == "__main__":
+            with ckpt.Checkpointer(sys.argv[1]) as checkpointer:
+                request = ckpt.AsyncRequest(write_note, (Note("hello"), sys.argv[2]), [lambda: print("done")])
+                checkpointer.queue.schedule_async_request(request)
+                checkpointer.async_save({"w": torch.ones(3)}, 7)
+                print(checkpointer.maybe_finalize(blocking=True))
+        """)
+    )
+    (result,) = run_ranks(script, 1, tmp_path / "root", tmp_path / "note")
+    assert result.stdout.split("\n")[:2] == ["done", "[7]"]
+    assert (tmp_path / "note").read_text() == "hello"
+
+
+# -- closing -----------------------------------------------------------------------------------------------------------
+
+
+def test_close_finalizes_and_raises_the_first_failure(tmp_path: Path, leak_check: LeakCheck) -> None:
+    checkpointer = ckpt.Checkpointer(tmp_path / "root")
+    checkpointer.save(_state(1.0), 1)
+    checkpointer.async_save(_state(2.0), 1)
+    checkpointer.async_save(_state(3.0), 3)
+    with pytest.raises(CheckpointExistsError):
+        checkpointer.close()
+    checkpointer.close()
+    assert checkpointer.all_steps() == [1, 3]
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpointer.maybe_finalize()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_aborted_save_is_never_published(tmp_path: Path, leak_check: LeakCheck, begun: bool) -> None:
+    root, gate = CheckpointRoot(str(tmp_path / "root")), Gate.create(tmp_path)
+    checkpointer = ckpt.Checkpointer(root.path)
+    checkpointer.save(_state(1.0), 1)
+    if not begun:
+        checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
+        gate.wait_entered()
+    request = checkpointer.save_request(_state(2.0), 2)
+    request.add_finalize_fn(lambda: functions.fail("never called"))
+    assert isinstance(request.async_fn, write.PartWriter)
+    held = KillingWriter.instead_of(request.async_fn, hold=str(tmp_path / "never"))
+    checkpointer.queue.schedule_async_request(request._replace(async_fn=held))
+    if begun:
+        wait_until(lambda: [PendingSave(root, save).parts_present() for save in root.pending()] == [{0}], "the part")
+    checkpointer.queue.close(abort=True)
+    checkpointer.close()
+    assert root.steps() == [1]
+    assert root.pending() == []
+    with ckpt.Checkpointer(root.path) as after:
+        assert after.restore(_state(0.0)) == 1
+        after.save(_state(2.0), 2)
+
+
+def test_a_queue_from_outside_stays_open_and_all_calls_are_finalized(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.AsyncCallsQueue(num_writers=2, timeout_s=30) as queue:
+        checkpointer = ckpt.Checkpointer(tmp_path, queue=queue)
+        checkpointer.save(_state(1.0), 1)
+        checkpointer.async_save(_state(2.0), 1)
+        checkpointer.async_save(_state(2.0), 2)
+        queue.schedule_async_request(ckpt.AsyncRequest(functions.nothing, (), []))
+        with pytest.raises(CheckpointExistsError):
+            checkpointer.close()
+        assert queue.get_num_unfinalized_calls() == 0
+        assert checkpointer.all_steps() == [1, 2]
+        assert "pid" in ask(queue, functions.report_identity)
+
+
+def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path / "root", timeout=timedelta(seconds=1)) as checkpointer:
+        checkpointer.warmup(_state(0.0))
+        checkpointer.queue.close()
+        for step in range(4):
+            with pytest.raises(RuntimeError, match="closed"):
+                checkpointer.async_save(_state(1.0), step)
+
+
+_INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch, ckpt
+from tests.ckpt.async_calls import functions
+from tests.ckpt.async_calls.functions import Gate
+from pathlib import Path
+
+where, folder = sys.argv[1], Path(sys.argv[2])
+state = {"w": torch.ones(1 << 20)}
+gate = Gate(folder / "gate.entered", folder / "gate.leave")
+try:
+    with ckpt.Checkpointer(folder / "root", slots=1) as checkpointer:
+        checkpointer.restore(state)
+        checkpointer.save(state, 1)
+        checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
+        gate.wait_entered()
+        checkpointer.async_save(state, 2)
+        os.write(1, b"there\\n")
+        if where == "async_save":
+            checkpointer.async_save(state, 3)
+        elif where == "maybe_finalize":
+            checkpointer.maybe_finalize(blocking=True)
+        elif where == "close":
+            checkpointer.close()
+        else:
+            for _ in range(3000):  # in short steps: a signal that comes just before the wait does not end the wait
+                time.sleep(0.01)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["async_save", "maybe_finalize", "close", "training"])
+def test_ctrl_c_leaves_nothing_and_loses_nothing(tmp_path: Path, where: str) -> None:
+    """To the whole process group, as a terminal does. What was staged is written and published all the same."""
+    script = tmp_path / "script.py"
+    script.write_text(_INTERRUPTED)
+    gate = Gate.create(tmp_path)
+    with launch_ranks(script, 1, where, tmp_path) as group:
+        group.wait_for_output(0, "^there\n")
+        os.killpg(group.pid(0), signal.SIGINT)
+        group.wait_for_output(0, "^interrupted", timeout=10)
+        gate.open()
+        group.wait(10)
+        group.wait_for_no_survivors(10)
+    assert CheckpointRoot(str(tmp_path / "root")).steps() == [1, 2]
+
+
+# -- many saves --------------------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
+    state = {"layers": [_state(i, 1000) for i in range(4)], "w": torch.ones(50_000)}
+    own = psutil.Process()
+    with ckpt.Checkpointer(tmp_path, keep_last=2) as checkpointer:
+
+        def saves(first: int, count: int) -> tuple[int, dict[str, int]]:
+            for step in range(first, first + count):
+                state["w"] += 1
+                checkpointer.async_save(state, step)
+                checkpointer.maybe_finalize()
+            checkpointer.maybe_finalize(blocking=True)
+            gc.collect()
+            return own.memory_info().rss, ask(checkpointer.queue, functions.report_state)
+
+        rss, writer = saves(0, 20)
+        leak_check.rebase()
+        rss_after, writer_after = saves(20, 200)
+        leak_check.check()
+        assert writer_after["fds"] == writer["fds"]
+        assert writer_after["rss_kb"] - writer["rss_kb"] < 8_000
+        assert rss_after - rss < 16 * _MB
+        assert checkpointer.all_steps() == [218, 219]
+        assert sorted(os.listdir(tmp_path)) == [".abandoned", ".owner", ".pending", "step_00000218", "step_00000219"]
+        assert not os.listdir(tmp_path / ".pending")
+        assert not os.listdir(tmp_path / ".abandoned")
+        checkpointer.close()
+        leak_check.rebase()
+
+
+def test_retention_keeps_multiples_and_what_is_being_read(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, keep_last=2, keep_every=4) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(_state(step, 100), step)
+        assert checkpointer.all_steps() == [4, 5]
+        reader = lock_shared(str(tmp_path / "step_00000005"))
+        assert reader is not None
+        with reader:
+            for step in range(6, 9):
+                checkpointer.save(_state(step, 100), step)
+            assert checkpointer.all_steps() == [4, 5, 7, 8]
+            with ckpt.Checkpointer(tmp_path, read_only=True) as other:
+                _assert_restored(other, 5, 5.0, 100)
+        checkpointer.save(_state(9, 100), 9)
+        assert checkpointer.all_steps() == [4, 8, 9]
+
+
+# -- what an earlier run left ------------------------------------------------------------------------------------------
+
+
+class _Stop(BaseException):
+    pass
+
+
+def _leave_pending(root: Path, step: int, monkeypatch: pytest.MonkeyPatch, *, complete: bool) -> None:
+    """A save that stops dead right before it is published, or before its part is there."""
+
+    def stop(*_: Any, **__: Any) -> Any:
+        raise _Stop
+
+    with monkeypatch.context() as patch, ckpt.Checkpointer(root) as checkpointer:
+        if complete:
+            patch.setattr(write, "publish", stop)
+        else:
+            patch.setattr(PendingSave, "write_part", stop)
+        with pytest.raises(_Stop):
+            checkpointer.save_request(_state(step), step).execute_sync()
+
+
+@pytest.mark.parametrize("how", ["restore", "save"])
+def test_left_over_saves_are_decided_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    root = CheckpointRoot(str(tmp_path / "root"))
+    with ckpt.Checkpointer(root.path) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+    _leave_pending(Path(root.path), 3, monkeypatch, complete=False)
+    complete = tmp_path / "complete"
+    _leave_pending(complete, 2, monkeypatch, complete=True)
+    (left,) = CheckpointRoot(str(complete)).pending()
+    os.rename(complete / ".pending" / left.name, Path(root.path) / ".pending" / left.name)
+    assert [save.step for save in root.pending()] == [2, 3]
+    with ckpt.Checkpointer(root.path) as checkpointer:
+        state = _state(0.0)
+        if how == "restore":
+            assert checkpointer.restore(state) == 2
+            assert state["w"].equal(_state(2.0)["w"])
+            assert "published step 2" in caplog.text
+            assert "abandoned the unfinished save of step 3" in caplog.text
+        else:
+            checkpointer.save(state, 4)
+        assert root.pending() == []
+        assert checkpointer.all_steps() == ([1, 2] if how == "restore" else [1, 2, 4])
+        checkpointer.save(_state(5.0), 3)
+
+
+def test_a_restore_leaves_the_saves_of_its_own_run_alone(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path)
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
+        checkpointer.async_save(_state(2.0), 2)
+        gate.wait_entered()
+        state = _state(0.0)
+        assert checkpointer.restore(state) == 1
+        gate.open()
+        assert checkpointer.maybe_finalize(blocking=True) == [2]
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def _pieces_state(value: int) -> dict[str, Any]:
+    rng = np.random.default_rng(value)
+    return {f"w{i}": torch.from_numpy(rng.standard_normal(50_000)) for i in range(12)} | {"value": value}
+
+
+_PIECES: dict[str, dict[str, Any]] = {
+    "arrays": {"pack_below_bytes": 1000},
+    "packed": {"layout": "packed", "file_bytes": 300_000, "inner_bytes": 64 << 10},
+}
+
+
+def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, **_PIECES[layout]) as checkpointer:
+        for step in range(1, 4):
+            checkpointer.async_save(_pieces_state(step), step)
+            checkpointer.maybe_finalize()
+        checkpointer.maybe_finalize(blocking=True)
+        if rank == world_size - 1:
+            _limit_file_size(checkpointer._saver._pieces_queue, 4096)  # type: ignore[arg-type]
+        failed = _what_happens(checkpointer, _pieces_state(4), 4)
+        if rank == world_size - 1:
+            _limit_file_size(checkpointer._saver._pieces_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
+        after = _what_happens(checkpointer, _pieces_state(5), 5)
+    return [sum("pieces" in record for record in records), failed, after]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "arrays"), (2, "arrays"), (2, "packed")])
+def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, layout: str) -> None:
+    print("seeds 1 to 5")
+    for result in run_ranks(_in_pieces, world_size, tmp_path, layout):
+        logged, failed, after = result.value
+        assert logged == 1
+        assert (failed["rank"], failed["step"]) == (world_size - 1, 4)
+        assert "ulimit -f" in failed["text"]
+        assert after == {"finalized": [5]}
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.all_steps() == [1, 2, 3, 5]
+        for step in (1, 3, 5):
+            state, expected = _pieces_state(0), _pieces_state(step)
+            checkpointer.restore(state, step)
+            for name, value in expected.items():
+                same = value.numpy().tobytes() == state[name].numpy().tobytes() if name != "value" else value == step
+                assert same, name
+
+
+def test_slots_that_do_not_become_free_are_an_error_with_a_deadline(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=3)) as checkpointer:
+        requests = [checkpointer.save_request(_state(step), step) for step in (1, 2)]
+        with pytest.raises(CheckpointTimeoutError, match=r"no staging slot .* steps \[1, 2\]") as caught:
+            checkpointer.save_request(_state(3.0), 3)
+        assert caught.value.rank == 0
+        for request in requests:
+            checkpointer.queue.schedule_async_request(request)
+        checkpointer.save(_state(3.0), 3)
+        assert checkpointer.all_steps() == [1, 2, 3]
+
+
+def test_a_wait_for_a_rank_that_does_not_save_has_a_deadline(tmp_path: Path) -> None:
+    def train(rank: int, world_size: int) -> Any:
+        import torch.distributed as dist
+
+        with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=1)) as checkpointer:
+            checkpointer.warmup(_state(0.0))
+            answer = _what_happens(checkpointer, _state(1.0), 1) if rank == 0 else None
+            dist.barrier()
+            return answer, _what_happens(checkpointer, _state(2.0), 2)
+
+    (failed, after), (_, other) = (result.value for result in run_ranks(train, 2))
+    assert "CheckpointTimeoutError" in failed["text"]
+    assert "raise the timeout" in failed["text"]
+    assert after == other == {"finalized": [2]}
+
+
+# -- the decision itself -----------------------------------------------------------------------------------------------
+
+
+def test_a_save_abandoned_before_it_began_never_begins(tmp_path: Path) -> None:
+    root = CheckpointRoot(str(tmp_path / "root"))
+    root.make()
+    pending = PendingSave(root, SaveId(1, root.ownership.claim(0), "0" * 16))
+    reason = Reason(1, "StorageError", "rank 1 cannot")
+    assert pending.abandon(reason) == Abandoned(reason) == pending.outcome()
+    root.clean()
+    with pytest.raises(CheckpointError, match="abandoned before it began"):
+        pending.begin(2, "digest")
+    assert pending.outcome() == Abandoned(reason)
+    assert root.pending() == []
+
+
+def _begun(root: CheckpointRoot) -> PendingSave:
+    """A save of step 1 that has begun."""
+    root.make()
+    pending = PendingSave(root, SaveId(1, root.ownership.claim(0), "0" * 16))
+    pending.begin(2, "digest")
+    return pending
+
+
+def test_the_reason_of_the_first_to_abandon_is_everybodys(tmp_path: Path) -> None:
+    root = CheckpointRoot(str(tmp_path / "root"))
+    pending = _begun(root)
+    answers = [pending.abandon(Reason(rank, "WriterError", f"rank {rank} died")) for rank in (1, 0)]
+    assert answers[0] == answers[1] == pending.outcome()
+    (Path(root.abandoned_path) / pending.save.name / "reason.json").unlink()
+    outcome = pending.outcome()
+    assert outcome is not None
+    assert "no record" in str(outcome)
+
+
+def test_a_published_step_keeps_nothing_of_ranks_that_tried_to_give_it_up(tmp_path: Path) -> None:
+    """One was killed while it wrote the reason, one after that."""
+    root = CheckpointRoot(str(tmp_path / "root"))
+    pending = _begun(root)
+    for name in ("reason.json", ".reason.json.0123456789abcdef.tmp"):
+        (Path(pending.path) / name).write_text("{")
+    assert pending.publish() == Published()
+    assert sorted(os.listdir(root.step_path(1))) == ["intent.json", "parts"]

@@ -1,0 +1,130 @@
+import copy
+import json
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from ckpt.errors import CheckpointCorruptError, StateError
+from ckpt.storage import dtypes
+from ckpt.storage.metadata import PAGE_BYTES, ArrayMeta, groups, root_document
+from tests.ckpt.storage.chunks import CASES, Case
+
+TORCH_DTYPES = sorted({dtypes.torch_dtype_name(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_every_dtype_of_torch_is_known(name: str) -> None:
+    how = dtypes.stored(name)
+    assert dtypes.torch_dtype_name(dtypes.torch_dtype(name)) == name
+    assert how.itemsize == dtypes.torch_dtype(name).itemsize
+    assert how.numpy_dtype.itemsize * (how.trailing or (1,))[0] == how.itemsize
+
+
+def test_unknown_dtypes() -> None:
+    with pytest.raises(StateError, match="float7"):
+        dtypes.stored("float7")
+    with pytest.raises(StateError, match="float7"):
+        dtypes.torch_dtype("float7")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_document_round_trip(case: Case, compression: str | None) -> None:
+    meta = ArrayMeta(
+        case.meta.shape, case.meta.dtype, case.meta.chunk_shape, case.meta.inner_chunk_shape, compression, {"note": [1]}
+    )
+    assert ArrayMeta.from_document(json.loads(meta.document_bytes), "x") == meta
+
+
+def test_a_changed_document_is_found() -> None:
+    meta = ArrayMeta((5, 7), "complex32", (6, 6), (2, 3))
+    document = meta.array_document()
+    changes: list[Any] = [
+        ("shape", [5]),
+        ("data_type", "int9"),
+        ("codecs", []),
+        ("zarr_format", 2),
+        ("chunk_grid", None),
+    ]
+    for key, value in changes:
+        with pytest.raises(CheckpointCorruptError, match=r"a/zarr\.json"):
+            ArrayMeta.from_document({**copy.deepcopy(document), key: value}, "a/zarr.json")
+    del document["fill_value"]
+    with pytest.raises(CheckpointCorruptError):
+        ArrayMeta.from_document(document, "x")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [((2,), (1, 1)), ((2,), (0,)), ((-1,), (1,)), ((4,), (4,), (3,)), ((4,), (4,), (2, 2)), ((4,), (4,), None, "gzip")],
+)
+def test_impossible_arrays(arguments: Any) -> None:
+    with pytest.raises(ValueError, match=r"chunk|compression"):
+        ArrayMeta(arguments[0], "float32", *arguments[1:])
+
+
+@st.composite
+def metas(draw: st.DrawFn) -> ArrayMeta:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    inner = tuple(draw(st.integers(1, 4)) for _ in shape)
+    chunk = tuple(size * draw(st.integers(1, 3)) for size in inner)
+    return ArrayMeta(
+        shape, draw(st.sampled_from(["int8", "float64", "complex32"])), chunk, draw(st.sampled_from([None, inner]))
+    )
+
+
+@given(metas())
+def test_pieces_cover_the_array_once_and_do_not_overlap_in_the_file(meta: ArrayMeta) -> None:
+    covered = []
+    for index in meta.chunk_indices():
+        layout = meta.layout(index)
+        ends = [0]
+        for piece in layout.pieces:
+            assert piece.offset >= ends[-1]
+            ends.append(piece.offset + layout.piece_bytes + 4)
+            grid: list[list[int]] = [[]]
+            for origin, size in zip(piece.origin, piece.shape, strict=True):
+                assert size > 0
+                grid = [[*p, i] for p in grid for i in range(origin, origin + size)]
+            covered += [tuple(p) for p in grid]
+        assert ends[-1] == layout.index_offset <= layout.file_bytes <= layout.image_bytes
+        assert layout.image_bytes % PAGE_BYTES == 0
+    everything = [()]
+    for size in meta.shape:
+        everything = [(*p, i) for p in everything for i in range(size)]  # type: ignore[misc]
+    assert sorted(covered) == everything
+
+
+def test_chunks_outside_the_grid() -> None:
+    meta = ArrayMeta((4,), "int8", (2,))
+    for index in ((2,), (-1,), (0, 0), ()):
+        with pytest.raises(ValueError, match="outside"):
+            meta.layout(index)
+
+
+def test_groups_of_the_root() -> None:
+    arrays = {"a/b/c": ArrayMeta((), "int8", ()), "a/d": ArrayMeta((), "int8", ()), "e": ArrayMeta((), "int8", ())}
+    assert groups(arrays) == ["a", "a/b"]
+    root = root_document(arrays, {"step": 1})
+    assert set(root["consolidated_metadata"]["metadata"]) == {"a", "a/b", "a/b/c", "a/d", "e"}
+    assert root["attributes"] == {"ckpt": {"step": 1}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_size_of_a_file_is_known_without_its_layout(case: Case) -> None:
+    for index in case.meta.chunk_indices():
+        size = case.meta.layout(index).file_bytes
+        assert case.meta.file_bytes(index) == size
+        assert case.meta.misfit(index, size) is None
+
+
+@pytest.mark.parametrize("size", [True, 4.0, -1, 1 << 63, "4", None])
+def test_sizes_are_whole_numbers(size: Any) -> None:
+    for sizes in ({"shape": (size, 6)}, {"chunk_shape": (size, 6)}, {"inner_chunk_shape": (size, 6)}):
+        with pytest.raises((ValueError, TypeError)):
+            ArrayMeta(**{"shape": (8, 6), "dtype": "float32", "chunk_shape": (4, 6)} | sizes)
+    with pytest.raises(ValueError, match="dimensions"):
+        ArrayMeta((8, 6), "float32", (4, 6), ())

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt import AsyncCallsQueue
+from tests.support import run_ranks
+from tests.tools.inspect_ckpt import states
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Roots with two steps of different content, small, with every kind of file. Never changed by tests."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(states.save_all, 1, folder)
+    run_ranks(states.save_two_ranks, 2, folder)
+    return {name: folder / name for name in states.NAMES}
+
+
+@pytest.fixture(scope="session")
+def queue() -> Iterator[AsyncCallsQueue]:
+    """Writer processes for all tests that save."""
+    with AsyncCallsQueue() as queue:
+        yield queue

@@ -1,0 +1,387 @@
+"""Bad input is one clear line and the right exit code: never a traceback, never a read outside the path."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.tensorstores import open_array
+from ckpt.validation import validate
+from tests.tools.inspect_ckpt.forgery import rename_array, reseal_part, reseal_root
+from tools.inspect_ckpt.__main__ import main
+
+READERS: dict[str, Callable[[str], list[str]]] = {
+    "show": lambda path: ["show", path],
+    "validate": lambda path: ["validate", path],
+    "quick": lambda path: ["validate", "--quick", path],
+    "stats": lambda path: ["stats", path, "*"],
+    "diff": lambda path: ["diff", path, path],
+    "json": lambda path: ["show", "--json", path],
+}
+DAMAGED = dict.fromkeys(READERS, 1) | {"diff": 2}
+CANNOT = dict.fromkeys(READERS, 2)
+UNPUBLISHED = dict.fromkeys(READERS, 3)
+
+
+@pytest.fixture
+def root(saved: dict[str, Path], tmp_path: Path) -> Path:
+    """A root with one whole step, which may be changed."""
+    shutil.copytree(saved["one"] / "step_00000004", tmp_path / "root" / "step_00000004")
+    return tmp_path / "root"
+
+
+def nothing(root: Path) -> Path:
+    return root.parent / "nowhere"
+
+
+def a_file(root: Path) -> Path:
+    return root / "step_00000004" / "zarr.json"
+
+
+def below_a_file(root: Path) -> Path:
+    return root / "step_00000004" / "zarr.json" / "x"
+
+
+def empty_folder(root: Path) -> Path:
+    (root / "empty").mkdir()
+    return root / "empty"
+
+
+def other_folder(root: Path) -> Path:
+    (root / "other").mkdir()
+    (root / "other" / "notes.txt").write_text("hello")
+    return root / "other"
+
+
+def other_zarr_group(root: Path) -> Path:
+    (root / "group").mkdir()
+    (root / "group" / "zarr.json").write_text('{"zarr_format":3,"node_type":"group","attributes":{}}')
+    return root / "group"
+
+
+def with_line_break(root: Path) -> Path:
+    return root / "two\nlines\x1b[31m"
+
+
+def with_null(root: Path) -> Path:
+    return root / "nu\0ll"
+
+
+def begun(root: Path) -> PendingSave:
+    checkpoints = CheckpointRoot(str(root))
+    token = checkpoints.ownership.claim(checkpoints.ownership.newest())
+    pending = PendingSave(checkpoints, SaveId(9, token, secrets.token_hex(8)))
+    pending.begin(1, "plan")
+    checkpoints.ownership.release(token)
+    return pending
+
+
+def pending_save(root: Path) -> Path:
+    return Path(begun(root).path)
+
+
+def pending_save_just_before_its_rename(root: Path) -> Path:
+    pending = begun(root)
+    shutil.copytree(root / "step_00000004", pending.path, dirs_exist_ok=True)
+    return Path(pending.path)
+
+
+def abandoned_save(root: Path) -> Path:
+    pending = begun(root)
+    pending.abandon(Reason(0, "StorageError", "full"))
+    return root / ".abandoned" / pending.save.name
+
+
+def root_with_pending_only(root: Path) -> Path:
+    begun(root)
+    shutil.rmtree(root / "step_00000004")
+    return root
+
+
+def newer_format(root: Path) -> Path:
+    step = root / "step_00000004"
+    reseal_root(step, lambda document: document["attributes"]["ckpt"].update(format=2))
+    return step
+
+
+def _with_root(root: Path, content: bytes) -> Path:
+    (root / "step_00000004" / "zarr.json").write_bytes(content)
+    return root / "step_00000004"
+
+
+def empty_manifest(root: Path) -> Path:
+    return _with_root(root, b"")
+
+
+def junk_manifest(root: Path) -> Path:
+    return _with_root(root, os.urandom(10_000_000))
+
+
+def json_junk_manifest(root: Path) -> Path:
+    return _with_root(root, b"[" * 10_000_000)
+
+
+def text_junk_manifest(root: Path) -> Path:
+    return _with_root(root, b'{"a":"' + b"x\\n" * 3_000_000 + b'"}')
+
+
+def missing_manifest(root: Path) -> Path:
+    (root / "step_00000004" / "zarr.json").unlink()
+    return root / "step_00000004"
+
+
+def manifest_is_a_directory(root: Path) -> Path:
+    (root / "step_00000004" / "zarr.json").unlink()
+    (root / "step_00000004" / "zarr.json").mkdir()
+    return root / "step_00000004"
+
+
+def manifest_is_a_pipe(root: Path) -> Path:
+    (root / "step_00000004" / "zarr.json").unlink()
+    os.mkfifo(root / "step_00000004" / "zarr.json")
+    return root / "step_00000004"
+
+
+def sealed_nonsense(root: Path) -> Path:
+    step = root / "step_00000004"
+    reseal_root(step, lambda document: document["attributes"]["ckpt"].update(parts=None))
+    return step
+
+
+CASES: dict[Callable[[Path], Path], dict[str, int]] = {
+    nothing: CANNOT,
+    a_file: CANNOT,
+    below_a_file: CANNOT,
+    empty_folder: CANNOT,
+    other_folder: CANNOT,
+    other_zarr_group: CANNOT,
+    with_line_break: CANNOT,
+    with_null: CANNOT,
+    pending_save: UNPUBLISHED,
+    pending_save_just_before_its_rename: UNPUBLISHED,
+    abandoned_save: UNPUBLISHED,
+    root_with_pending_only: UNPUBLISHED,
+    newer_format: CANNOT,
+    empty_manifest: DAMAGED,
+    junk_manifest: DAMAGED,
+    json_junk_manifest: DAMAGED,
+    text_junk_manifest: DAMAGED,
+    missing_manifest: DAMAGED,
+    manifest_is_a_directory: DAMAGED,
+    manifest_is_a_pipe: DAMAGED,
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_one_line_and_the_right_exit_code(
+    root: Path, case: Callable[[Path], Path], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = case(root)
+    code = main(READERS[command](str(path)))
+    out, err = capsys.readouterr()
+    assert code == CASES[case][command], (out, err)
+    if command in ("validate", "quick") and code == 1:
+        assert "DAMAGED" in out
+        assert len(out) < 2000
+        assert err == ""
+    else:
+        assert err.count("\n") == 1, err
+        assert err.startswith("inspect_ckpt: ")
+        assert out == ""
+    assert len(err) < 1000
+    assert "Traceback" not in out + err
+    assert "\x1b" not in out + err
+
+
+def test_sealed_nonsense_is_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(sealed_nonsense(root))]) == 1
+    assert "does not describe a checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["show"], ["validate", "--jobs", "0", "x"], ["ls", "a", "b"]])
+def test_usage_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["stats", "nothing*"], ["stats", "model/weigth"], ["show", "--filter", "x*"]])
+def test_a_name_that_matches_nothing(root: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name, *more = command
+    assert main([name, str(root), *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "did you mean model/weight" in err or "weigth" not in more[-1]
+
+
+@pytest.mark.parametrize("command", ["ls", "timeline", "clean"])
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [
+        (nothing, 2),
+        (a_file, 2),
+        (empty_folder, 2),
+        (other_folder, 2),
+        (with_line_break, 2),
+        (lambda r: r / "step_00000004", 2),
+    ],
+)
+def test_commands_for_roots(
+    root: Path, case: Callable[[Path], Path], code: int, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(case(root))]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+# -- nothing outside is read -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the step beside the root; to open anything in it fails the test."""
+    outside = root.parent / "outside"
+    shutil.copytree(root / "step_00000004", outside)
+
+    real = os.open
+
+    def guarded(file: Any, *args: Any, **kwargs: Any) -> int:
+        path = path_of(file, kwargs.get("dir_fd"))
+        assert not os.path.realpath(path).startswith(str(outside)) or args[0] & os.O_NOFOLLOW, f"{path} was opened"
+        return real(file, *args, **kwargs)
+
+    def guarded_tensorstore(step: str, directory: str, *args: Any) -> Any:
+        for file in (Path(step, directory), *Path(step, directory).iterdir()):
+            assert not os.path.realpath(file).startswith(str(outside)), f"{file} was read"
+        return open_array(step, directory, *args)
+
+    monkeypatch.setattr(os, "open", guarded)
+    monkeypatch.setattr("ckpt.storage.reader.open_array", guarded_tensorstore)
+    return outside
+
+
+def path_of(file: Any, folder: int | None) -> str:
+    """The path that a call of `os.open` means."""
+    return str(file) if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), file)
+
+
+def links_to(name: str) -> Callable[[Path, Path], None]:
+    def make(step: Path, outside: Path) -> None:
+        target = step / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        target.symlink_to(outside / name)
+
+    return make
+
+
+def names_array(new: str) -> Callable[[Path, Path], None]:
+    return lambda step, outside: rename_array(step, "model/weight", new.format(outside=outside))
+
+
+WAYS_OUT: dict[str, Callable[[Path, Path], None]] = {
+    "link to zarr.json": links_to("zarr.json"),
+    "link to state.json": links_to("state.json"),
+    "link to parts": links_to("parts"),
+    "link to a part": links_to("parts/rank_00000.json"),
+    "link to an array": links_to("model/weight"),
+    "link to a group": links_to("model"),
+    "link to a chunk": links_to("model/weight/c.0.0"),
+    "array at ../": names_array("../../outside/model/weight"),
+    "array in the middle": names_array("model/../../../outside/model/weight"),
+    "absolute array": names_array("{outside}/model/weight"),
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_nothing_outside_the_path_is_read(
+    root: Path, outside: Path, way: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = root / "step_00000004"
+    WAYS_OUT[way](step, outside)
+    code = main(READERS[command](str(step)))
+    out, err = capsys.readouterr()
+    reads_only_data = command in ("stats", "diff") and way in ("link to parts", "link to a part")
+    sees_only_metadata = command in ("show", "json") and way in (
+        "link to an array",
+        "link to a group",
+        "link to a chunk",
+    )
+    assert code == (0 if reads_only_data or sees_only_metadata else DAMAGED[command]), (out, err)
+    assert "Traceback" not in out + err
+    assert err.count("\n") <= 1
+
+
+def test_a_step_that_is_a_link_is_not_followed(root: Path, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step_00000009").symlink_to(outside)
+    assert main(["ls", str(root)]) == 0
+    assert "step_00000009 is a symbolic link" in capsys.readouterr().out
+    assert main(["validate", str(root)]) == 0
+    assert "newest whole step: 4" in capsys.readouterr().out
+
+
+# -- no permission ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "state.json", "parts/rank_00000.json", "model/weight/c.0.0"])
+def test_no_permission_is_no_damage(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Permissions do not stop root, so the calls that open files refuse."""
+
+    real = os.open
+
+    def refusing(file: Any, *args: Any, **kwargs: Any) -> int:
+        path = path_of(file, kwargs.get("dir_fd"))
+        if path.endswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert main(["validate", str(root / "step_00000004")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "ermission" in err
+
+
+# -- sealed, but not what the root says ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "value"), [("world_size", 2), ("rank", 1), ("save", "another"), ("plan", "another")])
+def test_a_part_the_root_vouches_for_must_still_belong(root: Path, key: str, value: Any) -> None:
+    step = root / "step_00000004"
+    reseal_part(step, 0, lambda part: part.update({key: value}))
+    (problem,) = validate(str(step)).problems
+    assert problem.file == "parts/rank_00000.json"
+    assert key in problem.message
+
+
+def test_a_chunk_that_nobody_wrote_and_one_that_is_none(root: Path) -> None:
+    step = root / "step_00000004"
+    reseal_part(step, 0, lambda part: part["chunks"]["model/weight"].pop())
+    assert {"no rank wrote this chunk"} <= {problem.message for problem in validate(str(step)).problems}
+    reseal_part(step, 0, lambda part: part["chunks"]["model/weight"].append(["c.77.0", 3, 3]))
+    assert any("is no chunk" in problem.message for problem in validate(str(step)).problems)
+
+
+def test_an_array_of_endless_chunks_is_judged_at_once(root: Path) -> None:
+    step = root / "step_00000004"
+
+    def enlarge(document: dict[str, Any]) -> None:
+        document["consolidated_metadata"]["metadata"]["model/weight"]["shape"] = [10**12, 10**5]
+
+    reseal_root(step, enlarge)
+    report = validate(str(step))
+    assert not report.restorable
+    assert len(report.problems) < 5000
