@@ -34,7 +34,7 @@ import time
 from dataclasses import astuple
 from typing import Any
 
-from ckpt.processes import Process
+from inprocess.ipc.process import Process
 
 __all__ = ["MeetingError", "meet", "named"]
 

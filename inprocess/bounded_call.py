@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inprocess.exception import TimeoutError
-from inprocess.main_thread.joinable import JoinableThread
+from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["BoundedCall", "bounded_call"]
 

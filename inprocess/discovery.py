@@ -11,15 +11,12 @@ otherwise whoever can connect to those stores in that moment can read it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import json
 import os
 import secrets
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,7 +25,7 @@ from typing import Any
 from inprocess.coordination import Access
 from inprocess.exception import StoreError
 
-__all__ = ["Rendezvous", "job_secret", "new_access", "private_directory"]
+__all__ = ["Rendezvous", "job_secret", "new_access"]
 
 _SECRET = "INPROCESS_SECRET"
 _PAUSE_S = 0.05
@@ -46,20 +43,6 @@ def new_access(host_name: str | None, port: int | None) -> Access:
     job = secrets.token_hex(8)
     host = host_name or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     return Access(host, port or 0, job, job_secret(job) or secrets.token_hex(32))
-
-
-def private_directory() -> str:
-    """Return a directory of this user alone, made if it is not there. StoreError if it is somebody else's."""
-    path = os.path.join(tempfile.gettempdir(), f"inprocess-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StoreError(
-            f"{path} is not a directory of this user's alone (mode 0700): somebody else made it. Remove it, or set "
-            f"{_SECRET} in the environment of all ranks"
-        )
-    return path
 
 
 class Rendezvous:

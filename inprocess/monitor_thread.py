@@ -25,9 +25,9 @@ from types import TracebackType
 from inprocess.agreement import Agreement, Outcome
 from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions
 from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
+from inprocess.ipc.threads import JoinableThread
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.joinable import JoinableThread
 from inprocess.main_thread.stacks import own_stacks
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.state import FrozenState

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from inprocess.main_thread.joinable import JoinableThread
+from inprocess.ipc.threads import JoinableThread
 from inprocess.main_thread.probe import MainThreadProbe
 
 __all__ = ["ProgressWatchdog", "Timestamp"]

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
 from inprocess.coordination.etcd import EtcdClient, EtcdCluster
 from inprocess.coordination.namespace import PrefixView
-from inprocess.discovery import job_secret, private_directory
-from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreTimeoutError
+from inprocess.discovery import job_secret
+from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
+from inprocess.ipc import unix_sockets
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import FileStore as TorchFileStore
@@ -257,7 +258,10 @@ def _own_secret() -> str:
     given = job_secret("")
     if given is not None:
         return given
-    path = os.path.join(private_directory(), "store-secret")
+    try:
+        path = os.path.join(unix_sockets.private_directory(), "store-secret")
+    except OSError as error:
+        raise StoreError(f"{error}; or set INPROCESS_SECRET in the environment of all ranks") from error
     with contextlib.suppress(FileExistsError):
         fd = os.open(f"{path}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:

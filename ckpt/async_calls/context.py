@@ -63,8 +63,7 @@ class WriterContext:
     def report(self, event: dict[str, Any]) -> None:
         """Send a small JSON-able dict to the trainer, in order; the trainer hands it to the call's `on_event`.
 
-        Never waits for the trainer. Raises TypeError or ValueError when `event` is not JSON or larger than about 100
-        KB.
+        Never waits for the trainer. ValueError if `event` is not JSON, or larger than about 100 KB.
         """
         with self._lock:
             if not self._over:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -15,7 +14,7 @@ import weakref
 from typing import Protocol
 
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.messages import Channel, Exited, Spawn, Spawned
+from ckpt.async_calls.messages import CODEC, Exited, MessageChannel, Spawn, Spawned
 
 __all__ = ["ForkServer", "release_in_forked_children"]
 
@@ -61,7 +60,7 @@ class ForkServer:
     def __init__(self, config: WriterConfig) -> None:
         self._config = config
         self._owner_pid = os.getpid()
-        self._control: Channel | None = None
+        self._control: MessageChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._next_writer_id = 0
         self._spawned: dict[int, tuple[int, int]] = {}  # pid and pidfd of each writer nobody has asked for yet
@@ -69,7 +68,7 @@ class ForkServer:
         release_in_forked_children(self)
 
     @property
-    def control(self) -> Channel | None:
+    def control(self) -> MessageChannel | None:
         """To poll on together with the writers' sockets; None when no server runs."""
         return self._control
 
@@ -99,13 +98,14 @@ class ForkServer:
         if self._control is None:
             return
         self._control.flush()
-        with contextlib.suppress(BlockingIOError):
-            while (received := self._control.receive()) is not None:
-                message, fd = received
-                if isinstance(message, Spawned) and fd is not None:
-                    self._spawned[message.writer_id] = (message.pid, fd)
-                elif isinstance(message, Exited):
-                    self._exits[message.writer_id] = message.how
+        try:
+            while (packet := self._control.receive()) is not None:
+                match packet.message, packet.fds:
+                    case Spawned(writer_id, pid), (pidfd,):
+                        self._spawned[writer_id] = (pid, pidfd)
+                    case Exited(writer_id, how), ():
+                        self._exits[writer_id] = how
+        except EOFError:
             self.release()
 
     def wait_exit(self, writer_id: int, timeout_s: float) -> str:
@@ -149,8 +149,8 @@ class ForkServer:
             except RuntimeError:  # the interpreter is shutting down, and init will reap it
                 process.returncode = 0
 
-    def _start(self) -> Channel:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _start(self) -> MessageChannel:
+        control, theirs = MessageChannel.pair(CODEC)
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -161,13 +161,13 @@ class ForkServer:
                     start_new_session=True,
                 )
             except BaseException:
-                ours.close()
+                control.close()
                 raise
-        self._control = Channel(ours)
-        return self._control
+        self._control = control
+        return control
 
 
-def _poll(channel: Channel, timeout_s: float) -> None:
+def _poll(channel: MessageChannel, timeout_s: float) -> None:
     poll = select.poll()
     poll.register(channel, channel.poll_events)
     poll.poll(max(0, int(timeout_s * 1000) + 1))

@@ -6,15 +6,14 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import weakref
 from typing import Self
 
 from ckpt.async_calls.fork_server import ForkServer
-from ckpt.async_calls.messages import Attach, Channel, Detach, Run
+from ckpt.async_calls.messages import CODEC, Attach, Detach, MessageChannel, Run
 from ckpt.async_calls.payload import Payload
 from ckpt.async_calls.writer import CONTROL_PAGE, ControlPage
-from ckpt.shared_memory import SharedMemory
+from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["WriterLife"]
 
@@ -22,7 +21,7 @@ __all__ = ["WriterLife"]
 class WriterLife:
     """Owned by a `WriterProcess`, which replaces it after the writer's death."""
 
-    def __init__(self, channel: Channel, control_region: SharedMemory, writer_id: int) -> None:
+    def __init__(self, channel: MessageChannel, control_region: SharedMemory, writer_id: int) -> None:
         self.channel = channel
         self.page = ControlPage(control_region)
         self.writer_id = writer_id
@@ -35,8 +34,7 @@ class WriterLife:
     @classmethod
     def begin(cls, server: ForkServer) -> Self:
         """Returns before the process exists; its socket takes messages at once. Raises OSError."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel = Channel(ours)
+        channel, theirs = MessageChannel.pair(CODEC)
         region: SharedMemory | None = None
         with theirs:
             try:

@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 
 from ckpt.async_calls.request import preloaded
-from ckpt.shared_memory import SharedMemory
+from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["Call", "Payload", "load"]
 

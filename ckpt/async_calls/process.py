@@ -27,8 +27,8 @@ from ckpt.async_calls.fork_server import ForkServer, release_in_forked_children
 from ckpt.async_calls.life import WriterLife
 from ckpt.async_calls.messages import Event, Finished, Message, Ready
 from ckpt.async_calls.sent import SentCall
-from ckpt.async_calls.wakeup import Wakeup
 from ckpt.errors import RemoteTraceback, WriterError
+from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["Outcome", "WriterProcess", "wait_for_any"]
 
@@ -218,11 +218,11 @@ class WriterProcess:
         life.take_spawned(self._server)
         dead = life.wait_dead(0)  # looked at first: then all that it ever said is in the socket
         try:
-            while (received := life.channel.receive()) is not None:
-                self._handle(life, received[0])
-        except BlockingIOError:
-            return dead  # a dead writer without an end of the socket: a child of its function still holds it
-        return True
+            while (packet := life.channel.receive()) is not None:
+                self._handle(life, packet.message)
+        except EOFError:
+            return True
+        return dead  # a dead writer without an end of the socket: a child of its function still holds it
 
     def _handle(self, life: WriterLife, message: Message) -> None:
         if isinstance(message, Ready):

@@ -28,8 +28,8 @@ from ckpt.async_calls.pending import PendingCall
 from ckpt.async_calls.process import Outcome, WriterProcess, wait_for_any
 from ckpt.async_calls.processes import Processes
 from ckpt.async_calls.request import AsyncRequest, check_preload_fn
-from ckpt.async_calls.wakeup import Wakeup
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
+from inprocess.ipc.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ckpt.async_calls.messages import Channel, Exited, Spawn, Spawned
+from ckpt.async_calls.messages import CODEC, Exited, MessageChannel, Spawn, Spawned
 from ckpt.async_calls.writer import WriterLoop
 
 __all__ = ["main"]
@@ -45,7 +45,7 @@ class _Child:
 class Server:
     """Runs in the main (and only) thread of the server process."""
 
-    def __init__(self, control: Channel) -> None:
+    def __init__(self, control: MessageChannel) -> None:
         self._control = control
         self._trainer_alive = True
         self._children: dict[int, _Child] = {}  # by pidfd
@@ -69,14 +69,15 @@ class Server:
 
     def _listen(self) -> tuple[Spawn, socket.socket] | None:
         self._control.flush()
-        with contextlib.suppress(BlockingIOError):
-            while (received := self._control.receive()) is not None:
-                message, fd = received
-                if isinstance(message, Spawn) and fd is not None:
+        try:
+            while (packet := self._control.receive()) is not None:
+                if isinstance(order := packet.message, Spawn):
+                    (fd,) = packet.fds
                     writer_socket = socket.socket(fileno=fd)
-                    if self._fork(message.writer_id):
-                        return message, writer_socket
+                    if self._fork(order.writer_id):
+                        return order, writer_socket
                     writer_socket.close()
+        except EOFError:
             self._trainer_alive = False
         return None
 
@@ -129,7 +130,7 @@ def main(control_fd: int) -> None:
         for module in _PREIMPORT:
             importlib.import_module(module)
         gc.freeze()  # collections in a writer leave the pages it shares with the server alone
-        order = Server(Channel(socket.socket(fileno=control_fd))).serve()
+        order = Server(MessageChannel(socket.socket(fileno=control_fd), CODEC)).serve()
         if order is not None:
             _be_writer(*order)
         status = 0
@@ -148,7 +149,7 @@ def _be_writer(order: Spawn, writer_socket: socket.socket) -> None:
         os.nice(order.nice)
     if order.io_class is not None:
         _set_io_priority(order.io_class, order.io_level)
-    WriterLoop(Channel(writer_socket)).run()
+    WriterLoop(MessageChannel(writer_socket, CODEC)).run()
 
 
 def _set_io_priority(io_class: str, level: int) -> None:

@@ -24,8 +24,9 @@ from typing import Any
 
 from ckpt.async_calls import payload
 from ckpt.async_calls.context import WriterContext
-from ckpt.async_calls.messages import Attach, Channel, Detach, Event, Finished, Message, Ready, Run, clip
-from ckpt.shared_memory import SharedMemory
+from ckpt.async_calls.messages import Attach, Detach, Event, Finished, Message, MessageChannel, Ready, Run, clip
+from inprocess.ipc.packets import Packet
+from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["CONTROL_PAGE", "ControlPage", "WriterLoop"]
 
@@ -72,7 +73,7 @@ class ControlPage:
 class WriterLoop:
     """Runs in the main thread of a writer process."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
         self._regions: dict[str, SharedMemory] = {}
         self._page: ControlPage | None = None
@@ -81,27 +82,30 @@ class WriterLoop:
     def run(self) -> None:
         """Returns when the trainer is gone, or wants no more, and everything it had sent is done."""
         self._channel.send(Ready(os.getpid()))
-        while (received := self._next()) is not None:
-            message, fd = received
-            if isinstance(message, Attach) and fd is not None:
-                self._attach(message, fd)
-            elif isinstance(message, Detach):
-                self._regions.pop(message.region_id).close()
-            elif isinstance(message, Run) and fd is not None and self._page is not None:
-                if self._page.aborted:
-                    return
-                self._channel.send(self._call(message.index, fd, self._page))
-                os.close(fd)
+        while (packet := self._next()) is not None:
+            match packet.message, packet.fds:
+                case Attach() as message, (fd,):
+                    self._attach(message, fd)
+                case Detach(region_id), ():
+                    self._regions.pop(region_id).close()
+                case Run(index), (fd,) if self._page is not None:
+                    if self._page.aborted:
+                        return
+                    self._channel.send(self._call(index, fd, self._page))
+                    os.close(fd)
 
-    def _next(self) -> tuple[Message, int | None] | None:
+    def _next(self) -> Packet[Message] | None:
+        """Wait for the next message; None when the trainer is gone."""
         poll = select.poll()
         while True:
             self._channel.flush()
             try:
-                return self._channel.receive()
-            except BlockingIOError:
-                poll.register(self._channel, self._channel.poll_events)
-                poll.poll()  # no deadline: the trainer's death ends it
+                if (packet := self._channel.receive()) is not None:
+                    return packet
+            except EOFError:
+                return None
+            poll.register(self._channel, self._channel.poll_events)
+            poll.poll()  # no deadline: the trainer's death ends it
 
     def _attach(self, message: Attach, fd: int) -> None:
         region = SharedMemory(fd, message.size, message.name, message.region_id)

@@ -30,7 +30,6 @@ from ckpt.ranks import Ranks
 from ckpt.saving.layout import copies_from
 from ckpt.saving.part import LocalBoxes, Part, PartPlan
 from ckpt.saving.planner import Planned
-from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, Slot
 from ckpt.staging.copies import Copies
 from ckpt.staging.copy import Unstaged, unstage
@@ -39,6 +38,7 @@ from ckpt.staging.runs import checksums_of
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
 from ckpt.storage.commit import SaveId, read_part_of_step
 from ckpt.storage.images import checksums_behind
+from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "HeldMemory"]
 

@@ -22,7 +22,6 @@ from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.state_dict import FlatState
-from ckpt.processes import Process
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.held import HEADER_BYTES, SAMPLES_OFFSET, HeldMemory
@@ -36,6 +35,7 @@ from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
 from ckpt.storage.ownership import ClaimLease
+from inprocess.ipc.process import Process
 
 __all__ = ["Saver", "StagingOptions"]
 

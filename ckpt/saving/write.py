@@ -37,12 +37,10 @@ from ckpt.errors import (
     SaveAbandonedError,
     StorageError,
 )
-from ckpt.processes import Process
 from ckpt.saving.part import Image, PartPlan
 from ckpt.saving.publish import PartFile, Retention, publish, retain
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.replicas import Digests
-from ckpt.shared_memory import SharedMemory
 from ckpt.storage.commit import (
     Abandoned,
     CheckpointRoot,
@@ -55,6 +53,8 @@ from ckpt.storage.commit import (
 from ckpt.storage.leases import Lease, Leases
 from ckpt.storage.retired import discard_retired, take_retired
 from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
+from inprocess.ipc.process import Process
+from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["PartWriter", "SaveOptions"]
 

@@ -17,8 +17,8 @@ from enum import Enum
 
 import torch
 
-from ckpt.shared_memory import SharedMemory
-from ckpt.threads import JoinableThread
+from inprocess.ipc.shared_memory import SharedMemory
+from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["Arena", "Slot", "SlotState"]
 

@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt.ranks import Ranks
-from ckpt.shared_memory import SharedMemory
-from ckpt.threads import JoinableThread
+from inprocess.ipc.shared_memory import SharedMemory
+from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["exchange_slots"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ckpt.native import RUN, copy_runs
-from ckpt.threads import JoinableThread, join_all
+from inprocess.ipc.threads import JoinableThread, join_all
 
 __all__ = ["checksums_of", "copy_together"]
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
-from ckpt.processes import Process
 from ckpt.storage import files
 from ckpt.storage.regular_files import read_document_at
+from inprocess.ipc.process import Process
 
 __all__ = ["EXPIRY_S", "RENEW_S", "Lease", "Leases", "Writer", "is_fresh"]
 

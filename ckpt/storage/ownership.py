@@ -21,11 +21,11 @@ import time
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
-from ckpt.processes import Process
 from ckpt.storage import files
 from ckpt.storage.documents import seal, unseal
 from ckpt.storage.leases import RENEW_S, Leases, is_fresh
 from ckpt.storage.regular_files import read_document_at
+from inprocess.ipc.process import Process
 
 __all__ = ["Claim", "ClaimLease", "OwnerState", "Ownership"]
 

@@ -16,12 +16,12 @@ import threading
 import time
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.processes import Process
 from ckpt.storage import files
 from ckpt.storage.documents import unseal
 from ckpt.storage.leases import RENEW_S, is_fresh
 from ckpt.storage.locks import DirectoryLock, lock_shared
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
+from inprocess.ipc.process import Process
 
 __all__ = ["StepReader", "forget_readers", "is_read"]
 

@@ -34,7 +34,8 @@ from inprocess.coordination.wire import (
     proof,
 )
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
-from inprocess.main_thread.joinable import JoinableThread
+from inprocess.ipc.threads import JoinableThread
+from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["StoreClient"]
 
@@ -91,7 +92,7 @@ class StoreClient:
         self._calls: dict[int, _Call] = {}  # sent, and not answered; of the client's thread, as the ids are
         self._ids = itertools.count(1)
         self._over = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wakeup()
         self._closing = False
         self._socket: socket.socket | None = None
         self._connected = threading.Event()
@@ -130,14 +131,12 @@ class StoreClient:
 
     def close(self) -> None:
         """Close the connection; requests under way end with StoreError. Idempotent, no thread is left."""
-        if os.getpid() != self._pid or self._wake < 0:
+        if os.getpid() != self._pid:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
         self._thread.join()
-        wake, self._wake = self._wake, -1
-        if wake >= 0:
-            os.close(wake)
+        self._wake.close()
 
     def __enter__(self) -> Self:
         return self
@@ -234,14 +233,14 @@ class StoreClient:
             if self._closing or self.failure is not None:
                 raise self.failure or StoreError("the client of the coordination store is closed")
             self._outbox.append(call)
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
             if self._over:  # the thread of the client ended just before
                 call.done.set()
             waits_s = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else None
             if not self._wait(call.done, waits_s):
                 call.cancelled = True  # and if the connection breaks now, it is asked and cancelled again
                 self._outbox.append(call)
-                os.eventfd_write(self._wake, 1)
+                self._wake.set()
                 self._wait(call.done, None)
             if call.answer is not None and call.answer.op is Op.CANCELLED:
                 raise StoreTimeoutError(f"{label} did not appear in the store within {waits_s:g} s")
@@ -387,9 +386,8 @@ class StoreClient:
             pause_s = max(0.0, min(ping_at - now, self._patience_s - self._silence.seconds()))
             self._silence.expect(pause_s)
             ready = dict(poll.poll(1000 * pause_s + 1))
-            if self._wake in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
+            if self._wake.fileno() in ready:
+                self._wake.clear()
             if ready.get(connection.fileno(), 0) & select.POLLOUT:
                 connection.flush()
             if ready.get(connection.fileno(), 0) & ~select.POLLOUT:
@@ -414,8 +412,7 @@ class StoreClient:
         if not self._closing:
             self._silence.expect(seconds)
             select.select([self._wake], [], [], seconds)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+            self._wake.clear()
 
     def _forked(self) -> None:
         """In a child: let go of the connection, so that it ends when the parent's end does."""

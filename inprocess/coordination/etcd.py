@@ -50,7 +50,7 @@ from inprocess.coordination.etcd_messages import (
 from inprocess.coordination.mixin import StoreMixin
 from inprocess.coordination.operations import NO_GUARD, Guard, few, in_bytes
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
-from inprocess.main_thread.joinable import JoinableThread
+from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["EtcdClient", "EtcdCluster"]
 

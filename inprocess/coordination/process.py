@@ -20,10 +20,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from inprocess.child_process import start_module
 from inprocess.coordination.server import StoreServer
 from inprocess.coordination.wire import Access
 from inprocess.exception import StoreError
+from inprocess.ipc.process import start_module
 
 __all__ = ["ServerProcess"]
 

@@ -9,7 +9,6 @@ There is one server for a job and no copy of it: who cannot reach it does not go
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import resource
@@ -35,6 +34,7 @@ from inprocess.coordination.wire import (
     proof,
 )
 from inprocess.exception import StoreError
+from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["StoreServer", "listen"]
 
@@ -62,9 +62,7 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._accepting = False
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._wake = Wakeup()
         self._strangers: dict[_Peer, None] = {}  # in the order of their arrival
         self._peers: dict[_Peer, None] = {}
         self._contents = Contents()
@@ -88,7 +86,7 @@ class StoreServer:
             self.close()
             raise
         self._access = Access(self._access.host, self._listener.getsockname()[1], self._access.job, self._access.secret)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         self._accept_again()
         self._thread.start()
         return self._access
@@ -104,12 +102,10 @@ class StoreServer:
             return
         self._closing = True
         if self._thread.is_alive():
-            with contextlib.suppress(BlockingIOError):  # full: it will wake up anyway
-                self._wake_writer.send(b"\0")
+            self._wake.set()
             self._thread.join()
         self._close_all()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._wake.close()
         self._selector.close()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -128,9 +124,8 @@ class StoreServer:
         for key, events in self._selector.select(max(0.0, self._look_at - time.monotonic())):
             if isinstance(key.data, _Peer):
                 self._attend(key.data, events)
-            elif key.fileobj is self._wake_reader:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_reader.recv(4096)
+            elif key.fileobj is self._wake:
+                self._wake.clear()
             else:
                 self._accept()
         if time.monotonic() >= self._look_at:

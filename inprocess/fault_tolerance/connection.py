@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Self
 
-from inprocess.fault_tolerance import wire
+from inprocess.fault_tolerance import messages
 from inprocess.fault_tolerance.client_errors import RankMonitorClientError
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR, RankInfo
@@ -50,7 +50,7 @@ class MonitorConnection:
             )
         stacks = StackReporter()
         stacks.install()
-        link = MonitorLink(path, wire.Init(rank_info, stacks.signal_number), stacks.fd)
+        link = MonitorLink(path, messages.Init(rank_info, stacks.signal_number), stacks.fd)
         try:
             board, fd = make_board(FaultToleranceConfig.from_kwargs(**link.open()))
             board.begin(0, board.stamp())
@@ -63,7 +63,7 @@ class MonitorConnection:
     def confirm(self, events: int) -> None:
         """Have the monitor look at the board, and wait until it has; it must have so many events. LinkError."""
         if self.link is not None:
-            self.link.request(wire.Confirm(events))
+            self.link.request(messages.Confirm(events))
 
     def close(self) -> None:
         """Hang up, in the process that has connected; a forked child only closes its copies. Idempotent."""

@@ -1,4 +1,4 @@
-"""The launcher's inbox: any process of the user may put objects in it.
+"""The launcher's inbox: any process of the same user may put objects in it.
 
     sender      send(object) ─▶ unix socket ─▶ thread of the owner ─▶ list
                             ◀── ok ──────────
@@ -14,34 +14,49 @@ import os
 import selectors
 import socket
 import threading
+from dataclasses import asdict
 from typing import Any
 
-from inprocess.fault_tolerance import sockets, wire
+from inprocess.fault_tolerance.data import (
+    HeartbeatTimeouts,
+    RankInfo,
+    SectionTimeouts,
+    WorkloadAction,
+    WorkloadControlRequest,
+)
+from inprocess.fault_tolerance.messages import CODEC, Failed, Item, Message, Ok
+from inprocess.ipc import unix_sockets
+from inprocess.ipc.packets import PacketError, receive, send
+from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["IpcConnector"]
 
 _log = logging.getLogger(__name__)
 _MOST_PENDING = 10_000
 _TIMEOUT_S = 10.0
+_TAG = "__kind__"
 
 
 class IpcConnector:
-    """An inbox at a path of the file system. Made anywhere; one process calls `start_receiving`. Thread-safe."""
+    """An inbox at a path of the file system, for any number of senders; one process calls `start_receiving`.
+
+    Thread-safe.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._lock = threading.Lock()
         self._received: list[Any] = []
         self._thread: threading.Thread | None = None
-        self._wake: int | None = None
+        self._wake: Wakeup | None = None
 
     def start_receiving(self) -> None:
         """Listen, in a thread. RuntimeError if it does already; OSError if the path cannot be had."""
         with self._lock:
             if self._thread is not None:
                 raise RuntimeError(f"{self.path} is received from already")
-            listener = sockets.listen(self.path)
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            listener = unix_sockets.listen(self.path)
+            self._wake = Wakeup()
             self._thread = threading.Thread(
                 target=self._run, args=(listener, self._wake), name="ipc-connector", daemon=True
             )
@@ -53,22 +68,22 @@ class IpcConnector:
             thread, wake, self._thread, self._wake = self._thread, self._wake, None, None
         if thread is None or wake is None:
             return
-        os.eventfd_write(wake, 1)
+        wake.set()
         thread.join()
-        os.close(wake)
+        wake.close()
 
     def send(self, obj: Any) -> None:
         """Put an object into the inbox, from any process; returns when it is there. Waits 10 s at most.
 
-        OSError if nobody receives, WireError for an object that cannot be sent, RuntimeError if it is refused.
+        OSError if nobody receives, PacketError for an object that cannot be sent, RuntimeError if it is refused.
         """
-        with sockets.connect(self.path, _TIMEOUT_S) as end:
-            wire.send(end, wire.Item(obj))
+        with unix_sockets.connect(self.path, _TIMEOUT_S) as end:
+            send(end, CODEC, Item(_to_json(obj)))
             try:
-                answer = wire.receive(end).message
+                answer = receive(end, CODEC).message
             except EOFError:
-                raise ConnectionError(f"the receiver at {self.path} hung up") from None
-        if not isinstance(answer, wire.Ok):
+                raise ConnectionError(f"the receiver at {self.path} closed the connection") from None
+        if not isinstance(answer, Ok):
             raise RuntimeError(f"{self.path}: {getattr(answer, 'cause', answer)}")
 
     def fetch_received(self) -> list[Any]:
@@ -88,9 +103,9 @@ class IpcConnector:
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
-    def _run(self, listener: socket.socket, wake: int) -> None:
+    def _run(self, listener: socket.socket, wake: Wakeup) -> None:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-            stack.callback(sockets.remove_socket, self.path)
+            stack.callback(unix_sockets.remove_socket, self.path)
             stack.enter_context(listener)
             selector.register(wake, selectors.EVENT_READ)
             selector.register(listener, selectors.EVENT_READ)
@@ -98,7 +113,7 @@ class IpcConnector:
             stack.callback(_close_all, connections)
             while True:
                 for key, _ in selector.select():
-                    if key.fd == wake:
+                    if key.fileobj is wake:
                         return
                     if key.fileobj is listener:
                         self._accept(listener, selector, connections)
@@ -116,7 +131,7 @@ class IpcConnector:
             _log.warning("a connection to %s cannot be accepted: %s", self.path, error)
             return
         try:
-            sockets.peer_pid(end)
+            unix_sockets.peer_pid(end)
             end.setblocking(False)
             selector.register(end, selectors.EVENT_READ)
             connections.add(end)
@@ -127,29 +142,83 @@ class IpcConnector:
     def _serve(self, end: socket.socket) -> bool:
         """Take one packet. False if the connection is over."""
         try:
-            packet = wire.receive(end)
+            packet = receive(end, CODEC)
             packet.close_fds()
-            answer: wire.Message = wire.Failed("an inbox takes items only")
-            if isinstance(packet.message, wire.Item):
-                answer = self._keep(packet.message.value)
-            wire.send(end, answer)
+            answer: Message = Failed("an inbox takes items only")
+            if isinstance(packet.message, Item):
+                answer = self._keep(_decoded(packet.message.value))
+            send(end, CODEC, answer)
         except BlockingIOError:
             return True
-        except wire.WireError as error:
-            _log.warning("%s got rubbish: %s", self.path, error)
+        except PacketError as error:
+            _log.warning("%s received an invalid message: %s", self.path, error)
             return False
         except (EOFError, OSError):
             return False
         return True
 
-    def _keep(self, value: Any) -> wire.Message:
+    def _keep(self, value: Any) -> Message:
         with self._lock:
             if len(self._received) >= _MOST_PENDING:
-                return wire.Failed(f"{_MOST_PENDING} objects wait to be fetched")
+                return Failed(f"{_MOST_PENDING} objects wait to be fetched")
             self._received.append(value)
-        return wire.Ok()
+        return Ok()
 
 
 def _close_all(connections: set[socket.socket]) -> None:
     for end in connections:
         end.close()
+
+
+def _to_json(value: Any) -> Any:
+    """Return an object as JSON types. PacketError for a type that cannot be sent."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [_to_json(item) for item in value]}
+    if isinstance(value, dict) and _TAG not in value and all(isinstance(key, str) for key in value):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, RankInfo):
+        return {_TAG: "RankInfo", **asdict(value)}
+    if isinstance(value, WorkloadControlRequest):
+        return {_TAG: "WorkloadControlRequest", "action": value.action.value, "description": value.description}
+    if isinstance(value, WorkloadAction):
+        return {_TAG: "WorkloadAction", "action": value.value}
+    if isinstance(value, HeartbeatTimeouts | SectionTimeouts):
+        return {_TAG: type(value).__name__, "value": value.to_json()}
+    raise PacketError(f"a {type(value).__name__} cannot be sent; send JSON types or the dataclasses of `data`")
+
+
+def _decoded(value: Any) -> Any:
+    """Return the object that `_to_json` described. PacketError if it describes none."""
+    try:
+        return _from_json(value)
+    except PacketError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PacketError(f"not an object that can be sent: {str(value)[:80]}") from error
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_TAG):
+        case None:
+            return {key: _from_json(item) for key, item in value.items()}
+        case "tuple":
+            return tuple(_from_json(item) for item in value["items"])
+        case "RankInfo":
+            return RankInfo(int(value["global_rank"]), int(value["local_rank"]), str(value["host"]), int(value["pid"]))
+        case "WorkloadControlRequest":
+            return WorkloadControlRequest(WorkloadAction(value["action"]), str(value["description"]))
+        case "WorkloadAction":
+            return WorkloadAction(value["action"])
+        case "HeartbeatTimeouts":
+            return HeartbeatTimeouts.from_json(value["value"])
+        case "SectionTimeouts":
+            return SectionTimeouts.from_json(value["value"])
+    raise PacketError(f"no object of this protocol: {str(value)[:80]}")

@@ -18,9 +18,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from inprocess.fault_tolerance import sockets, wire
+from inprocess.fault_tolerance import messages
 from inprocess.fault_tolerance.fork_guard import ForkGuard
-from inprocess.main_thread.joinable import JoinableThread
+from inprocess.fault_tolerance.messages import CODEC
+from inprocess.ipc import unix_sockets
+from inprocess.ipc.packets import PacketError, receive, send
+from inprocess.ipc.threads import JoinableThread
+from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["LinkError", "MonitorLink"]
 
@@ -41,7 +45,7 @@ class MonitorLink:
     `stacks` is the signal number and the descriptor of a `StackReporter`, or None.
     """
 
-    def __init__(self, path: str, hello: wire.Init, stacks_fd: int | None) -> None:
+    def __init__(self, path: str, hello: messages.Init, stacks_fd: int | None) -> None:
         self._path = path
         self._hello = hello
         self._stacks_fd = stacks_fd
@@ -50,7 +54,7 @@ class MonitorLink:
         self._end: socket.socket | None = None
         self._broken = threading.Event()
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wakeup()
         self._same_process = ForkGuard()
         self._keeper = JoinableThread(self._keep, "monitor-link")
 
@@ -60,19 +64,19 @@ class MonitorLink:
         return self._end is not None and not self._broken.is_set()
 
     def open(self) -> dict[str, Any]:
-        """Connect and introduce this rank; returns the settings. LinkError, OSError, WireError."""
+        """Connect and introduce this rank; returns the settings. LinkError, OSError, PacketError."""
         self._end, settings = self._introduce(_INIT_TIMEOUT_S)
         return settings
 
     def attach(self, board_fd: int) -> None:
-        """Hand the board over; keeps the descriptor, and closes it in `close`. LinkError, OSError, WireError."""
+        """Hand the board over; keeps the descriptor, and closes it in `close`. LinkError, OSError, PacketError."""
         self._board_fd = board_fd
         if self._end is None:
             raise LinkError("not connected")
-        _ask(self._end, wire.Attach(), (board_fd,))
+        _ask(self._end, messages.Attach(), (board_fd,))
         self._keeper.start()
 
-    def request(self, message: wire.Message) -> bool:
+    def request(self, message: messages.Message) -> bool:
         """Have a message answered. False if no monitor is there, or it is stuck; that was logged once.
 
         LinkError with what the monitor objects to.
@@ -83,7 +87,7 @@ class MonitorLink:
                 return False
             try:
                 _ask(end, message)
-            except (OSError, EOFError, wire.WireError) as error:
+            except (OSError, EOFError, PacketError) as error:
                 _log.warning("the monitor of this rank does not answer; going on without: %s", error or "too slow")
                 self._broken.set()
                 with contextlib.suppress(OSError):
@@ -99,7 +103,7 @@ class MonitorLink:
         if not self._same_process:
             self.close_copies()
             return
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
         if self._end is not None:
             with contextlib.suppress(OSError):
                 self._end.shutdown(socket.SHUT_RDWR)  # reaches the monitor also if a child has a copy
@@ -113,16 +117,14 @@ class MonitorLink:
         if end is not None:
             end.close()
         board_fd, self._board_fd = self._board_fd, None
-        wake, self._wake = self._wake, -1
-        for fd in (board_fd, wake):
-            if fd is not None and fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+        if board_fd is not None:
+            os.close(board_fd)
+        self._wake.close()
 
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def _introduce(self, timeout_s: float) -> tuple[socket.socket, dict[str, Any]]:
-        end = sockets.connect(self._path, timeout_s)
+        end = unix_sockets.connect(self._path, timeout_s)
         try:
             fds = () if self._stacks_fd is None else (self._stacks_fd,)
             settings = _ask(end, replace(self._hello, again=self._keeper.ident is not None), fds)
@@ -167,7 +169,7 @@ class MonitorLink:
             except LinkError as refusal:
                 error = refusal
                 break
-            except (OSError, EOFError, wire.WireError) as problem:
+            except (OSError, EOFError, PacketError) as problem:
                 error = problem
             if select.select([self._wake], [], [], pause_s)[0]:
                 return False
@@ -181,7 +183,7 @@ class MonitorLink:
         try:
             if self._board_fd is None:
                 raise LinkError("closed")
-            _ask(end, wire.Attach(), (self._board_fd,))
+            _ask(end, messages.Attach(), (self._board_fd,))
         except BaseException:
             end.close()
             raise
@@ -195,11 +197,11 @@ class MonitorLink:
             old.close()
 
 
-def _ask(end: socket.socket, message: wire.Message, fds: tuple[int, ...] = ()) -> dict[str, Any]:
-    wire.send(end, message, fds)
-    packet = wire.receive(end)
+def _ask(end: socket.socket, message: messages.Message, fds: tuple[int, ...] = ()) -> dict[str, Any]:
+    send(end, CODEC, message, fds)
+    packet = receive(end, CODEC)
     packet.close_fds()
     answer = packet.message
-    if isinstance(answer, wire.Ok):
+    if isinstance(answer, messages.Ok):
         return answer.values
-    raise LinkError(answer.cause if isinstance(answer, wire.Failed) else f"an unexpected {type(answer).__name__}")
+    raise LinkError(answer.cause if isinstance(answer, messages.Failed) else f"an unexpected {type(answer).__name__}")

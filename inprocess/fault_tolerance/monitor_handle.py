@@ -13,8 +13,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from inprocess.child_process import child_environment
-from inprocess.fault_tolerance import sockets, wire
+from inprocess.fault_tolerance import messages
+from inprocess.fault_tolerance.messages import CODEC
+from inprocess.ipc import unix_sockets
+from inprocess.ipc.packets import MAX_BYTES, receive, send
+from inprocess.ipc.process import child_environment
 
 __all__ = ["MonitorControl", "MonitorHandle", "launcher_socket_path", "start"]
 
@@ -24,35 +27,35 @@ _REQUEST_TIMEOUT_S = 10.0
 
 def launcher_socket_path(monitor_pid: int) -> str:
     """Return where the monitor process with this id listens to its launcher, in a directory of this user only."""
-    return os.path.join(sockets.private_directory(), f"monitor-{monitor_pid}.sock")
+    return os.path.join(unix_sockets.private_directory(), f"monitor-{monitor_pid}.sock")
 
 
 class MonitorControl:
-    """What a launcher tells a monitor. Each call connects, is answered, and takes 10 s at most. OSError, WireError."""
+    """Requests of a launcher to a monitor. Each connects, is answered, and takes 10 s at most. OSError, PacketError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def close_worker_connection(self) -> None:
         """The workers have been stopped: make room for the next."""
-        self._tell(wire.CloseConnection())
+        self._tell(messages.CloseConnection())
 
     def set_cycle(self, cycle: int) -> None:
         """Say which cycle this is."""
-        self._tell(wire.SetCycle(cycle))
+        self._tell(messages.SetCycle(cycle))
 
     def shutdown(self) -> None:
         """Have it end."""
-        self._tell(wire.Shutdown())
+        self._tell(messages.Shutdown())
 
-    def _tell(self, message: wire.Message) -> None:
-        with sockets.connect(self.path, _REQUEST_TIMEOUT_S) as end:
-            wire.send(end, message)
+    def _tell(self, message: messages.Message) -> None:
+        with unix_sockets.connect(self.path, _REQUEST_TIMEOUT_S) as end:
+            send(end, CODEC, message)
             try:
-                answer = wire.receive(end).message
+                answer = receive(end, CODEC).message
             except EOFError:
                 raise ConnectionError(f"the monitor at {self.path} hung up") from None
-        if isinstance(answer, wire.Failed):
+        if isinstance(answer, messages.Failed):
             raise ConnectionError(answer.cause)
 
 
@@ -132,7 +135,7 @@ def start(task: Mapping[str, Any], env: Mapping[str, str]) -> MonitorHandle:
     try:
         ours.send(json.dumps(task).encode(), socket.MSG_NOSIGNAL)
         ready, _, _ = select.select([ours], [], [], _START_TIMEOUT_S)
-        answer = ours.recv(wire.MAX_BYTES) if ready else b""
+        answer = ours.recv(MAX_BYTES) if ready else b""
         values = json.loads(answer) if answer else {"failed": "no answer" if not ready else "it has ended"}
         if "control" not in values:
             raise RuntimeError(f"the rank monitor does not start: {values['failed']}")

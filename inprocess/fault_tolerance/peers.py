@@ -14,7 +14,9 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from inprocess.fault_tolerance import wire
+from inprocess.fault_tolerance import messages
+from inprocess.fault_tolerance.messages import CODEC
+from inprocess.ipc.packets import receive, send
 from inprocess.sections.suspect import Standing
 
 __all__ = ["Peers"]
@@ -52,7 +54,7 @@ class Peers:
             try:
                 end.setblocking(False)
                 end.connect(path)
-                wire.send(end, wire.Look())
+                send(end, CODEC, messages.Look())
             except OSError:
                 end.close()
                 continue
@@ -85,9 +87,9 @@ class Peers:
         if end not in question.open:
             return
         with contextlib.suppress(OSError, EOFError, ValueError):
-            packet = wire.receive(end)
+            packet = receive(end, CODEC)
             packet.close_fds()
-            if isinstance(packet.message, wire.Ok) and packet.message.values:
+            if isinstance(packet.message, messages.Ok) and packet.message.values:
                 question.answers.append(Standing.from_json(packet.message.values))
         self._hang_up(question, end)
         self._finish(question)

@@ -24,14 +24,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inprocess.fault_tolerance import sockets, wire
+from inprocess.fault_tolerance import messages
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
+from inprocess.fault_tolerance.messages import CODEC
 from inprocess.fault_tolerance.monitor_handle import MonitorControl, MonitorHandle, launcher_socket_path, start
 from inprocess.fault_tolerance.peers import Done, Peers
 from inprocess.fault_tolerance.side_checks import SideChecks
 from inprocess.fault_tolerance.state_machine import RankMonitorStateMachine, RestarterLog
 from inprocess.fault_tolerance.station import Station
+from inprocess.ipc import unix_sockets
+from inprocess.ipc.packets import MAX_BYTES, PacketError, receive, send
+from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["MonitorControl", "MonitorHandle", "RankMonitorServer", "launcher_socket_path"]
 
@@ -61,7 +65,7 @@ class RankMonitorServer:
         self._ending = False
         self._cycle: int | None = None
         self._checks: dict[int, SideChecks] = {}
-        self._defect = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._defect = Wakeup()
         self._restart_check_s = time.monotonic() + task.config.restart_check_interval
         self._stations: list[Station] = []
         self._peers = Peers(task.peers, self._selector)
@@ -101,8 +105,8 @@ class RankMonitorServer:
             self._selector.register(wake, selectors.EVENT_READ, lambda: self._signalled(wake))
             self._selector.register(parent, selectors.EVENT_READ, self._end)
             self._selector.register(self._defect, selectors.EVENT_READ, self._act_on_defects)
-            control = sockets.listen(self._control_path)
-            stack.callback(sockets.remove_socket, self._control_path)
+            control = unix_sockets.listen(self._control_path)
+            stack.callback(unix_sockets.remove_socket, self._control_path)
             stack.enter_context(control)
             self._selector.register(control, selectors.EVENT_READ, lambda: self._accept_control(control))
             for index, path in enumerate(self._task.paths):
@@ -155,13 +159,10 @@ class RankMonitorServer:
         if earlier is not None:
             earlier.stop()
         if rank is not None:
-            self._checks[index] = SideChecks(self._task.config, rank.local_rank, self._wake)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._defect, 1)
+            self._checks[index] = SideChecks(self._task.config, rank.local_rank, self._defect.set)
 
     def _act_on_defects(self) -> None:
-        os.eventfd_read(self._defect)
+        self._defect.clear()
         for index, checks in self._checks.items():
             if checks.defect is not None:
                 self._stations[index].kill(checks.defect)
@@ -174,7 +175,7 @@ class RankMonitorServer:
         except OSError:
             return
         try:
-            sockets.peer_pid(end)
+            unix_sockets.peer_pid(end)
             end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ, lambda: self._receive_control(end))
         except OSError as error:
@@ -183,30 +184,30 @@ class RankMonitorServer:
 
     def _receive_control(self, end: socket.socket) -> None:
         try:
-            packet = wire.receive(end)
+            packet = receive(end, CODEC)
             packet.close_fds()
-            wire.send(end, self._obey(packet.message))
+            send(end, CODEC, self._obey(packet.message))
         except BlockingIOError:
             return
-        except (wire.WireError, EOFError, OSError) as error:
-            if isinstance(error, wire.WireError):
+        except (PacketError, EOFError, OSError) as error:
+            if isinstance(error, PacketError):
                 _log.warning("the control socket got rubbish: %s", error)
             self._selector.unregister(end)
             end.close()
 
-    def _obey(self, message: wire.Message) -> wire.Message:
+    def _obey(self, message: messages.Message) -> messages.Message:
         match message:
-            case wire.CloseConnection():
+            case messages.CloseConnection():
                 for station in self._stations:
                     station.disconnect_owner()
-            case wire.SetCycle(cycle):
+            case messages.SetCycle(cycle):
                 self._cycle = cycle
                 _log.info("cycle %d", cycle)
-            case wire.Shutdown():
+            case messages.Shutdown():
                 self._end()
             case _:
-                return wire.Failed(f"a {type(message).__name__} is not for the control socket")
-        return wire.Ok()
+                return messages.Failed(f"a {type(message).__name__} is not for the control socket")
+        return messages.Ok()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -242,14 +243,14 @@ class RankMonitorServer:
             if isinstance(key.fileobj, socket.socket) and key.fileobj is not parent:
                 key.fileobj.close()
         self._selector.close()
-        os.close(self._defect)
+        self._defect.close()
 
 
 def main(arguments: list[str]) -> int:
     """Entry of the process: `... CHANNEL_FD`; the first packet says what to do."""
     parent = socket.socket(fileno=int(arguments[0]))
     try:
-        packet = parent.recv(wire.MAX_BYTES)
+        packet = parent.recv(MAX_BYTES)
         if not packet:
             return 0
         values = json.loads(packet)

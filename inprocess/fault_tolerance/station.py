@@ -21,12 +21,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inprocess.fault_tolerance import sockets, wire
+from inprocess.fault_tolerance import messages
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import RankInfo
+from inprocess.fault_tolerance.messages import CODEC
 from inprocess.fault_tolerance.peers import Done
 from inprocess.fault_tolerance.state_machine import RankMonitorStateMachine
 from inprocess.fault_tolerance.watched_rank import EndingProcess, WatchedRank
+from inprocess.ipc import unix_sockets
+from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.sections.board import BoardError
 from inprocess.sections.suspect import Standing
 
@@ -89,7 +92,7 @@ class Station:
         self._watched: WatchedRank | None = None
         self._ending: list[EndingProcess] = []  # were told to end, and have said goodbye before they did
         self._dismissed: deque[int] = deque(maxlen=16)  # may live a while; their clients must not come back
-        self._listener = sockets.listen(path)
+        self._listener = unix_sockets.listen(path)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
@@ -101,7 +104,7 @@ class Station:
         if self._listener.fileno() >= 0:
             self._selector.unregister(self._listener)
             self._listener.close()
-            sockets.remove_socket(self.path)
+            unix_sockets.remove_socket(self.path)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class Station:
             _log.warning("a connection to %s cannot be accepted: %s", self.path, error)
             return
         try:
-            pid = sockets.peer_pid(end)
+            pid = unix_sockets.peer_pid(end)
             if len(self._connections) >= _MOST_CONNECTIONS:
                 raise ConnectionRefusedError("too many connections")
             end.setblocking(False)
@@ -164,10 +167,10 @@ class Station:
 
     def _receive(self, connection: _Connection) -> None:
         try:
-            packet = wire.receive(connection.end)
+            packet = receive(connection.end, CODEC)
         except BlockingIOError:
             return
-        except wire.WireError as error:
+        except PacketError as error:
             self._drop(connection, f"it sends rubbish: {error}")
             return
         except (EOFError, OSError) as error:
@@ -178,24 +181,24 @@ class Station:
         finally:
             packet.close_fds()
 
-    def _handle(self, connection: _Connection, packet: wire.Packet) -> None:
+    def _handle(self, connection: _Connection, packet: Packet[messages.Message]) -> None:
         match packet.message:
-            case wire.Init(_, _, again=True) if connection.pid in self._dismissed:
+            case messages.Init(_, _, again=True) if connection.pid in self._dismissed:
                 self._refuse(connection, "the launcher stops this worker")
-            case wire.Init(rank, stack_signal) if connection.phase is _Phase.NEW:
+            case messages.Init(rank, stack_signal) if connection.phase is _Phase.NEW:
                 connection.rank = rank
                 if packet.fds and stack_signal is not None:
                     connection.stacks = stack_signal, os.dup(packet.fds[0])
                 connection.phase = _Phase.WAITING
                 connection.deadline = self._clock_ns() * _NS + self._slot_wait_s
                 self._fill_slot()
-            case wire.Attach() if connection.phase is _Phase.GREETED and packet.fds and self._watched is not None:
+            case messages.Attach() if connection.phase is _Phase.GREETED and packet.fds and self._watched is not None:
                 self._attach(connection, self._watched, packet.fds[0])
-            case wire.Confirm(events) if connection.phase is _Phase.OWNER and self._watched is not None:
+            case messages.Confirm(events) if connection.phase is _Phase.OWNER and self._watched is not None:
                 self._confirm(connection, self._watched, events)
-            case wire.Look() if connection.phase is _Phase.NEW:
+            case messages.Look() if connection.phase is _Phase.NEW:
                 standing = None if self._watched is None else self._watched.standing(by_stacks=True)
-                self._answer(connection, wire.Ok({} if standing is None else standing.to_json()))
+                self._answer(connection, messages.Ok({} if standing is None else standing.to_json()))
                 self._drop(connection, "it has got its answer")
             case message:
                 self._refuse(connection, f"a {type(message).__name__} makes no sense now")
@@ -203,9 +206,9 @@ class Station:
     def _confirm(self, connection: _Connection, watched: WatchedRank, events: int) -> None:
         watched.look()
         if watched.events < events:
-            self._answer(connection, wire.Failed(f"the board has {watched.events} events, not {events}"))
+            self._answer(connection, messages.Failed(f"the board has {watched.events} events, not {events}"))
         else:
-            self._answer(connection, wire.Ok())
+            self._answer(connection, messages.Ok())
 
     def _attach(self, connection: _Connection, watched: WatchedRank, fd: int) -> None:
         try:
@@ -214,7 +217,7 @@ class Station:
             self._refuse(connection, str(error))
             return
         connection.phase = _Phase.OWNER
-        self._answer(connection, wire.Ok())
+        self._answer(connection, messages.Ok())
         watched.look()
         _log.info("watching %s", connection.rank)
         self._on_owner(connection.rank)
@@ -245,7 +248,7 @@ class Station:
             waiting.phase = _Phase.GREETED
             waiting.deadline = self._clock_ns() * _NS + _GREETING_S
             self._selector.register(self._watched.target, selectors.EVENT_READ, self._owner_died)
-            self._answer(waiting, wire.Ok(self._config.to_dict()))
+            self._answer(waiting, messages.Ok(self._config.to_dict()))
 
     def _owner_died(self) -> None:
         if self.owner is not None:
@@ -257,16 +260,16 @@ class Station:
             self._dismissed.append(self.owner.pid)
             self._drop(self.owner, "its worker was stopped")
 
-    def _answer(self, connection: _Connection, message: wire.Message) -> None:
+    def _answer(self, connection: _Connection, message: messages.Message) -> None:
         """Send without waiting; who does not read its answers is dropped."""
         try:
-            wire.send(connection.end, message)
+            send(connection.end, CODEC, message)
         except OSError as error:
             self._drop(connection, f"it takes no answer: {error}")
 
     def _refuse(self, connection: _Connection, cause: str) -> None:
         with contextlib.suppress(OSError):
-            wire.send(connection.end, wire.Failed(cause))
+            send(connection.end, CODEC, messages.Failed(cause))
         self._drop(connection, cause)
 
     def _drop(self, connection: _Connection, reason: str) -> None:

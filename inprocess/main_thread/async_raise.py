@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from inprocess.main_thread.joinable import JoinableThread
+from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["async_raise", "clear_async_raise", "reraise_if_unraisable"]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 
 from inprocess.monitor_process.daemon import Daemon
-from inprocess.monitor_process.messages import Channel, Configure, Failed, Started
+from inprocess.monitor_process.messages import CODEC, Configure, Failed, MonitorChannel, Started
 from inprocess.monitor_process.target import Target
 
 _log = logging.getLogger("inprocess.monitor_process")
@@ -24,8 +25,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # of the rank's terminal or launcher; a monitor ends after its rank
     end = socket.socket(fileno=int(arguments[0]))
     stacks_fd = int(arguments[1]) if len(arguments) > 1 else None
-    end.setblocking(True)
-    channel = Channel(end)
+    channel = MonitorChannel(end, CODEC)
     config = _first_message(channel)
     if config is None:
         return 0
@@ -52,14 +52,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _first_message(channel: Channel) -> Configure | None:
-    import select
-
+def _first_message(channel: MonitorChannel) -> Configure | None:
     select.select([channel], [], [])
     try:
-        message = channel.receive()
+        packet = channel.receive()
     except EOFError:
         return None
+    message = packet and packet.message
     if not isinstance(message, Configure):
         raise TypeError(f"the first message must be Configure, not {type(message).__name__}")
     return message

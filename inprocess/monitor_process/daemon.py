@@ -24,7 +24,7 @@ from inprocess.exception import RestartError, StaleViewError
 from inprocess.main_thread.stacks import read_stacks
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.limits import Limit, ProgressLimits
-from inprocess.monitor_process.messages import Channel, Message
+from inprocess.monitor_process.messages import Message, MonitorChannel
 from inprocess.monitor_process.sibling import SiblingMonitor
 from inprocess.monitor_process.stores import iteration_store, open_store
 from inprocess.monitor_process.target import Target
@@ -51,7 +51,7 @@ class Daemon:
     """The loop of a monitor process."""
 
     config: messages.Configure
-    channel: Channel
+    channel: MonitorChannel
     target: Target
     stacks_fd: int | None = None
     _store: Any = None
@@ -95,8 +95,8 @@ class Daemon:
     def _read_messages(self) -> bool:
         """Handle all messages there are. False if there will be no more."""
         try:
-            while not self._done and (message := self.channel.receive()) is not None:
-                self._handle(message)
+            while not self._done and (packet := self.channel.receive()) is not None:
+                self._handle(packet.message)
         except EOFError:
             return False
         return True

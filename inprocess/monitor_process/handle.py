@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from inprocess.child_process import start_module
 from inprocess.exception import InternalError
-from inprocess.main_thread.joinable import JoinableThread
+from inprocess.ipc.process import start_module
+from inprocess.ipc.threads import JoinableThread
+from inprocess.ipc.wakeup import Wakeup
 from inprocess.monitor_process import messages
-from inprocess.monitor_process.messages import Channel, Configure, Failed, Message, Started
+from inprocess.monitor_process.messages import CODEC, Configure, Failed, Message, MonitorChannel, Started
 from inprocess.progress_watchdog import Timestamp
 
 __all__ = ["MonitorProcess"]
@@ -54,12 +55,12 @@ class MonitorProcess:
         self._stacks_fd = stacks_fd
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._channel: Channel | None = None
+        self._channel: MonitorChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connect: messages.Connect | None = None
         self._iteration: messages.IterationStart | None = None
         self._timeouts_disabled = 0
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wakeup()
         self._closing = False
         self._ended = False
         self._deaths = 0
@@ -125,7 +126,7 @@ class MonitorProcess:
         if self._ended:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
         self._keeper.join()
 
     def shutdown(self) -> None:
@@ -139,7 +140,7 @@ class MonitorProcess:
             self._end(self._process)
         if self._channel is not None:
             self._channel.close()
-        os.close(self._wake)
+        self._wake.close()
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         try:
@@ -162,7 +163,7 @@ class MonitorProcess:
                 _log.error("%s; starting another one", error)
 
     def _spawn(self) -> Started:
-        channel, theirs = Channel.pair()
+        channel, theirs = MonitorChannel.pair(CODEC)
         arguments = [str(theirs.fileno())]
         inherited = [theirs.fileno()]
         if self._stacks_fd is not None:
@@ -228,19 +229,20 @@ class MonitorProcess:
 
     def _send(self, message: Message) -> bool:
         channel = self._channel
-        return channel is not None and channel.send(message)
+        return channel is not None and channel.try_send(message)
 
 
-def _wait_started(channel: Channel, process: subprocess.Popen[bytes]) -> Started:
+def _wait_started(channel: MonitorChannel, process: subprocess.Popen[bytes]) -> Started:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while (left := deadline - time.monotonic()) > 0:
         select.select([channel], [], [], left)
         try:
-            answer = channel.receive()
+            packet = channel.receive()
         except EOFError:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_TIMEOUT_S)
             break
+        answer = packet and packet.message
         if isinstance(answer, Started):
             return answer
         if isinstance(answer, Failed):

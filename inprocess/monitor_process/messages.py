@@ -1,21 +1,19 @@
-"""What a rank and its monitor process tell each other.
+"""The messages between a rank and its monitor process.
 
-Messages are JSON over a SOCK_SEQPACKET pair: one packet is one message. Neither side ever waits for the other to read:
-a rank must not stand still because its monitor does.
+Each is one packet (see `inprocess.ipc.packets`). Neither side ever waits until the other reads: a rank must not stop
+because its monitor does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from inprocess.ipc.packets import Channel, Codec
 from inprocess.progress_watchdog import Timestamp
 
 __all__ = [
-    "Channel",
+    "CODEC",
     "Configure",
     "Connect",
     "DisableSiblingMonitor",
@@ -25,12 +23,11 @@ __all__ = [
     "IterationStart",
     "Leaving",
     "Message",
+    "MonitorChannel",
     "Progress",
     "Started",
     "Terminate",
 ]
-
-MAX_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,69 +133,20 @@ Message = (
     | Terminate
 )
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        Configure,
-        Started,
-        Failed,
-        Connect,
-        Progress,
-        IterationStart,
-        DisableSiblingMonitor,
-        DisableTimeouts,
-        EnableTimeouts,
-        Leaving,
-        Terminate,
-    )
-}
-
-
-class Channel:
-    """One end of the connection. `send` may be called from any thread, `receive` from one."""
-
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        self._socket = end
-
-    @staticmethod
-    def pair() -> tuple[Channel, socket.socket]:
-        """Return this process's end, and the other one to be inherited by the monitor process."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return Channel(ours), theirs
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, message: Message) -> bool:
-        """Send without waiting. False if the other side is gone, or has not read for long."""
-        packet = json.dumps([type(message).__name__, asdict(message)]).encode()
-        if len(packet) > MAX_BYTES:
-            raise ValueError(f"a {type(message).__name__} of {len(packet)} bytes is longer than {MAX_BYTES}")
-        try:
-            self._socket.send(packet, socket.MSG_NOSIGNAL)
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> Message | None:
-        """Return the next message; None if there is none yet. EOFError if the other side is gone."""
-        try:
-            packet = self._socket.recv(MAX_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise EOFError("the channel is broken") from error
-        if not packet:
-            raise EOFError("the other side has closed the channel")
-        name, values = json.loads(packet)
-        kind = _KINDS[name]
-        return kind(**{each.name: values[each.name] for each in fields(kind)})
-
-    def close(self) -> None:
-        """Close this end. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._socket.close()
+MonitorChannel = Channel[Message]
+CODEC: Codec[Message] = Codec(
+    Configure,
+    Started,
+    Failed,
+    Connect,
+    Progress,
+    IterationStart,
+    DisableSiblingMonitor,
+    DisableTimeouts,
+    EnableTimeouts,
+    Leaving,
+    Terminate,
+)
 
 
 def progress_of(timestamp: Timestamp) -> Progress:

@@ -6,7 +6,7 @@ import os
 import select
 import time
 
-from inprocess.fault_tolerance import RankMonitorClient, wire
+from inprocess.fault_tolerance import RankMonitorClient, messages
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.link import LinkError
 
@@ -71,6 +71,6 @@ def _all_seen(client: RankMonitorClient, events: int) -> bool:
     assert client._connection is not None
     assert client._connection.link is not None
     try:
-        return client._connection.link.request(wire.Confirm(events))
+        return client._connection.link.request(messages.Confirm(events))
     except LinkError:
         return False

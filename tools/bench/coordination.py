@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from inprocess.child_process import start_module
 from inprocess.coordination import Access
+from inprocess.ipc.process import start_module
 from inprocess.monitor_process.sibling import heartbeat_interval_s
 from tools.bench.simulated_ranks import Command, encode_command
 

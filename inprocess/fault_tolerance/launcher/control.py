@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 
-from inprocess.fault_tolerance import sockets
 from inprocess.fault_tolerance.data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
     RankInfo,
@@ -13,6 +12,7 @@ from inprocess.fault_tolerance.data import (
     WorkloadControlRequest,
 )
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
+from inprocess.ipc import unix_sockets
 
 __all__ = ["ControlInbox"]
 
@@ -23,7 +23,7 @@ class ControlInbox:
     """Receives requests from `__enter__` to `__exit__`, in a thread; nothing is acted on before `wanted` is called."""
 
     def __init__(self) -> None:
-        self._connector = IpcConnector(os.path.join(sockets.private_directory(), f"launcher-{os.getpid()}.sock"))
+        self._connector = IpcConnector(os.path.join(unix_sockets.private_directory(), f"launcher-{os.getpid()}.sock"))
 
     @property
     def environment(self) -> dict[str, str]:

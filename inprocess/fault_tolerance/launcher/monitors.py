@@ -8,17 +8,17 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from inprocess.fault_tolerance import sockets
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.monitor_handle import MonitorControl, MonitorHandle
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
-from inprocess.fault_tolerance.wire import WireError
+from inprocess.ipc import unix_sockets
+from inprocess.ipc.packets import PacketError
 
 __all__ = ["RankMonitors"]
 
 _log = logging.getLogger(__name__)
-_FAULTS = (OSError, EOFError, WireError)
+_FAULTS = (OSError, EOFError, PacketError)
 
 
 class RankMonitors:
@@ -31,7 +31,7 @@ class RankMonitors:
     def __init__(self, config: FaultToleranceConfig, count: int) -> None:
         self._config = config
         self._cycle = 0
-        folder = sockets.private_directory()
+        folder = unix_sockets.private_directory()
         self._paths = [os.path.join(folder, f"rank-{os.getpid()}-{local_rank}.sock") for local_rank in range(count)]
         self._handles: list[MonitorHandle] = []
 
@@ -78,7 +78,7 @@ class RankMonitors:
         for handle in handles:
             handle.close()
         for path in self._paths:
-            sockets.remove_socket(path)  # one that was killed has left its own behind
+            unix_sockets.remove_socket(path)  # one that was killed has left its own behind
 
     def _start(self, local_rank: int) -> MonitorHandle:
         return RankMonitorServer.run_in_subprocess(

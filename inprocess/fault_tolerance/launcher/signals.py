@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from inprocess.ipc.wakeup import Wakeup
+
 __all__ = ["Interrupted", "SignalInbox"]
 
 
@@ -29,7 +31,8 @@ class SignalInbox:
     """
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wakeup()
+        self.fd = self._wake.fileno()
         self._numbers = tuple(numbers)
         self._received: list[signal.Signals] = []
         self._raises = False
@@ -43,11 +46,10 @@ class SignalInbox:
 
     def take(self) -> signal.Signals | None:
         """Return the signal that came first and was not taken yet."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
+        self._wake.clear()
         first = self._received.pop(0) if self._received else None
         if self._received:
-            os.eventfd_write(self.fd, 1)
+            self._wake.set()
         return first
 
     @contextlib.contextmanager
@@ -77,7 +79,7 @@ class SignalInbox:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._restore()
-        os.close(self.fd)
+        self._wake.close()
 
     def _restore(self) -> None:
         earlier, self._earlier = self._earlier, {}
@@ -89,4 +91,4 @@ class SignalInbox:
             self._raises = False  # once: what cleans up must not be interrupted again
             raise Interrupted(signal.Signals(number))
         self._received.append(signal.Signals(number))
-        os.eventfd_write(self.fd, 1)
+        self._wake.set()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt.async_calls import AsyncCallsQueue, current
 from ckpt.errors import CheckpointError
-from ckpt.shared_memory import SharedMemory
+from inprocess.ipc.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True)

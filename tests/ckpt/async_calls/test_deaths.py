@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, WriterConfig
 from ckpt.errors import WriterError
-from ckpt.shared_memory import SharedMemory
+from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Call, Gate, ask
 from tests.support import LeakCheck, is_gone

@@ -12,7 +12,7 @@ import torch
 import ckpt
 from ckpt.loading.sources import RestoreReport
 from ckpt.saving import held
-from ckpt.shared_memory import SharedMemory
+from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck, layouts, rank_values
 
 _DRAIN = timedelta(seconds=30)

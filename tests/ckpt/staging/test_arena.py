@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from ckpt.shared_memory import SharedMemory
 from ckpt.staging.arena import Arena, SlotState
+from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt.shared_memory import SharedMemory
 from ckpt.staging.peers import exchange_slots
+from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import FencedError, StorageError
-from ckpt.processes import Process
 from ckpt.storage.leases import EXPIRY_S, Leases
 from ckpt.storage.ownership import Ownership, OwnerState
+from inprocess.ipc.process import Process
 from tests.support.template import REPOSITORY
 
 _REGISTER = """
 import sys
-from ckpt.processes import Process
+from inprocess.ipc.process import Process
 from ckpt.storage.leases import Leases
 directory, rank, *trainer = sys.argv[1:]
 here = Process.here()

@@ -3,7 +3,10 @@
 import os
 import signal
 import socket
+import stat
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +16,12 @@ from inprocess.fault_tolerance import (
     RankMonitorClientError,
     WorkloadAction,
     WorkloadControlRequest,
-    wire,
+    messages,
 )
 from inprocess.fault_tolerance.data import RankInfo
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
+from inprocess.fault_tolerance.messages import CODEC
+from inprocess.ipc.packets import MAX_BYTES, PacketError, receive, send
 from tests.inprocess.fault_tolerance.workers import Node
 from tests.support import LeakCheck
 
@@ -328,7 +333,7 @@ RUBBISH = [
     b'["Confirm", {"events": true}]',
     b'["Attach", {}]',
     b"[" * 50_000,
-    b"x" * (wire.MAX_BYTES + 1),
+    b"x" * (MAX_BYTES + 1),
 ]
 
 
@@ -352,12 +357,12 @@ def test_a_descriptor_that_is_no_board_is_refused(node: Node) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.settimeout(20)
         end.connect(node.path)
-        wire.send(end, wire.Init(RankInfo(0, 0, "h", 1)))
-        assert isinstance(wire.receive(end).message, wire.Ok)
-        wire.send(end, wire.Attach(), (fd,))
+        send(end, CODEC, messages.Init(RankInfo(0, 0, "h", 1)))
+        assert isinstance(receive(end, CODEC).message, messages.Ok)
+        send(end, CODEC, messages.Attach(), (fd,))
         os.close(fd)
-        answer = wire.receive(end).message
-        assert isinstance(answer, wire.Failed)
+        answer = receive(end, CODEC).message
+        assert isinstance(answer, messages.Failed)
         assert "not that of a board" in answer.cause
     assert os.stat(node.path).st_mode & 0o777 == 0o600
 
@@ -450,7 +455,7 @@ def test_control_requests_reach_the_launcher(
     objects = [None, 1, [1.5, "x"], {"a": (1, 2)}, WorkloadAction.Continue]
     for item in objects:
         inbox.send(item)
-    with pytest.raises(wire.WireError):
+    with pytest.raises(PacketError):
         inbox.send(object())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.settimeout(20)
@@ -506,3 +511,21 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(node: Node, before: 
     assert time.monotonic() - began < 10
     assert "has not ended 0.5 s after SIGTERM" in node.wait_log("sending SIGKILL.*").group()
     assert node.worker("client.init_workload_monitoring(); say('in')").line() == "in"
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o377])
+def test_monitors_make_nothing_that_others_can_reach(
+    umask: int, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    earlier = os.umask(umask)
+    try:
+        monitor = node.monitor(rank_section_timeouts={"a": 60})
+        control = Path(monitor.control.path)
+        assert stat.S_IMODE(os.lstat(node.path).st_mode) & 0o077 == 0
+        assert stat.S_IMODE(os.lstat(control).st_mode) & 0o077 == 0
+        assert stat.S_IMODE(os.lstat(control.parent).st_mode) == 0o700
+        assert control.parent.parent == tmp_path
+    finally:
+        os.umask(earlier)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inprocess import CallWrapper, Wrapper
-from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, wire
+from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, messages
 from inprocess.sections.suspect import Standing, Suspect, in_collective, root_suspect
 from tests.inprocess.fault_tolerance.launching import Job
 from tests.inprocess.fault_tolerance.test_with_wrapper import PATIENT, hang
@@ -214,12 +214,14 @@ def test_a_launcher_names_the_rank_that_is_missing_from_a_collective(job: Job) -
 
 
 def test_a_monitor_that_watches_nobody_says_so(node: Node) -> None:
-    from inprocess.fault_tolerance import sockets
+    from inprocess.fault_tolerance.messages import CODEC
+    from inprocess.ipc import unix_sockets
+    from inprocess.ipc.packets import receive, send
 
     node.monitor()
-    with sockets.connect(node.path, 10.0) as end:
-        wire.send(end, wire.Look())
-        assert wire.receive(end).message == wire.Ok({})
+    with unix_sockets.connect(node.path, 10.0) as end:
+        send(end, CODEC, messages.Look())
+        assert receive(end, CODEC).message == messages.Ok({})
 
 
 def test_the_wrapper_names_the_rank_that_hangs() -> None:

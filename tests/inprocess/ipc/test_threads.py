@@ -12,11 +12,7 @@ from typing import Any
 
 import pytest
 
-import ckpt.threads
-import inprocess.main_thread.joinable
-from ckpt.threads import join_all
-
-KINDS = pytest.mark.parametrize("kind", [ckpt.threads.JoinableThread, inprocess.main_thread.joinable.JoinableThread])
+from inprocess.ipc.threads import JoinableThread, join_all
 
 
 class Interrupt(BaseException):
@@ -40,8 +36,7 @@ def interrupt_when_joined(main: int) -> None:
     signal.pthread_kill(main, signal.SIGUSR1)
 
 
-@KINDS
-def test_a_thread_is_alive_after_an_interrupted_join(kind: Any) -> None:
+def test_a_thread_is_alive_after_an_interrupted_join() -> None:
     main, go, done = threading.get_ident(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -49,7 +44,7 @@ def test_a_thread_is_alive_after_an_interrupted_join(kind: Any) -> None:
         go.wait()
         done.set()
 
-    thread = kind(work, "worker")
+    thread = JoinableThread(work, "worker")
     assert not thread.is_alive()
     thread.start()
     with pytest.raises(Interrupt):
@@ -63,21 +58,19 @@ def test_a_thread_is_alive_after_an_interrupted_join(kind: Any) -> None:
     assert done.is_set()
 
 
-@KINDS
-def test_a_thread_that_fails_has_ended(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    thread = kind(lambda: 1 / 0, "worker")
+    thread = JoinableThread(lambda: 1 / 0, "worker")
     thread.start()
     thread.join()
     assert not thread.is_alive()
     assert [failure.exc_type for failure in failures] == [ZeroDivisionError]
 
 
-@KINDS
-def test_a_forked_child_does_not_wait_for_threads_of_its_parent(kind: Any) -> None:
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
     go = threading.Event()
-    thread = kind(go.wait, "worker")
+    thread = JoinableThread(go.wait, "worker")
     thread.start()
     pid = os.fork()
     if pid == 0:
@@ -97,7 +90,7 @@ def test_join_all_waits_for_all_although_it_is_interrupted() -> None:
             time.sleep(0.05)
         ended.append(number)
 
-    threads = [ckpt.threads.JoinableThread(work, "worker", (number,)) for number in range(3)]
+    threads = [JoinableThread(work, "worker", (number,)) for number in range(3)]
     for thread in threads[:2]:
         thread.start()
     with pytest.raises(Interrupt):

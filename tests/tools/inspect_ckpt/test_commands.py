@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer
-from ckpt.processes import Process
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId, parse_save_name
 from ckpt.validation import Report
+from inprocess.ipc.process import Process
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.forgery import reseal_root
 from tools.inspect_ckpt import __main__ as command_line

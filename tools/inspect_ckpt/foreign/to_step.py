@@ -21,14 +21,14 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import make_save_plan
-from ckpt.processes import Process
 from ckpt.saving.layout import make_part
 from ckpt.saving.part import Part
 from ckpt.saving.write import PartWriter, SaveOptions
-from ckpt.shared_memory import SharedMemory
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
 from ckpt.values.codec import encode_value
+from inprocess.ipc.process import Process
+from inprocess.ipc.shared_memory import SharedMemory
 
 from ..opening import CannotReadError
 from ..owning import owning

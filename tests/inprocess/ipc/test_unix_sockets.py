@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inprocess.fault_tolerance import sockets
-from tests.inprocess.fault_tolerance.workers import Node
+from inprocess.ipc import unix_sockets
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def usual(folder: Path) -> Path:
-    return folder / f"inprocess-ft-{os.geteuid()}"
+    return folder / f"inprocess-{os.geteuid()}"
 
 
 def mode(path: str | Path) -> int:
@@ -36,9 +35,9 @@ def mode(path: str | Path) -> int:
 
 
 def test_the_usual_directory_is_used_again(folder: Path, umask: None) -> None:
-    assert sockets.private_directory() == str(usual(folder))
+    assert unix_sockets.private_directory() == str(usual(folder))
     assert mode(usual(folder)) == 0o700
-    assert sockets.private_directory() == str(usual(folder))
+    assert unix_sockets.private_directory() == str(usual(folder))
     assert len(list(folder.iterdir())) == 1
 
 
@@ -76,12 +75,12 @@ def test_a_directory_of_others_is_left_alone(squat: object, folder: Path) -> Non
     assert callable(squat)
     squat(usual(folder))
     before = os.lstat(usual(folder))
-    found = Path(sockets.private_directory())
+    found = Path(unix_sockets.private_directory())
     assert found.parent == folder
     assert found != usual(folder)
     assert mode(found) == 0o700
     assert os.lstat(found).st_uid == os.geteuid()
-    assert Path(sockets.private_directory()) == found, "not one for each process"
+    assert Path(unix_sockets.private_directory()) == found, "not one for each process"
     after = os.lstat(usual(folder))
     assert (after.st_mode, after.st_uid) == (before.st_mode, before.st_uid)
 
@@ -89,13 +88,5 @@ def test_a_directory_of_others_is_left_alone(squat: object, folder: Path) -> Non
 def test_without_a_place_the_error_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
     with pytest.raises(OSError, match="set TMPDIR to a folder of your own") as error:
-        sockets.private_directory()
+        unix_sockets.private_directory()
     assert str(folder / "gone") in str(error.value)
-
-
-def test_monitors_make_nothing_that_others_can_reach(folder: Path, umask: None, node: Node) -> None:
-    monitor = node.monitor(rank_section_timeouts={"a": 60})
-    assert mode(node.path) & 0o077 == 0
-    assert mode(monitor.control.path) & 0o077 == 0
-    assert mode(Path(monitor.control.path).parent) == 0o700
-    assert Path(monitor.control.path).parent == usual(folder)

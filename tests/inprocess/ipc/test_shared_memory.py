@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from ckpt.shared_memory import SharedMemory
+from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck
 
 
@@ -25,7 +25,9 @@ def test_descriptor_does_not_survive_exec() -> None:
 @pytest.mark.parametrize("populate", [True, False])
 def test_prefault_keeps_contents_and_takes_memory(populate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not populate:
-        monkeypatch.setattr("ckpt.shared_memory._MADV_POPULATE_WRITE", 9999)  # what an older kernel answers: EINVAL
+        monkeypatch.setattr(
+            "inprocess.ipc.shared_memory._MADV_POPULATE_WRITE", 9999
+        )  # what an older kernel answers: EINVAL
     with SharedMemory.create("region", (1 << 20) + 5) as region:
         region.buffer[4096] = 42
         region.prefault()

@@ -1,4 +1,4 @@
-"""Unix sockets between processes of one user: mode 0600 always, and the kernel is asked who connects."""
+"""Unix sockets between processes of one user: mode 0600, and the kernel tells which user connects."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def remove_socket(path: str) -> None:
 
 
 def private_directory() -> str:
-    """Return a directory for sockets that only this user can enter: theirs, mode 0700, and no link. Made if needed.
+    """Return a directory that only this user can enter (mode 0700, not a link), created if needed.
 
-    Where the usual name (inprocess-ft-UID in the temporary folder) is taken by another user, a link, or a directory
+    Where the usual name (inprocess-UID in the temporary folder) is taken by another user, a link, or a directory
     that others could have written to, it is left alone and a directory with a name that nobody could guess is used.
     OSError if the temporary folder cannot be written.
     """
-    folder, name = tempfile.gettempdir(), f"inprocess-ft-{os.geteuid()}"
+    folder, name = tempfile.gettempdir(), f"inprocess-{os.geteuid()}"
     usual = os.path.join(folder, name)
     with contextlib.suppress(OSError):  # it exists; or none can be made, which is found out below
         os.mkdir(usual, 0o700)
@@ -82,7 +82,7 @@ def private_directory() -> str:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"no directory for sockets can be made in {folder} ({error.strerror}), and {usual} is not a directory of "
+            f"no private directory can be created in {folder} ({error.strerror}), and {usual} is not a directory of "
             "this user with mode 0700; remove that, or set TMPDIR to a folder of your own",
         ) from error
 

@@ -1,0 +1,108 @@
+"""The identity of a process, whether it runs, and how a child process is started."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+__all__ = ["Process", "child_environment", "start_module"]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, distinct from all others on any host.
+
+    `start` is its start time in ticks since the boot; `host` names the boot and the pid namespace.
+    """
+
+    host: str
+    pid: int
+    start: int
+
+    @classmethod
+    def here(cls) -> Process:
+        """The calling process."""
+        return _this_process(os.getpid())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this host, so that `alive` can tell."""
+        return self.host == _host(os.getpid())
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether it runs, according to /proc; a zombie does not. None if unknown: it is on another host, or hidden."""
+        if not self.is_here:
+            return None
+        start = _start_of(self.pid)
+        return None if start == _HIDDEN else start == self.start
+
+
+_HIDDEN = -1
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process of this host started; None for a zombie or no process; `_HIDDEN` if /proc hides it."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            state, *fields = stream.read().rpartition(b")")[2].split()
+    except OSError:
+        return _HIDDEN if _exists(pid) else None
+    return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+@functools.lru_cache(maxsize=2)
+def _this_process(pid: int) -> Process:
+    """Return the calling process. `pid` is its own: the cached answer of a parent must not serve a forked child."""
+    return Process(_host(pid), pid, _start_of(pid) or 0)
+
+
+@functools.lru_cache(maxsize=2)
+def _host(pid: int) -> str:
+    """Return the host of the calling process, whose id is `pid`."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            boot = stream.read().strip().replace("-", "")
+    except OSError:
+        boot = os.uname().nodename  # some sandboxes hide it
+    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino:x}"
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child that runs the same code: the directory of our packages comes first."""
+    ours = str(Path(__file__).resolve().parents[2])
+    rest = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([ours, rest]) if rest else ours}
+
+
+def start_module(module: str, *arguments: str, pass_fds: Sequence[int] = (), **pipes: Any) -> subprocess.Popen[bytes]:
+    """Start `python -m module arguments...` in a session of its own, in "/".
+
+    Standard streams that `pipes` does not name are connected to /dev/null.
+    """
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process: Any = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        start_new_session=True,
+        pass_fds=pass_fds,
+        cwd="/",
+        env=child_environment(),
+        **(streams | pipes),
+    )
+    return cast("subprocess.Popen[bytes]", process)
