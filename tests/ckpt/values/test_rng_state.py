@@ -167,21 +167,17 @@ def test_cuda_may_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.numbers() == [0, 77, 2, 9]
 
 
-def test_the_first_lines_of_the_readme_resume_bit_for_bit(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    text = (Path(__file__).resolve().parents[3] / "README.md").read_text()
-    block = text.split("```python\n")[1].split("```")[0].replace("/data/run7", str(tmp_path))
-
+def test_a_run_that_is_resumed_draws_what_it_would_have_drawn(queue: AsyncCallsQueue, tmp_path: Path) -> None:
     def run(steps: int) -> list[list[float]]:
         """To this step: what is drawn in each."""
         drawn: list[list[float]] = []
-        model = nn.Linear(2, 2)
-        given = {
-            "model": model,
-            "optimizer": torch.optim.AdamW(model.parameters()),
-            "steps": steps,
-            "train_step": lambda _: drawn.append(_draw()),
-        }
-        exec(compile(block, "README.md", "exec"), given)
+        state = {"model": nn.Linear(2, 2), "rng": RngState()}
+        with ckpt.Checkpointer(tmp_path / "run") as checkpointer:
+            for step in range((checkpointer.restore(state) or 0) + 1, steps + 1):
+                drawn.append(_draw())
+                if step % 100 == 0:
+                    checkpointer.async_save(state, step)
+                checkpointer.maybe_finalize()
         return drawn
 
     _seed(1)

@@ -1,4 +1,4 @@
-"""The block of README that shows the wrapper, as it is printed there, with one fault."""
+"""The script of README that shows the wrapper, as it is printed there, with the faults that a test has planned."""
 
 from __future__ import annotations
 
@@ -10,32 +10,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ckpt
 from tests.inprocess.unchanged.programs.journal import begin, digest, note, strike
 
 README = Path(__file__).resolve().parents[4] / "README.md"
 
 
 def main() -> None:
-    """What the block takes for given, then the block, then a call of what it defines."""
+    """Run the script. What it calls of torch tells the journal when the function begins, and strikes in a step."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    names["state"] = {"model": model, "optimizer": optimizer}
+    (script,) = (
+        text for text in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "Wrapper" in text
+    )
+    root = os.environ["TEST_FOLDER"] + "/run7"
+    make_group, optimize = dist.init_process_group, torch.optim.AdamW.step
+    steps = 0
 
-    def train_from(step: int) -> None:
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        make_group(*args, **kwargs)
         begin()
-        strike(1)
-        total = torch.ones(())
-        dist.all_reduce(total)
-        assert int(total) == int(os.environ["WORLD_SIZE"])
 
-    names["train_from"] = train_from
-    (block,) = [text for text in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "Wrapper" in text]
-    exec(compile(block.replace("/data/run7", os.environ["TEST_FOLDER"] + "/run7"), "README.md", "exec"), names)
-    names["train"]()
-    names["checkpointer"].close()
-    note("done", weights=digest(model.state_dict()))
+    def step(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        strike(steps)
+        return optimize(self, *args, **kwargs)
+
+    dist.init_process_group = init_process_group
+    torch.optim.AdamW.step = step  # type: ignore[method-assign]
+    exec(compile(script.replace("/data/run7", root), "README.md", "exec"), {"__name__": "__main__"})
+    with ckpt.open(root) as checkpoint:
+        weights = {name: torch.from_numpy(checkpoint[f"model/{name}"][:]) for name in ("weight", "bias")}
+        note("done", step=checkpoint.step, steps=steps, weights=digest(weights))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.inprocess.nodes.scenarios import SCENARIOS
 
-_RESTART = Path(__file__).parents[3] / "docs" / "restart.md"
+_RESTART = Path(__file__).parents[2] / "docs" / "restart.md"
 
 
 def test_every_line_of_the_table_is_a_scenario() -> None:

@@ -1,0 +1,152 @@
+"""Every code block of README and of the pages under docs/ is executed as it is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import ckpt
+import ckpt.restart
+import inprocess
+from tests.ckpt.async_calls.functions import append
+from tests.docs.blocks import REPOSITORY, Block, Runner, blocks_of, commands_of, said
+from tests.support import run_ranks
+from tests.support.selection import FULL
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("docs/*.md"))]
+# Minutes of benchmarks, or of hangs that are waited for: only with TESTS=full.
+_LONG = ("tools.bench", "train_sections.py", "restart_spares.py")
+
+
+def _upload(path: str) -> None:
+    append(Path(path) / "uploaded", "yes")
+
+
+def _looked_at(rank: int, world_size: int, root: str) -> None:
+    """The checkpoints that README looks into."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 1024)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "rng": ckpt.RngState()}
+    with ckpt.Checkpointer(root) as checkpointer:
+        for step in (3, 6, 9, 12):
+            checkpointer.save(state, step)
+
+
+def _for_readme(folder: Path) -> dict[str, Any]:
+    return {"ckpt": ckpt, "upload": _upload}
+
+
+def _for_guide(folder: Path) -> dict[str, Any]:
+    model = torch.nn.Linear(3, 3)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with ckpt.Checkpointer(folder / "run7") as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(state, step)
+    with ckpt.Checkpointer(folder / "run7") as checkpointer:
+        checkpointer.restore(state, step=20)
+        checkpointer.save(state, 40)
+    _foreign_files(folder, state)
+    return {
+        "ckpt": ckpt,
+        "inprocess": inprocess,
+        "timedelta": timedelta,
+        "dataclasses": dataclasses,
+        "CheckpointAbort": ckpt.restart.CheckpointAbort,
+        "CheckpointFinalize": ckpt.restart.CheckpointFinalize,
+        "model": model,
+        "optimizer": state["optimizer"],
+        "checkpointer": ckpt.Checkpointer(folder / "first"),
+    }
+
+
+def _foreign_files(folder: Path, state: dict[str, Any]) -> None:
+    with ckpt.Checkpointer(folder / "runs" / "lm") as checkpointer:
+        checkpointer.save(state, 100)
+    tensors = state["model"].state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        dcp.save({"model": tensors}, checkpoint_id=folder / "dcp", no_dist=True)
+    torch.save(tensors, folder / "model.pt")
+
+
+def _for_format(folder: Path) -> dict[str, Any]:
+    with ckpt.Checkpointer(folder / "run7") as checkpointer:
+        checkpointer.save({"model": {"embed.weight": torch.ones(3000, 3)}, "small": torch.ones(2)}, 100)
+    return {}
+
+
+def _for_restart(folder: Path) -> dict[str, Any]:
+    return {"dist": dist, "timedelta": timedelta, "config": None}
+
+
+def _for_sections(folder: Path) -> dict[str, Any]:
+    return {"start": 1, "end": 3}
+
+
+NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "README.md": _for_readme,
+    "docs/guide.md": _for_guide,
+    "docs/format.md": _for_format,
+    "docs/restart.md": _for_restart,
+    "docs/sections.md": _for_sections,
+}
+
+
+@pytest.mark.timeout(600 if FULL else 240)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
+def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = Runner(tmp_path, NAMES.get(page, lambda folder: {})(tmp_path))
+    for block in blocks_of(page):
+        if FULL or not any(word in block.text for word in _LONG):
+            _prepare(block, tmp_path)
+            runner.run(block)
+    if isinstance(checkpointer := runner.names.get("checkpointer"), ckpt.Checkpointer):
+        checkpointer.close()
+    if page == "README.md":
+        assert (tmp_path / "run7" / "uploaded").read_text() == "yes"
+    if page in NAMES:
+        assert runner.executed
+
+
+def _prepare(block: Block, folder: Path) -> None:
+    """What README looks into is another run, one byte of which was changed by hand."""
+    if block.page == "README.md" and "inspect_ckpt ls" in block.text:
+        (folder / "run7").rename(folder / "trained")
+        run_ranks(_looked_at, 2, str(folder / "run7"))
+        chunk = folder / "run7" / "step_00000009" / "model" / "3.weight" / "c.0.0"
+        data = bytearray(chunk.read_bytes())
+        data[1000] ^= 1
+        chunk.write_bytes(data)
+
+
+def test_pages_are_found() -> None:
+    assert {page for page in PAGES if any(block.language == "python" for block in blocks_of(page))} == set(NAMES)
+
+
+def test_every_fence_names_a_language_or_is_a_drawing() -> None:
+    for page in PAGES:
+        lines = (REPOSITORY / page).read_text().splitlines()
+        fences = [number for number, line in enumerate(lines) if line.startswith("```")]
+        for begin in fences[::2]:
+            if lines[begin] == "```":
+                assert not lines[begin + 1].startswith(("$ ", "import ", "inspect_ckpt ")), f"{page}:{begin + 1}"
+
+
+def test_commands_and_what_they_print() -> None:
+    assert commands_of("$ a \\\n    b   # why\nx\ny\n$ c\n") == [("a \\\n    b", "x\ny\n"), ("c", "")]
+    assert said("took 3 s\n...\ndone, loss 0.5\n", "took 12.5 s\nmore\nmore\ndone, loss 0.1\n")
+    assert said("", "anything")
+    assert not said("whole (91 files)\n", "DAMAGED (91 files)\n")
+    assert not said("one\ntwo\n", "one\n")
