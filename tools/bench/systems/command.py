@@ -1,10 +1,12 @@
 """Saves and loads, beside those of other libraries and the limits of the machine: jobs, options, results.
 
-this process                       each rank
-run: jobs.run_job             ──▶  rank.main: in each round, the turn of every system
-                                       turns: limits, saves, training, memory, loads of one system
-figures: medians, ratios      ◀──  what each turn gave
-report: Markdown, plots
+    this process                       each rank
+    run: jobs.run_job             ──▶  rank.main: in each round, the turn of every system
+                                           turns: limits, saves, training, memory, loads of one system
+    figures: medians, ratios      ◀──  what each turn gave
+    report: Markdown, plots
+
+A ratio is that of a figure to the limit measured in the same turn.
 """
 
 import argparse
@@ -34,14 +36,14 @@ JOBS = ("saving", "small", "reshard", "scale")
 class Options:
     """What to measure. `only` are some of `JOBS`; the state is on each of `devices` in turn.
 
-    `parts`, `ranks` and `tensors` are of the simulated large job.
+    `reshard` are the ranks that save and those that load, `count` is the number of small tensors. `parts`, `ranks` and
+    `tensors` are of the simulated large job.
     """
 
     gigabytes: tuple[float, ...]
     world_sizes: tuple[int, ...]
     systems: tuple[str, ...]
     rounds: int
-    folder: Path
     reshard: tuple[int, int]
     count: int
     ranks: int
@@ -54,12 +56,33 @@ class Options:
     only: tuple[str, ...] = JOBS
 
 
-_QUICK = Options((1.0,), (1, 2), (), 3, Path(), (4, 3), 10_000, 1024, 4096, 3000, sharded_commit=False)
+_QUICK = Options(
+    gigabytes=(1.0,),
+    world_sizes=(1, 2),
+    systems=(),
+    rounds=3,
+    reshard=(4, 3),
+    count=10_000,
+    ranks=1024,
+    parts=4096,
+    tensors=3000,
+    sharded_commit=False,
+)
 _FULL = replace(_QUICK, gigabytes=(1.0, 2.0, 4.0), world_sizes=(1, 2, 4), rounds=9, sharded_commit=True)
 _TINY = replace(
-    _QUICK, gigabytes=(0.002,), world_sizes=(1,), rounds=0, reshard=(2, 1), count=100, ranks=8, parts=8, tensors=20,
-    sharded_commit=True, step_s=0.002, most_steps=6,
-)  # fmt: skip
+    _QUICK,
+    gigabytes=(0.002,),
+    world_sizes=(1,),
+    rounds=0,
+    reshard=(2, 1),
+    count=100,
+    ranks=8,
+    parts=8,
+    tensors=20,
+    sharded_commit=True,
+    step_s=0.002,
+    most_steps=6,
+)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -69,9 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this kind."""
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--full", action="store_true", help="1, 2 and 4 GB on 1, 2 and 4 ranks, 9 rounds: hours")
-    sizes.add_argument(
-        "--tiny", action="store_true", help="everything once, with sizes that are of no use but for a test"
-    )
+    sizes.add_argument("--tiny", action="store_true", help="everything once, in sizes for a test")
     parser.add_argument("--gb", type=_list_of(positive), metavar="N,N", help="sizes of the state in 1e9 bytes")
     parser.add_argument("--world", type=_list_of(at_least(1)), metavar="N,N", help="numbers of ranks")
     parser.add_argument("--device", type=_devices, metavar="NAME", help="cpu, cuda or both, where the state is")
@@ -134,7 +155,7 @@ def _options(given: argparse.Namespace) -> Options:
     changes = {"gigabytes": given.gb, "world_sizes": given.world, "rounds": given.rounds, "only": given.only}
     changes["devices"] = given.device or (("cpu", "cuda") if torch.cuda.is_available() else None)
     chosen = {key: value for key, value in changes.items() if value is not None}
-    return replace(base, systems=given.systems or _installed(), folder=given.folder, **chosen)
+    return replace(base, systems=given.systems or _installed(), **chosen)
 
 
 def run(given: argparse.Namespace) -> None:

@@ -106,7 +106,7 @@ def _measured(verdict: Verdict) -> str:
 
 
 def _ahead(verdict: Verdict) -> str:
-    return ", ".join(verdict.ahead) or "nobody" if verdict.compared else ""
+    return ", ".join(verdict.ahead) or "none" if verdict.compared else ""
 
 
 def _table(scenario: Scenario) -> str:
