@@ -14,13 +14,17 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 
 __all__ = ["KINDS", "main"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of measurement. `module` has two functions: `add_options(parser)` and `run(options)`."""
+    """A kind of measurement. `module` has two functions: `add_options(parser)` and `run(options)`.
+
+    All kinds have the option `--json`; `run` writes the file.
+    """
 
     summary: str
     module: str
@@ -84,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run_each(kinds: list[str], rest: list[str]) -> int:
     """Run the kinds in processes of their own: a kind that forks its ranks needs a process with one thread."""
     for kind in kinds:
-        if getattr(_parse(kind, rest), "json", None) is not None:
+        if _parse(kind, rest).json is not None:
             print("--json: needs exactly one kind of measurement", file=sys.stderr)
             return 2
     for kind in kinds:
@@ -98,6 +102,7 @@ def _run_each(kinds: list[str], rest: list[str]) -> int:
 def _parse(kind: str, words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m tools.bench {kind}", description=KINDS[kind].summary)
     importlib.import_module(KINDS[kind].module).add_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every value of every round to FILE")
     return parser.parse_args(words)
 
 

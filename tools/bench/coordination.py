@@ -20,7 +20,7 @@ from typing import Any
 from inprocess.child_process import start_module
 from inprocess.coordination import Access
 from inprocess.monitor_process.sibling import heartbeat_interval_s
-from tools.bench.harness import Row, add_json_option, at_least, megabytes, print_table, write_json
+from tools.bench.harness import Row, at_least, megabytes, print_table, write_json
 from tools.bench.processes import REPOSITORY, cpu_seconds
 from tools.bench.simulated_ranks import Command, encode_command
 
@@ -231,7 +231,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=at_least(2), nargs="+", default=sizes, help="of jobs (default: 1024 4096)")
     parser.add_argument("--restarts", type=at_least(1), default=5, help="of each kind (default: 5)")
     parser.add_argument("--idle", type=_seconds, default=20.0, metavar="S", help="how long to idle; 0: not at all")
-    add_json_option(parser)
 
 
 def _seconds(text: str) -> float:

@@ -19,7 +19,6 @@ import torch
 __all__ = [
     "Row",
     "add_disk_option",
-    "add_json_option",
     "add_size_options",
     "at_least",
     "environment",
@@ -72,11 +71,6 @@ def add_size_options(parser: argparse.ArgumentParser, rounds: int) -> None:
 def add_disk_option(parser: argparse.ArgumentParser) -> None:
     """Add `--folder`."""
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured (default: here)")
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every value of every round to FILE")
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------

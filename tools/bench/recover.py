@@ -27,7 +27,6 @@ from typing import IO, Any, Self
 from tools.bench.harness import (
     Row,
     add_disk_option,
-    add_json_option,
     add_size_options,
     at_least,
     print_report,
@@ -238,7 +237,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_size_options(parser, rounds=7)
     parser.add_argument("--repeats", type=at_least(1), default=3, help="faults of each kind in a round (default: 3)")
     add_disk_option(parser)
-    add_json_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:

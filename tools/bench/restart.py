@@ -26,7 +26,6 @@ from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from inprocess.store import PrefixStore
 from tools.bench.harness import (
     Row,
-    add_json_option,
     at_least,
     milliseconds,
     percent,
@@ -263,7 +262,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS, metavar="FAULT", help=faults)
     parser.add_argument("--soft-timeout", type=_soft_timeout, default=2.0, metavar="S", help="of hangs (default: 2)")
     parser.add_argument("--idle", type=float, default=20.0, metavar="S", help="how long to idle; 0: not at all")
-    add_json_option(parser)
 
 
 def _soft_timeout(text: str) -> float:

@@ -18,7 +18,6 @@ from ckpt import Checkpointer
 from tools.bench.harness import (
     Row,
     add_disk_option,
-    add_json_option,
     add_size_options,
     megabytes,
     print_report,
@@ -265,7 +264,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this kind."""
     add_size_options(parser, rounds=9)
     add_disk_option(parser)
-    add_json_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -35,7 +35,6 @@ from ckpt.storage.metadata import ArrayMeta
 from tools.bench.harness import (
     Row,
     add_disk_option,
-    add_json_option,
     at_least,
     megabytes,
     milliseconds,
@@ -218,7 +217,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=at_least(1), default=3, help="of each (default: 3)")
     parser.add_argument("--sharded", action="store_true", help="also commit with a chunk of every tensor on every rank")
     add_disk_option(parser)
-    add_json_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:

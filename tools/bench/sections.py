@@ -22,7 +22,6 @@ from inprocess.fault_tolerance.link import LinkError
 from inprocess.fault_tolerance.rank_monitor_server import MonitorHandle, RankMonitorServer
 from tools.bench.harness import (
     Row,
-    add_json_option,
     at_least,
     milliseconds,
     percent,
@@ -272,7 +271,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=positive, default=45.0, help="of an idle, and of a busy monitor (default: 45)"
     )
     parser.add_argument("--ranks", type=at_least(1), default=64, help="of the busy monitor (default: 64)")
-    add_json_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:

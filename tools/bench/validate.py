@@ -15,7 +15,6 @@ from ckpt import Checkpointer
 from tools.bench.harness import (
     Row,
     add_disk_option,
-    add_json_option,
     add_size_options,
     at_least,
     print_report,
@@ -150,7 +149,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help_text = "of the checkpoints of many tensors (default: 5000 10000)"
     parser.add_argument("--tensors", type=at_least(8), nargs="*", default=[5000, 10000], metavar="N", help=help_text)
     add_disk_option(parser)
-    add_json_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:

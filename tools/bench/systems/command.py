@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.harness import add_disk_option, add_json_option, at_least, positive, temporary_folder, write_json
+from tools.bench.harness import add_disk_option, at_least, positive, temporary_folder, write_json
 from tools.bench.scale import Figures, measure_commit, measure_planning
 from tools.bench.systems import SYSTEMS, version_of
 from tools.bench.systems.figures import Measured, Scenario, verdicts
@@ -100,7 +100,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=at_least(1), metavar="N", help="rounds that count, after one that does not")
     parser.add_argument("--only", type=_jobs, help=f"of {','.join(JOBS)}; default: all")
     add_disk_option(parser)
-    add_json_option(parser)
     parser.add_argument(
         "--from-json",
         type=Path,
