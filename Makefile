@@ -1,7 +1,7 @@
 # make test     install into .venv, lint, type check, run every test
 # make demo     train, kill, resume, compare: examples/train_lm.py on real text
-# make bench    against other systems and the limits of this machine, minutes; make bench-full: all sizes, hours
-#               also: stall and throughput of a save, speed of a validation, next to what the machine can do; time of a restart
+# make bench    saves, loads, validation, restarts, recovery, coordination, beside the limits of this machine, minutes;
+#               make bench-full: comparison with other systems in all sizes, hours
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,17 +44,13 @@ demo: $(INSTALLED)
 BENCH_ARGS ?=
 
 bench: $(INSTALLED)
-	$(BIN)/python -m tools.bench $(BENCH_ARGS)
-	$(BIN)/python -m tools.bench.save
-	$(BIN)/python -m tools.bench.validate
-	$(BIN)/python -m tools.bench.restart
-	$(BIN)/python -m tools.bench.recover
-	$(BIN)/python -m tools.bench.coordination
+	$(BIN)/python -m tools.bench systems $(BENCH_ARGS)
+	$(BIN)/python -m tools.bench save validate restart recover coordination
 
-# With the peers that are not there yet, if they can be installed; without them otherwise.
+# With the other systems that are not installed yet, if they can be installed; without them otherwise.
 bench-full: $(INSTALLED)
 	-$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,tools,bench]'
-	$(BIN)/python -m tools.bench --full $(BENCH_ARGS)
+	$(BIN)/python -m tools.bench systems --full $(BENCH_ARGS)
 
 # The stamp is written last: an installation that was interrupted is done again.
 $(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c ckpt/native/*.h)

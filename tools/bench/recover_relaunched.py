@@ -1,7 +1,9 @@
-"""The peer: the same job under torchrun, with torch.distributed.checkpoint. After a fault torchrun ends all ranks and
-starts them again; they import, join, allocate, load and train.
+"""One rank of a job that torchrun starts again after a fault, with torch.distributed.checkpoint; see `recover`.
 
-A rank is this file. What it notes goes to NOTES_FILE, one line for each rank and attempt.
+    torchrun ... -m tools.bench.recover_relaunched --gb 1 --folder DIR --notes FILE
+
+All ranks end with the fault; those that are started again import, join, allocate, load and train. Each rank of each
+attempt appends one line of notes.
 """
 
 import time
@@ -19,18 +21,16 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import async_save  # noqa: E402
 
-from tools.bench.state import make_state  # noqa: E402
+from tools.bench.workload import State, make_state  # noqa: E402
 
 __all__ = ["main"]
 
-State = dict[str, dict[str, torch.Tensor]]
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.relaunching")
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.recover_relaunched")
     parser.add_argument("--gb", type=float, required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--save", action="store_true", help="what the relaunched ranks load is not there yet")
+    parser.add_argument("--save", action="store_true", help="first write what the relaunched ranks load")
     parser.add_argument("--notes", type=Path, required=True)
     options = parser.parse_args()
     notes: dict[str, Any] = {"started": _STARTED, "imported": time.monotonic()}
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _save(state: State, folder: Path) -> None:
-    """A checkpoint to come back to, and what is needed to allocate its tensors."""
+    """Write the checkpoint that is loaded later, and the shapes that its tensors are allocated with."""
     async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
     if dist.get_rank() == 0:
         shapes = {part: {name: (list(t.shape), str(t.dtype)) for name, t in own.items()} for part, own in state.items()}

@@ -1,24 +1,46 @@
-"""What the numbers say: a figure for each question, the limit it is compared with, and the target of this package."""
+"""Results of a run, and the figures made of them, each with the limit it is compared with and our target."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
-from tools.bench.suite.plan import Measured, Scenario
-from tools.bench.suite.spec import Turn
+from tools.bench.scale import TARGETS, Figures
 from tools.bench.systems import SYSTEMS
+from tools.bench.systems.jobs import JobResult, Turn
 
-__all__ = ["FIGURES", "Figure", "Verdict", "ratios_of", "scale_verdicts", "values_of", "verdicts"]
+__all__ = ["FIGURES", "OURS", "Figure", "Measured", "Scenario", "Verdict", "ratios_of", "values_of", "verdicts"]
 
 OURS = ("ckpt", "ckpt_reuse", "ckpt_packed", "ckpt_packed_reuse")
-_MEGABYTES = 100e6
+_WRITER_BYTES = 100e6
+
+
+@dataclass
+class Scenario:
+    """The results of one job, or of two that belong together. `failures` says why a system has none."""
+
+    title: str
+    kind: str
+    total_bytes: float
+    world_size: int
+    sharded: bool
+    turns: JobResult = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Measured:
+    """The results of one run. `scale` has the seconds and bytes of the simulated large job, by what was done."""
+
+    scenarios: list[Scenario] = field(default_factory=list)
+    scale: dict[str, Figures] = field(default_factory=dict)
+    scale_of: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One question about one kind of job. `limit` gives what the value is divided by; less is always better.
+    """One figure of one kind of job; less is always better.
 
-    `target` is what our ratio should not exceed, `None` where none was set.
+    `limit` returns what the value is divided by. `target` is what our ratio should not exceed, None if there is none.
     """
 
     key: str
@@ -39,7 +61,7 @@ def _cold_limit(turn: Turn) -> float:
 
 
 def _bytes_read(turn: Turn) -> float:
-    """Through calls of read, or from the device through mapped files: whichever is more."""
+    """Return the bytes from calls of read, or those from the device for mapped files if that is more."""
     return max(turn["other_asked_bytes"], turn["other_fetched_bytes"])
 
 
@@ -68,8 +90,11 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether our figure met its target, and which peers were ahead of us. `spread` is the least and the most of the
-    rounds. `job` is what was measured, `system` which of ours; it has no name where there is one only."""
+    """Whether our figure met its target, and which peers were ahead of us.
+
+    `spread` is the least and the most of the rounds. `job` is what was measured, `system` which of ours, and empty
+    where there is only one.
+    """
 
     job: str
     system: str
@@ -89,7 +114,7 @@ class Verdict:
 
 
 def values_of(scenario: Scenario, figure: Figure, system: str) -> list[float]:
-    """Of each round; empty if the system has no such figure."""
+    """Return the value of each round; empty if the system has no such figure."""
     turns = scenario.turns.get(system, [])
     try:
         return [figure.value(turn) for turn in turns]
@@ -98,7 +123,7 @@ def values_of(scenario: Scenario, figure: Figure, system: str) -> list[float]:
 
 
 def ratios_of(scenario: Scenario, figure: Figure, system: str) -> list[float]:
-    """To the limit in the same round; empty without a limit."""
+    """Return the ratio to the limit in each round; empty without a limit."""
     values = values_of(scenario, figure, system)
     if figure.limit is None:
         return []
@@ -106,7 +131,7 @@ def ratios_of(scenario: Scenario, figure: Figure, system: str) -> list[float]:
 
 
 def verdicts(measured: Measured) -> list[Verdict]:
-    """Of every figure in every job: target and peers."""
+    """Compare every figure of every job with its target and with peers."""
     found = []
     for scenario in measured.scenarios:
         for figure in (figure for figure in FIGURES if figure.kind == scenario.kind):
@@ -114,7 +139,7 @@ def verdicts(measured: Measured) -> list[Verdict]:
                 values = values_of(scenario, figure, system)
                 if values:
                     found.append(_verdict(scenario, figure, system, values))
-    return found + scale_verdicts(measured)
+    return found + _scale_verdicts(measured)
 
 
 def _verdict(scenario: Scenario, figure: Figure, system: str, values: list[float]) -> Verdict:
@@ -141,32 +166,20 @@ def _verdict(scenario: Scenario, figure: Figure, system: str, values: list[float
 
 
 def _target(scenario: Scenario, figure: Figure, system: str) -> float | None:
-    """Memory may have two slots, 5 % and 100 MB for each writer; 10,000 small tensors may have 200 files."""
+    """Memory may be two slots, 5 %, and 100 MB for each writer; 10,000 small tensors may be in 200 files."""
     if figure.key == "memory":
         staged = median(turn["staged_bytes"] for turn in scenario.turns[system])
-        return 1.05 * SYSTEMS[system].slots + _MEGABYTES * scenario.world_size / staged
+        return 1.05 * SYSTEMS[system].slots + _WRITER_BYTES * scenario.world_size / staged
     return 200.0 if figure.key == "small_files" else figure.target
 
 
-def scale_verdicts(measured: Measured) -> list[Verdict]:
-    """Of the simulated large job: seconds and bytes with a target of their own."""
-    of = measured.scale_of
-    planning = f"{of.get('tensors')} tensors, {of.get('ranks')} ranks"
-    commit = f"{of.get('tensors')} tensors, {of.get('parts')} parts"
-    asked = (
-        (planning, "planning, first, sharded", "planning", "first", 1.0, "s"),
-        (planning, "planning, cached, sharded", "planning", "cached", 0.02, "s"),
-        (planning, "planning, first, replicated", "planning", "first_replicated", 1.0, "s"),
-        (planning, "planning, cached, replicated", "planning", "cached_replicated", 0.02, "s"),
-        (commit, "commit check, whole chunks", "commit", "seconds", 2.0, "s"),
-        (commit, "commit check, whole chunks: memory", "commit", "memory", 500e6, "B"),
-        (commit, "commit check, a piece of all on each", "commit_sharded", "seconds", 2.0, "s"),
-        (commit, "commit check, a piece of all on each: memory", "commit_sharded", "memory", 500e6, "B"),
-    )
-    found = []
-    for where, title, what, key, target, unit in asked:
-        values = measured.scale.get(what, {}).get(key, [])
-        if values:
+def _scale_verdicts(measured: Measured) -> list[Verdict]:
+    """Compare the simulated large job with its targets, in seconds and bytes."""
+    of, found = measured.scale_of, []
+    for what, key, title, target in TARGETS:
+        if values := measured.scale.get(what, {}).get(key, []):
+            many = f"{of.get('ranks')} ranks" if what == "planning" else f"{of.get('parts')} parts"
+            job, unit = f"{of.get('tensors')} tensors, {many}", "B" if key == "memory" else "s"
             middle, spread = median(values), (min(values), max(values))
-            found.append(Verdict(where, "", title, middle, spread, target, middle <= target, unit=unit))
+            found.append(Verdict(job, "", title, middle, spread, target, middle <= target, unit=unit))
     return found

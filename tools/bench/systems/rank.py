@@ -1,6 +1,8 @@
-"""One rank of a job, started by `jobs`; writes its answer to FOLDER.
+"""One rank of a job that `jobs` has started: its state, its rounds, and the kinds of jobs.
 
-python -m tools.bench.suite.rank SPEC FOLDER FD FD
+    python -m tools.bench.systems.rank SPEC FOLDER MEMORY_FD PROGRESS_FD
+
+It writes its results to FOLDER, and progress to the descriptor PROGRESS_FD: what systems print goes to a log.
 """
 
 import gc
@@ -20,14 +22,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from tools.bench.suite.limit_turns import Limits
-from tools.bench.suite.monitor import Request
-from tools.bench.suite.spec import JobSpec, Turn
-from tools.bench.suite.turns import SystemTurn, Tools, empty_folder
+from tools.bench.limits import BusLimit, CopyLimit, DiskLimit, cached_share, crc_seconds, drop_cache
 from tools.bench.systems import Place
-from tools.bench.training import StepLoop
-from tools.bench.workloads.small import many_state, one_state
-from tools.bench.workloads.transformer import replicated_state, sharded_state, share_of
+from tools.bench.systems.jobs import JobSpec, MemoryRequest, Turn
+from tools.bench.systems.state import local_tensors, replicated_state, sharded_state, share_of
+from tools.bench.systems.turns import SystemTurn, Tools, empty_folder
+from tools.bench.workload import State, StepLoop, make_many_small, make_one_large, size_of
 
 __all__ = ["main"]
 
@@ -35,10 +35,68 @@ _TIMEOUT = timedelta(minutes=5)
 _THREADS = 4
 
 
+class _Limits:
+    """Limits of the machine, measured by all ranks together, right before the turn of each system.
+
+    There is memory to copy into, and a file with as many bytes as the whole state. `share` is what this rank stages.
+    With the state on a GPU a copy goes over the bus: to pinned memory for saves, from there for loads.
+    """
+
+    def __init__(self, spec: JobSpec, state: State, share: list[torch.Tensor], folder: Path) -> None:
+        needed = [tensor for tensor in local_tensors(state) if tensor.numel()]
+        self._needed_bytes, share_bytes = size_of(needed), size_of(share)
+        self._copy: CopyLimit | BusLimit
+        self._copy_needed: CopyLimit | BusLimit
+        if spec.device == "cuda":
+            self._copy, self._copy_needed = BusLimit(share, to_gpu=False), BusLimit(needed, to_gpu=True)
+        else:
+            self._copy = CopyLimit(share)
+            self._copy_needed = self._copy if self._needed_bytes == share_bytes else CopyLimit(needed)
+        sizes: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, share_bytes)
+        shares = [size or 0 for size in sizes]
+        self._total = sum(shares)
+        self._first = sum(shares[: dist.get_rank()]) if spec.sharded else 0
+        self._file = DiskLimit(folder / "limit", self._total)
+        self._share_bytes = share_bytes
+
+    def of_saves(self) -> Turn:
+        """Copy what each rank stages; then rank 0 writes what all ranks have."""
+        dist.barrier()
+        taken = {"limit_copy_s": self._copy.measure(), "staged_bytes": float(self._share_bytes)}
+        dist.barrier()
+        if dist.get_rank() == 0:
+            taken["limit_write_s"] = self._file.write()
+            taken["limit_over_s"] = self._file.write_over()
+            taken["limit_crc_s"] = crc_seconds(self._total)
+        dist.barrier()
+        return taken
+
+    def of_loads(self) -> Turn:
+        """Read in each rank what it needs of a file, at the same time as the others, and copy as much in memory.
+
+        Cold, a file is read for the first time, as the checkpoint is.
+        """
+        taken = {}
+        if dist.get_rank() == 0:
+            drop_cache(list(self._file.paths.values()))
+            taken["limit_cached_share"] = cached_share(list(self._file.paths.values()))
+        for name, direct in (("direct", True), ("cold", False), ("warm", False)):
+            dist.barrier()
+            taken[f"limit_read_{name}_s"] = self._file.read(self._first, self._first + self._needed_bytes, direct)
+            dist.barrier()
+        return taken | {"limit_copy_needed_s": self._copy_needed.measure(), "needed_bytes": float(self._needed_bytes)}
+
+    def close(self) -> None:
+        """Free threads and pinned memory."""
+        self._copy.close()
+        self._copy_needed.close()
+
+
 @dataclass
 class _Job:
-    """This rank's side of a job. `failures` are systems that raised on any rank: they get no more turns. `counts` says
-    whether the present round does."""
+    """A job in this rank. `failures` are systems that raised on any rank: they get no more turns. `counts` says whether
+    the present round does."""
 
     spec: JobSpec
     temporary: Path
@@ -46,11 +104,10 @@ class _Job:
     progress: TextIO
     turns: dict[str, list[Turn]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-
     counts: bool = True
 
     def rounds(self, turn: Callable[[str, Path], Turn]) -> None:
-        """Every system has its turn in every round; each round begins with another one."""
+        """Give every system its turn in every round; each round begins with another one."""
         names = self.spec.systems
         self.turns = {name: [] for name in names}
         for number in range(self.spec.rounds + 1):
@@ -70,7 +127,7 @@ class _Job:
         problem, taken = "", {}
         try:
             taken = turn(name, folder)
-        except Exception as error:  # of a peer that cannot do this here: the others go on
+        except Exception as error:  # a system that cannot do this here: the others go on
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if "BENCH_TRACEBACKS" in os.environ:
                 traceback.print_exc(file=self.progress)
@@ -87,10 +144,10 @@ class _Job:
 
 
 def saving(job: _Job) -> None:
-    """The transformer: limits, saves, training, memory, loads."""
+    """Measure limits, saves, training, memory and loads of a transformer."""
     state = _state(job.spec)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    limits = Limits(job.spec, state, share_of(state, rank, world_size), Path(job.spec.folder))
+    limits = _Limits(job.spec, state, share_of(state, rank, world_size), Path(job.spec.folder))
     loop = StepLoop(job.spec.step_s, job.spec.device)
 
     def turn(name: str, folder: Path) -> Turn:
@@ -108,7 +165,7 @@ def saving(job: _Job) -> None:
 
 
 def counting(job: _Job) -> None:
-    """The transformer: files, bytes and calls of fsync of a steady save."""
+    """Count files, bytes and calls of fsync of a steady save of a transformer."""
     state = _state(job.spec)
     counter = Path(os.environ["BENCH_FSYNCS"])
 
@@ -122,8 +179,8 @@ def counting(job: _Job) -> None:
 
 
 def small(job: _Job) -> None:
-    """Very many small tensors, and the same bytes in one; how many files that makes."""
-    states = {"many": many_state(job.spec.count), "one": one_state(job.spec.count)}
+    """Save very many small tensors, and the same bytes in one; count their files."""
+    states = {"many": make_many_small(job.spec.count), "one": make_one_large(job.spec.count)}
 
     def turn(name: str, folder: Path) -> Turn:
         taken: Turn = {}
@@ -140,7 +197,7 @@ def small(job: _Job) -> None:
 
 
 def reshard_save(job: _Job) -> None:
-    """Leaves one checkpoint of each system for another job."""
+    """Save one checkpoint of each system for another job."""
     state = _state(job.spec)
 
     def turn(name: str, folder: Path) -> Turn:
@@ -153,7 +210,7 @@ def reshard_save(job: _Job) -> None:
 
 
 def reshard_load(job: _Job) -> None:
-    """Loads what another number of ranks saved, in turns with what this number saved."""
+    """Load what another number of ranks saved, in turns with what this number saved."""
     state = _state(job.spec)
 
     def turn(name: str, folder: Path) -> Turn:
@@ -167,10 +224,10 @@ def reshard_load(job: _Job) -> None:
     job.rounds(turn)
 
 
-KINDS = {function.__name__: function for function in (saving, counting, small, reshard_save, reshard_load)}
+_KINDS = {function.__name__: function for function in (saving, counting, small, reshard_save, reshard_load)}
 
 
-def _state(spec: JobSpec) -> dict[str, dict[str, torch.Tensor]]:
+def _state(spec: JobSpec) -> State:
     make = sharded_state if spec.sharded else replicated_state
     return make(spec.total_bytes, spec.device)
 
@@ -189,7 +246,7 @@ def main(arguments: list[str]) -> int:
     text, temporary, fd, progress_fd = arguments
     spec = JobSpec.from_json(text)
     rank = int(os.environ["RANK"])
-    warnings.simplefilter("ignore")  # of peers
+    warnings.simplefilter("ignore")  # of other libraries
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # DCP needs one for each tensor it shares
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.world_size))
@@ -200,10 +257,10 @@ def main(arguments: list[str]) -> int:
     job = _Job(
         spec,
         Path(temporary),
-        Tools(Request(int(fd)) if rank == 0 else None, spec.most_steps),
+        Tools(MemoryRequest(int(fd)) if rank == 0 else None, spec.most_steps),
         os.fdopen(int(progress_fd), "w"),
     )
-    KINDS[spec.kind](job)
+    _KINDS[spec.kind](job)
     answer = {"turns": job.turns, "failures": job.failures}
     Path(temporary, f"rank_{rank}.json").write_text(json.dumps(answer))
     dist.barrier()

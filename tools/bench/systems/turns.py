@@ -1,4 +1,4 @@
-"""The turn of one system: what is measured of it, step by step. All ranks do the same."""
+"""The turn of one system: each method measures one thing. All ranks call the same methods."""
 
 import ctypes
 import math
@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ckpt.storage.checksums import crc32c
-from tools.bench.reading import drop_cache
-from tools.bench.state import State
-from tools.bench.suite.limit_turns import cached_share
-from tools.bench.suite.monitor import Request
-from tools.bench.suite.spec import Turn
+from tools.bench.limits import cached_share, drop_cache
 from tools.bench.systems import SYSTEMS, Place, make_system
-from tools.bench.training import StepLoop
-from tools.bench.workloads.transformer import local_tensors, sizes_of
+from tools.bench.systems.jobs import MemoryRequest, Turn
+from tools.bench.systems.state import local_tensors
+from tools.bench.workload import State, StepLoop, size_of
 
 __all__ = ["SystemTurn", "Tools", "empty_folder"]
 
@@ -32,15 +29,15 @@ _WINDOW = 1.25  # times what the last save took
 
 @dataclass(frozen=True)
 class Tools:
-    """`memory` is what rank 0 has to look at it; the other ranks have None. A window of training has at most
-    `most_steps`."""
+    """What a turn needs of the job: `memory` is None on all ranks but 0; a window of training has at most `most_steps`
+    steps."""
 
-    memory: Request | None
+    memory: MemoryRequest | None
     most_steps: int
 
 
 class SystemTurn:
-    """Opens a system; `close` it before `loads`. Steps count from 1, or go on behind `last_step`."""
+    """An open system; `close` it before `loads`. Steps count from 1, or go on after `last_step`."""
 
     def __init__(self, name: str, place: Place, state: State, tools: Tools, last_step: int = 0) -> None:
         self._entry = SYSTEMS[name]
@@ -53,9 +50,11 @@ class SystemTurn:
         self._memory_so_far = (0, 0)
 
     def saves(self) -> Turn:
-        """Prepare, the first save, one that does not count (it uses the other half of a double buffer for the first
-        time), and one more."""
-        ctypes.CDLL(None).malloc_trim(0)  # what an earlier system freed is none of this one's
+        """Prepare, save for the first time, save once without counting, and save again.
+
+        The one that does not count uses the second half of a double buffer for the first time.
+        """
+        ctypes.CDLL(None).malloc_trim(0)  # what an earlier system freed must not serve this one
         dist.barrier()
         if self._tools.memory is not None:
             self._tools.memory.begin()
@@ -63,7 +62,7 @@ class SystemTurn:
         self._system.prepare(self._state)
         prepared = time.perf_counter() - begin
         self._memory_so_far = (0, 0) if self._tools.memory is None else self._tools.memory.end()
-        time.sleep(_SETTLE_S + _WARM_S_PER_GB * sizes_of(local_tensors(self._state)) / 1e9)
+        time.sleep(_SETTLE_S + _WARM_S_PER_GB * size_of(local_tensors(self._state)) / 1e9)
         stall_first, durable_first = self._save()
         self._save()
         time.sleep(_SETTLE_S)
@@ -78,7 +77,7 @@ class SystemTurn:
         }
 
     def training(self, loop: StepLoop) -> Turn:
-        """The same number of steps without a save, with one that begins with them, and without one again.
+        """Run the same number of steps without a save, with one that begins with them, and without one again.
 
         There are enough steps for the save to end among them; if it does not, waiting for it counts, too.
         """
@@ -106,7 +105,7 @@ class SystemTurn:
         return {"extra_s": window - (before + after) / 2, "step_s": alone, "steps": steps / self._place.world_size}
 
     def memory(self) -> Turn:
-        """The most that all processes had while the system was made ready, or while a save was under way."""
+        """Return the most that all processes had while the system was prepared, or while a save was in flight."""
         if self._tools.memory is not None:
             self._tools.memory.begin()
         dist.barrier()
@@ -118,7 +117,7 @@ class SystemTurn:
         return {"memory_bytes": float(max(most, preparing) - before)}
 
     def from_memory(self) -> Turn:
-        """The newest step again, without storage; nothing of systems that cannot do that."""
+        """Load the newest step without storage; return nothing for systems that cannot do that."""
         load = getattr(self._system, "load_from_memory", None)
         if load is None or not self._entry.from_memory:
             return {}
@@ -126,11 +125,12 @@ class SystemTurn:
         return {"load_memory_s": seconds}
 
     def close(self) -> None:
+        """Close the system on all ranks."""
         dist.barrier()
         self._system.close()
 
     def loads(self, warm: bool = True) -> Turn:
-        """The newest step from the device, and again from the page cache."""
+        """Load the newest step from the device, and with `warm` again from the page cache."""
         files = [path for path in self._place.folder.rglob("*") if path.is_file()]
         taken: Turn = {}
         if self._place.rank == 0:
@@ -141,7 +141,7 @@ class SystemTurn:
         taken["load_cold_s"] = self._loaded(lambda: self._system.load(self._state, self._step))
         asked_after, fetched_after = _bytes_read()
         taken |= {"asked_bytes": asked_after - asked, "fetched_bytes": fetched_after - fetched}
-        taken["local_bytes"] = float(sizes_of(local_tensors(self._state)))
+        taken["local_bytes"] = float(size_of(local_tensors(self._state)))
         if hasattr(self._system, "read_s"):
             taken["load_cold_read_s"] = self._system.read_s
         if warm:
@@ -155,10 +155,9 @@ class SystemTurn:
         return taken
 
     def counts(self, counter: Path) -> Turn:
-        """The files a steady save makes, the bytes of those it writes, and how often a process of the job asked for
-        durability."""
+        """Count the files that a steady save makes, the bytes of those it writes, and the calls of fsync of the job."""
         self.saves()
-        # rank 0's writer, which removes old steps, has ended; to others files may vanish while they look
+        # Only rank 0 looks: its writer, which removes old steps, has ended.
         known = self._files() if self._place.rank == 0 else []
         dist.barrier()
         before = counter.stat().st_size if counter.exists() else 0
@@ -176,7 +175,7 @@ class SystemTurn:
         }
 
     def files_of_last(self) -> float:
-        """How many files the newest of two equal steps has."""
+        """Return how many files the newest of two equal steps has."""
         return len(self._files()) / 2 if self._place.rank == 0 else 0
 
     def _files(self) -> list[os.stat_result]:
@@ -196,7 +195,7 @@ class SystemTurn:
             time.sleep(_POLL_S)
 
     def _loaded(self, load: Callable[[], None]) -> float:
-        """Seconds of a load, which must bring back what was there."""
+        """Return the seconds of a load, after which the tensors must be what they were."""
         tensors = local_tensors(self._state)
         expected = [_fingerprint(tensor) for tensor in tensors]
         for tensor in tensors:
@@ -209,7 +208,7 @@ class SystemTurn:
         return seconds
 
     def _unload(self) -> None:
-        """Let a system give back what it has for the time after a load."""
+        """Close what the system keeps open after a load."""
         unload = getattr(self._system, "unload", None)
         if unload is not None:
             unload()
@@ -231,26 +230,28 @@ class SystemTurn:
 
 
 def empty_folder(folder: Path) -> None:
-    """Give the space back. The files stay until the end of the run: a file system may be slow for a while after many
-    were removed."""
+    """Free the space of all files in a folder.
+
+    The files stay until the end of the run: a file system may be slow for a while after many were removed.
+    """
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             os.truncate(path, 0)
 
 
 def _meet() -> None:
-    """Ranks that train together keep step."""
+    """Synchronize the ranks, as a training step does."""
     if dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
-    """Differs when a load brings back anything else."""
+    """Return a checksum of what is in a tensor."""
     return crc32c(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def _bytes_read() -> tuple[float, float]:
-    """What this process asked the kernel for, and what came from a device for it, also through mapped files."""
+    """Return the bytes that this process has read with system calls, and those that came from a device for it."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return float(lines["rchar"]), float(lines["read_bytes"])
 

@@ -1,4 +1,4 @@
-"""Every benchmark of the suite runs once, with sizes that tell nothing, and says what it is expected to say."""
+"""The comparison of systems runs once, with the smallest sizes, and its tables, plots and document are complete."""
 
 import json
 import re
@@ -8,22 +8,21 @@ import pytest
 
 from tests.support.selection import full_only
 from tools.bench.__main__ import main
-from tools.bench.suite.figures import Verdict, verdicts
-from tools.bench.suite.plan import Measured, Scenario
-from tools.bench.suite.tables import BEGIN, END, replace_between_markers
 from tools.bench.systems import SYSTEMS
+from tools.bench.systems.figures import Measured, Scenario, Verdict, verdicts
+from tools.bench.systems.report import BEGIN, END, replace_between_markers
 
 _OURS = ("stall, first save", "stall, steady", "extra time of the step window", "durable and committed", "load, cold")
 
 
 @full_only
 @pytest.mark.timeout(600)
-def test_every_benchmark_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_job_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk, result, plots = tmp_path / "disk", tmp_path / "result.json", tmp_path / "plots"
     disk.mkdir()
     document = tmp_path / "benchmarks.md"
     document.write_text(f"before\n{BEGIN}\nwhat was here\n{END}\nafter\n")
-    command = ["--tiny", "--systems", "ckpt,dcp", "--folder", str(disk), "--json", str(result)]
+    command = ["systems", "--tiny", "--systems", "ckpt,dcp", "--folder", str(disk), "--json", str(result)]
     assert main([*command, "--plots", str(plots), "--table", str(document), "--note", "A test."]) == 0
     assert list(disk.iterdir()) == []
 
@@ -90,7 +89,7 @@ def test_a_document_without_markers_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--rounds", "0"], ["--systems", "abacus"], ["--gb", "0"], ["--full", "--tiny"], ["--only", "rest"]]
 )
-def test_nonsense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert arguments[0] in capsys.readouterr().err

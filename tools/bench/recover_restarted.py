@@ -1,11 +1,8 @@
-"""One job of two ranks that is made to fail again and again, and takes notes on how it comes back.
+"""One rank of a job that fails again and again in its processes, and notes how it comes back; see `recover`.
 
-    parent                          each rank
-    Recoveries.of(scenario)    ──▶ train: prepare the scenario, barrier, rank 1 raises
-                                      abort hook, finalize hook, train again, first step
-         notes of all ranks    ◀──── what happened when, CLOCK_MONOTONIC: one clock for all processes
+    python -m tools.bench.recover_restarted --gb 1 --folder DIR
 
-A rank is `python -m tools.bench.recovering --gb 1 --folder DIR`.
+It reads a situation per line on standard input, and writes the notes of the recovery on standard output.
 """
 
 import argparse
@@ -26,25 +23,26 @@ import inprocess
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from inprocess.abort import Abort, AbortTorchDistributed
 from inprocess.finalize import Finalize
-from tools.bench.limits import CopyLimit
-from tools.bench.reading import drop_cache
-from tools.bench.state import make_state, tensors
+from tools.bench.limits import CopyLimit, drop_cache
+from tools.bench.workload import make_state, tensors
 
-__all__ = ["SCENARIOS", "FaultyJob"]
+__all__ = ["FailingRank"]
 
-SCENARIOS = ("bare", "memory", "drain", "abort", "warm", "cold")
 _END = "end"
 _LONG = timedelta(minutes=10)
 
 
 class InjectedError(Exception):
-    """What rank 1 raises."""
+    """The fault: raised by rank 1."""
 
 
-class FaultyJob:
-    """This rank. `bare` restarts without any checkpoint; `warm` and `cold` restore from storage, by a Checkpointer that
-    has nothing in memory; the others have the newest step in staging memory. In `drain` and `abort` all ranks have
-    staged a save that is still being written."""
+class FailingRank:
+    """This rank, in the situation that is asked for.
+
+    `bare` restarts without any checkpoint. `warm` and `cold` restore from storage, by a Checkpointer that has nothing
+    in memory; the others have the newest step in staging memory. In `drain` and `abort` all ranks have staged a save
+    that is still being written.
+    """
 
     def __init__(self, total_bytes: float, folder: Path) -> None:
         self._folder = folder
@@ -52,11 +50,12 @@ class FaultyJob:
         self._copy = CopyLimit(tensors(self._state))
         self._saving = self._checkpointer()
         self._restoring: ckpt.Checkpointer | None = None
-        self._scenario = ""
+        self._situation = ""
         self._step = 0
         self.notes: dict[str, Any] = {}
 
     def run(self) -> None:
+        """Train until the end is asked for."""
         wrapper = inprocess.Wrapper(
             abort=inprocess.Compose(CheckpointAbort(self._saving), AbortTorchDistributed(), _Detected(self)),
             finalize=_Recover(self),
@@ -69,7 +68,7 @@ class FaultyJob:
         self._saving.close()
 
     def train(self, call: inprocess.CallWrapper | None = None) -> None:
-        """One iteration: finish a step, say how the fault before was survived, fail in the next way asked for."""
+        """Run one iteration: finish a step, write the notes of the last recovery, fail in the next situation."""
         assert call is not None
         self.note("entered")
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -77,26 +76,27 @@ class FaultyJob:
         self._train_step()
         self.note("stepped")
         print(json.dumps(self.notes), flush=True)
-        self._scenario = sys.stdin.readline().strip() or _END
+        self._situation = sys.stdin.readline().strip() or _END
         self.notes = {}
-        if self._scenario == _END:
+        if self._situation == _END:
             dist.destroy_process_group()
             return
-        self._prepare(self._scenario)
+        self._prepare(self._situation)
         dist.barrier()
         if rank == 1:
             self.note("fault")
-            raise InjectedError(self._scenario)
+            raise InjectedError(self._situation)
         self._train_step()
 
     def note(self, moment: str) -> None:
+        """Note the time of now."""
         self.notes[moment] = time.monotonic()
 
     def recover(self, state: inprocess.FrozenState) -> None:
-        """What a training job would have as its finalize hook."""
+        """Restore, as the finalize hook of a training job would."""
         self.note("finalize")
         if self._restoring is not None:
-            on_fault = CheckpointFinalize(self._restoring, "abort" if self._scenario == "abort" else "drain")
+            on_fault = CheckpointFinalize(self._restoring, "abort" if self._situation == "abort" else "drain")
             on_fault(state)
             report = self._restoring.last_restore
             assert report is not None
@@ -112,58 +112,55 @@ class FaultyJob:
         checkpointer.register(**self._state)
         return checkpointer
 
-    def _prepare(self, scenario: str) -> None:
-        self._restoring = None if scenario == "bare" else self._saving
-        if scenario == "memory" or not self._step:
-            self._next_step()
+    def _prepare(self, situation: str) -> None:
+        self._restoring = None if situation == "bare" else self._saving
+        if situation == "memory" or not self._step:
+            self._step += 1
             self._saving.save(self._state, self._step)
             dist.barrier()
             self.notes["memcpy_s"] = self._copy.measure()
-        if scenario in ("drain", "abort"):
-            self._next_step()
+        if situation in ("drain", "abort"):
+            self._step += 1
             self._saving.async_save(self._state, self._step)
-        elif scenario in ("warm", "cold"):
+        elif situation in ("warm", "cold"):
             self._restoring = self._checkpointer()
             dist.barrier()
             newest = self._folder / f"step_{self._saving.latest_step():08d}"
-            if scenario == "cold":
+            if situation == "cold":
                 drop_cache([path for path in newest.rglob("*") if path.is_file()])
 
-    def _next_step(self) -> None:
-        self._step += 1
-
     def _train_step(self) -> None:
-        """As small as a step can be: a sum over the ranks."""
+        """The smallest step there is: a sum over the ranks."""
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == dist.get_world_size()
 
 
 class _Detected(Abort):
-    def __init__(self, job: FaultyJob) -> None:
-        self._job = job
+    def __init__(self, rank: FailingRank) -> None:
+        self._rank = rank
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
-        self._job.note("detected")
+        self._rank.note("detected")
         return state
 
 
 class _Recover(Finalize):
-    def __init__(self, job: FaultyJob) -> None:
-        self._job = job
+    def __init__(self, rank: FailingRank) -> None:
+        self._rank = rank
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
-        self._job.recover(state)
+        self._rank.recover(state)
         return state
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.recovering")
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.recover_restarted")
     parser.add_argument("--gb", type=float, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(created).3f %(name)s %(message)s")
-    FaultyJob(1e9 * options.gb, options.folder).run()
+    FailingRank(1e9 * options.gb, options.folder).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The state of a transformer in mixed precision, whole on each rank or sharded as FSDP2 does it."""
+"""The state of a transformer in a job: whole on each rank, or sharded by FSDP2; and the memory of one rank of it."""
 
 import math
 from typing import cast
@@ -11,23 +11,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tools.bench.state import PARTS, State, make_shapes, make_state, tensors
+from tools.bench.workload import PARTS, State, make_shapes, make_state, tensors
 
-__all__ = ["local_state", "local_tensors", "replicated_state", "share_of", "sharded_state", "sizes_of"]
+__all__ = ["local_state", "local_tensors", "replicated_state", "share_of", "sharded_state"]
 
 _PRIME = 65521
 
 
 def replicated_state(total_bytes: float, device: str = "cpu") -> State:
-    """All of it on this rank, the same on every rank: what data-parallel training has."""
+    """Return the whole state, the same on every rank: that of data-parallel training."""
     state = make_state(total_bytes)
     return {part: {name: tensor.to(device) for name, tensor in named.items()} for part, named in state.items()}
 
 
 def sharded_state(total_bytes: float, device: str = "cpu") -> State:
-    """DTensors over all ranks of the default process group: `fully_shard` made the weights, the rest follows them.
+    """Return DTensors over all ranks of the default process group: weights made by `fully_shard`, the rest like them.
 
-    What is in them does not depend on the number of ranks: another number must load the same.
+    Their values do not depend on the number of ranks: another number must load the same.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     with torch.device("meta"):
@@ -59,7 +59,7 @@ def sharded_state(total_bytes: float, device: str = "cpu") -> State:
 
 
 class _Model(nn.Module):
-    """Parameters with the names and shapes of a transformer, grouped in its layers; it computes nothing."""
+    """Parameters with the names and shapes of a transformer, grouped in its layers. It computes nothing."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class _Model(nn.Module):
 
 
 def local_tensors(state: State) -> list[torch.Tensor]:
-    """This rank's memory of every tensor, contiguous, in the order of the state."""
+    """Return this rank's memory of every tensor, contiguous, in the order of the state."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors(state)]
 
 
 def local_state(state: State) -> State:
-    """The same dicts, with this rank's memory instead of DTensors."""
+    """Return the same dicts with this rank's memory instead of DTensors."""
     return {
         part: {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
         for part, named in state.items()
@@ -87,7 +87,7 @@ def local_state(state: State) -> State:
 
 
 def share_of(state: State, rank: int, world_size: int) -> list[torch.Tensor]:
-    """What this rank has to stage: its shards, or of tensors that all ranks have an equal part of each."""
+    """Return what this rank has to stage: its shards, or an equal part of each tensor that all ranks have."""
     if any(isinstance(tensor, DTensor) for tensor in tensors(state)):
         return [tensor for tensor in local_tensors(state) if tensor.numel()]
     parts = []
@@ -97,8 +97,3 @@ def share_of(state: State, rank: int, world_size: int) -> list[torch.Tensor]:
         if part.numel():
             parts.append(part)
     return parts
-
-
-def sizes_of(some: list[torch.Tensor]) -> int:
-    """Bytes of all of them."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in some)

@@ -1,4 +1,4 @@
-"""One run of examples/train_lm.py, watched from outside: its log, its checkpoints, its processes."""
+"""One run of examples/train_lm.py, observed from outside: its log, its checkpoints, its processes."""
 
 import contextlib
 import json
@@ -16,18 +16,20 @@ from typing import Any, Self
 
 import psutil
 
+__all__ = ["DemoError", "Settings", "TrainingRun"]
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
 _MARKER = "DEMO_RUN_ID"
 _POLL_S = 0.005
 
 
 class DemoError(Exception):
-    """Something is not as promised; the text says what."""
+    """A result of the demo is not as expected; the message says which."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is started with."""
+    """Options of a run."""
 
     name: str
     root: Path
@@ -39,6 +41,7 @@ class Settings:
     launcher: tuple[str, ...] = ()  # what starts the ranks; default: torchrun
 
     def command(self, log: Path) -> list[str]:
+        """Return the command line of a run that writes its records to `log`."""
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world_size), str(SCRIPT))
         options = {"root": self.root, "steps": self.steps, "save-every": self.save_every, "batch": self.batch}
         given = [word for name, value in {**options, "log-file": log}.items() for word in (f"--{name}", str(value))]
@@ -77,7 +80,7 @@ class TrainingRun:
         self._launcher.wait()
 
     def follow(self, deadline: float, on_record: Callable[[dict[str, Any]], bool]) -> int | None:
-        """Hand every new log record to `on_record` until it returns True, or the run ends: then its exit code."""
+        """Call `on_record` with each new record until it returns True; return the exit code if the run ends first."""
         while True:
             code = self._launcher.poll()
             self._see_published()
@@ -92,20 +95,22 @@ class TrainingRun:
             time.sleep(_POLL_S)
 
     def is_published(self, step: int) -> bool:
+        """Return whether the checkpoint of the step exists."""
         return (self.settings.root / f"step_{step:08d}").is_dir()
 
     def published_steps(self) -> list[int]:
+        """Return the steps of all checkpoints, in order."""
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.settings.root.glob("step_*"))
 
     def kill_trainers(self) -> int:
-        """kill -9 to every trainer, nobody else; how many there were."""
+        """Send SIGKILL to every trainer, and to no other process; return how many there were."""
         trainers = psutil.Process(self._launcher.pid).children()
         for trainer in trainers:
             trainer.send_signal(signal.SIGKILL)
         return len(trainers)
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of this run, also one that has lost its parent."""
+        """Return every living process of this run, orphans included."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -114,7 +119,7 @@ class TrainingRun:
         return found
 
     def wait_for_silence(self, timeout: float) -> float:
-        """Wait until no process of this run is left; seconds it took."""
+        """Wait until no process of this run is left; return the seconds."""
         began = time.monotonic()
         while left := self.processes():
             if time.monotonic() - began > timeout:
@@ -123,11 +128,12 @@ class TrainingRun:
         return time.monotonic() - began
 
     def output(self) -> str:
-        """What launcher and trainers printed; long output is cut in the middle."""
+        """Return what launcher and trainers have printed; long output is cut in the middle."""
         lines = self._output.read_text(errors="replace").splitlines()
         return "\n".join(lines if len(lines) <= 120 else [*lines[:60], "...", *lines[-60:]])
 
     def of(self, event: str) -> list[dict[str, Any]]:
+        """Return the records of this event."""
         return [record for record in self.records if record["event"] == event]
 
     def _new_records(self) -> list[dict[str, Any]]:
