@@ -226,7 +226,7 @@ def test_a_step_that_cannot_be_judged_does_not_hide_the_others(run: Run, root: P
     reseal_root(root / "step_00000004", lambda document: document["attributes"]["ckpt"].update(format=99))
     text = run("validate", root, code=2)
     assert "step_00000003: whole" in text
-    assert "step_00000004: cannot be judged" in text
+    assert "step_00000004: cannot be checked" in text
     damage(root, 3)
     assert run.json("validate", root, code=1)["newest_whole"] is None
     answer = run.json("ls", root, code=2)["restart"]
@@ -336,9 +336,9 @@ def numbers(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) ->
 def test_stats_are_those_of_the_whole_tensor(
     run: Run, numbers: tuple[Path, dict[str, torch.Tensor]], block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tools.inspect_ckpt import blocks, stats
+    from tools.inspect_ckpt import stats, step
 
-    monkeypatch.setattr(blocks.boxes_of, "__defaults__", (block_bytes,))
+    monkeypatch.setattr(step.block_boxes, "__defaults__", (block_bytes,))
     monkeypatch.setattr(stats, "_ELEMENTS_AT_ONCE", block_bytes // 4)
     folder, tensors = numbers
     found = {entry["name"]: entry for entry in run.json("stats", folder, "*")["tensors"]}
@@ -369,13 +369,12 @@ def test_stats_draws_in_text(run: Run, numbers: tuple[Path, dict[str, torch.Tens
 
 
 def test_stats_reads_in_blocks(numbers: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    from tools.inspect_ckpt.blocks import boxes_of
-    from tools.inspect_ckpt.opening import open_step
+    from tools.inspect_ckpt.step import block_boxes, open_step
 
     with open_step(str(numbers[0])) as step:
         tensors = step.tensors
     for name, tensor in tensors.items():
-        boxes = list(boxes_of(tensor, 2048))
+        boxes = list(block_boxes(tensor, 2048))
         assert sum(box.elements for box in boxes) == np.prod(tensor.shape)
         if name == "normal":
             assert len(boxes) > 20

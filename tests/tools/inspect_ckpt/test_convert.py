@@ -344,13 +344,13 @@ def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_failure_on_the_way_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.inspect_ckpt.foreign import to_step
+    from tools.inspect_ckpt.formats import ckpt_step
 
-    monkeypatch.setattr(to_step, "_SLOT_BYTES", 64 << 20)
+    monkeypatch.setattr(ckpt_step, "_SLOT_BYTES", 64 << 20)
     tensors = {"a": torch.zeros(15 << 20), "b": torch.zeros(15 << 20)}
     torch.save(tensors, tmp_path / "whole.pt")
     save_file(tensors, tmp_path / "a.safetensors")
-    fill, calls = to_step._fill, []
+    fill, calls = ckpt_step._fill, []
 
     def truncate_later(*arguments: Any) -> None:
         if calls:
@@ -359,13 +359,13 @@ def test_a_failure_on_the_way_publishes_nothing(run: Commands, tmp_path: Path, m
         calls.append(arguments)
         fill(*arguments)
 
-    monkeypatch.setattr(to_step, "_fill", truncate_later)
+    monkeypatch.setattr(ckpt_step, "_fill", truncate_later)
     assert "truncated" in run.refused("convert", tmp_path / "a.safetensors", tmp_path / "root", code=1)
     assert len(calls) == 2
     assert list((tmp_path / "root" / ".pending").iterdir()) == []
     assert run.json("ls", tmp_path / "root")
     assert not list((tmp_path / "root").glob("step_*"))
-    monkeypatch.setattr(to_step, "_fill", fill)
+    monkeypatch.setattr(ckpt_step, "_fill", fill)
     run("convert", tmp_path / "whole.pt", tmp_path / "root")
     run("validate", tmp_path / "root")
 
@@ -397,13 +397,12 @@ def test_the_target(run: Commands, saved: dict[str, Path], tmp_path: Path) -> No
     run.refused("convert", source, tmp_path / "new", "--step", "-1")
     run.refused("convert", source, tmp_path / "new", "--under", "a//b")
     assert "--to dcp" in run.refused("convert", root, tmp_path / "new")
-    assert "no step of ours" in run.refused("convert", source, tmp_path / "new", "--to", "dcp")
+    assert "not a step of ckpt" in run.refused("convert", source, tmp_path / "new", "--to", "dcp")
     assert "is not empty" in run.refused("convert", root, source.parent, "--to", "dcp")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.timeout(180)  # it moves much data, and a disk may be slow
-@pytest.mark.timeout(180)
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     """Of 400 MB in one piece (280 MB where torch is needed) the process never holds more than a part."""
     header = b'{"w":{"dtype":"F32","shape":[10000,10000],"data_offsets":[0,400000000]}}'
@@ -421,7 +420,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
         ("convert", tmp_path / "dcp", tmp_path / "two", "--step", "2"),
         ("convert", tmp_path / "two", tmp_path / "back", "--to", "dcp"),
     ]
-    with_torch = ("tools.inspect_ckpt.foreign.dcp_writer", "tools.inspect_ckpt.foreign.torch_state")
+    with_torch = ("tools.inspect_ckpt.formats.dcp_writer", "tools.inspect_ckpt.formats.torch_file")
     grown, _ = peak_growth(*commands, imports=with_torch)
     assert grown < MEMORY_BOUND
     shutil.rmtree(tmp_path)

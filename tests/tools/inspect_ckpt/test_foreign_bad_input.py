@@ -74,7 +74,7 @@ def test_metadata_with_code_somewhere(run: Commands, directory: Path, mark: Path
         ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
         ("importlib", "import_module"),
         ("_codecs", "encode"),
-        ("tools.inspect_ckpt.foreign.restricted", "load"),
+        ("tools.inspect_ckpt.formats.pickles", "load"),
     ],
 )
 def test_names_that_are_refused_when_looked_up(
@@ -458,7 +458,7 @@ def test_lists_that_hold_each_other(run: Commands, directory: Path, tmp_path: Pa
         place.relative_path = twice
 
     changed(directory, change)
-    assert "is no name" in run.refused("convert", directory, tmp_path / "root", code=1)
+    assert "is not a name" in run.refused("convert", directory, tmp_path / "root", code=1)
 
 
 STRANGE = (None, True, -1, 0, 3, 1 << 62, 10**30, 0.5, "", "F32", "../x", [], {}, [0], [-1, 8], [0, 1 << 62], {"a": 1})
@@ -484,7 +484,7 @@ def test_a_full_disk(run: Commands, saved: dict[str, Path], tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("tools.inspect_ckpt.foreign.dcp_writer._put", full)
+        patched.setattr("tools.inspect_ckpt.formats.dcp_writer._write_object", full)
         assert "No space" in run.refused("convert", saved["one"], tmp_path / "dcp", "--to", "dcp")
     assert not (tmp_path / "dcp").exists()
     (tmp_path / "a.safetensors").write_bytes(safetensors({"a": entry()}))
