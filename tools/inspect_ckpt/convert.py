@@ -134,7 +134,7 @@ def _open(arguments: argparse.Namespace) -> LazyState:
 
             opened = open_dcp(path, arguments.follow_links)
             return state_of_dcp(opened, string_keys=arguments.string_keys, skip_unsafe=arguments.skip_unsafe)
-    raise CannotReadError(f"{path} is a checkpoint of ckpt already; --to dcp converts it, `export` writes safetensors")
+    raise CannotReadError(f"{path} is already a checkpoint of ckpt; --to dcp converts it, `export` writes safetensors")
 
 
 def _target_root(path: str, step: int) -> str:

@@ -78,7 +78,7 @@ class _Tolerance:
     rtol: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Change:
     """A tensor that changed: `elements` of `of` differ, finite ones by `largest` at most.
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_size,
         default=_size(_SHARD_SIZE),
         metavar="SIZE",
-        help=f"of a file (default {_SHARD_SIZE})",
+        help=f"largest size of a file (default {_SHARD_SIZE})",
     )
     globs: dict[str, Any] = {"action": "append", "default": [], "metavar": "GLOB"}
     parser.add_argument(

@@ -55,9 +55,7 @@ class Statistics:
     min: float | int | None = None
     max: float | int | None = None
     mean: float = 0.0
-    _scale: float = field(
-        default=0.0, repr=False
-    )  # the largest magnitude so far; sums of squares are in units of its square
+    _scale: float = field(default=0.0, repr=False)  # the largest magnitude so far; its square is the unit of sums
     _squared_deviations: float = field(default=0.0, repr=False)
     _squares: float = field(default=0.0, repr=False)
 

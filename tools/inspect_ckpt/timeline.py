@@ -24,7 +24,7 @@ _COMMIT_NOTE = "commit: from the last part to the change time of the root's zarr
 class SaveTimes:
     """Times of one save in seconds: of each duration the largest over all ranks; `begin` is seconds since 1970.
 
-    `queue_s`: from the end of the stall to the begin of writing. `commit_s`: from the last part to the root document;
+    `queue_s`: from the end of the stall to the start of writing. `commit_s`: from the last part to the root document;
     None where the change times of the files do not tell, because they were copied. `rate` is bytes per second of
     writing and sync.
     """

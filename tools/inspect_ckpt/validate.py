@@ -27,7 +27,7 @@ _SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH_OR_ROOT", help="a step, or a checkpoint root: then all its steps")
     parser.add_argument("--quick", action="store_true", help="check metadata, names and sizes only")
-    parser.add_argument("--jobs", type=_positive, default=8, metavar="N", help="read so many files at once (default 8)")
+    parser.add_argument("--jobs", type=_positive, default=8, metavar="N", help="files to read at once (default 8)")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:

@@ -1,4 +1,4 @@
-"""What `convert` makes of other formats is bit by bit what was in them, and what it makes for them they load."""
+"""`convert` keeps every bit of other formats, and torch loads the DCP directories that it writes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,11 @@ from tools.inspect_ckpt.__main__ import main
 
 MEMORY_BOUND = 224 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # DCP says that it runs in one process
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # DCP warns that it runs in one process
 
 
 def restored(root: Path, state: dict[str, Any], step: int = 0) -> dict[str, Any]:
-    """`state` with what is in the only step, which is whole."""
+    """Restore the only step, which must be whole, into `state`; return it."""
     report = validate(str(root / f"step_{step:08d}"))
     assert report.whole, report.problems
     with Checkpointer(root) as checkpointer:
@@ -44,7 +39,7 @@ def restored(root: Path, state: dict[str, Any], step: int = 0) -> dict[str, Any]
 
 
 def cleared(state: Any) -> Any:
-    """A state of the same structure with other content."""
+    """Return a state of the same structure with other content."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state, memory_format=torch.contiguous_format)
     if isinstance(state, dict):
@@ -94,7 +89,7 @@ def test_safetensors_file(run: Commands, tmp_path: Path) -> None:
 
 
 def sharded(folder: Path) -> Path:
-    """A directory as transformers leaves it."""
+    """Create a directory as transformers writes it."""
     folder.mkdir()
     weight_map = {}
     tensors = list(some_tensors().items())
@@ -114,7 +109,7 @@ def test_hugging_face_directory(run: Commands, tmp_path: Path) -> None:
     assert same(restored(tmp_path / "root", state, 12)["a"]["model"], some_tensors())
 
 
-def test_links_out_of_the_directory_are_read_only_on_demand(run: Commands, tmp_path: Path) -> None:
+def test_links_out_of_the_directory_are_followed_only_on_request(run: Commands, tmp_path: Path) -> None:
     folder = sharded(tmp_path / "hf")
     (tmp_path / "blobs").mkdir()
     shard = folder / "model-00001-of-00002.safetensors"
@@ -178,7 +173,7 @@ def test_torch_file(run: Commands, tmp_path: Path, old: bool) -> None:
 
 
 @pytest.mark.parametrize("state", [torch.ones(3), 5, "text"])
-def test_torch_files_that_are_no_state(run: Commands, tmp_path: Path, state: Any) -> None:
+def test_torch_files_that_are_not_a_state(run: Commands, tmp_path: Path, state: Any) -> None:
     torch.save(state, tmp_path / "a.pt")
     assert "only a dict or list" in run.refused("convert", tmp_path / "a.pt", tmp_path / "root")
 
@@ -249,7 +244,7 @@ def test_dcp_chunks_that_only_torch_reads(run: Commands, tmp_path: Path) -> None
 
 
 def dcp_layouts(world_size: int) -> dict[str, Any]:
-    """Those layouts that DCP itself brings back as they were."""
+    """The layouts that DCP itself restores."""
     state = layouts.build(world_size)
     state["sharded"] = {name: t for name, t in state["sharded"].items() if not name.startswith("rows_twice")}
     return dicts(state)
@@ -320,7 +315,7 @@ def test_ranks_dtypes_and_ties_to_dcp(run: Commands, saved: dict[str, Path], tmp
     assert state["position@rank0"] == 4
 
 
-# -- what must not happen ----------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +338,7 @@ def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytes
     assert run.json("convert", tmp_path / "a.safetensors", tmp_path / "b", "--no-verify")["verified"] is None
 
 
-def test_a_failure_on_the_way_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_conversion_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tools.inspect_ckpt.formats import ckpt_step
 
     monkeypatch.setattr(ckpt_step, "_SLOT_BYTES", 64 << 20)
@@ -404,7 +399,7 @@ def test_the_target(run: Commands, saved: dict[str, Path], tmp_path: Path) -> No
 
 @pytest.mark.timeout(180)  # it moves much data, and a disk may be slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
-    """Of 400 MB in one piece (280 MB where torch is needed) the process never holds more than a part."""
+    """The process never holds all of a tensor of 400 MB (280 MB where torch is needed)."""
     header = b'{"w":{"dtype":"F32","shape":[10000,10000],"data_offsets":[0,400000000]}}'
     with open(tmp_path / "a.safetensors", "wb") as stream:  # of holes, which cost no disk
         stream.write(len(header).to_bytes(8, "little") + header)

@@ -1,4 +1,4 @@
-"""Steps of our own, as one format among others: their leaves for writers of other formats, and a step from a LazyState.
+"""Steps as one format among others: their leaves, for writers of other formats, and a step written from a LazyState.
 
 A step is written with the plan, the writer and the commit of every save:
 
