@@ -1,4 +1,4 @@
-"""What an opened checkpoint of another format is to the rest: named tensors that are read box by box, and values."""
+"""An opened checkpoint of another format: named tensors that are read box by box, and values."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import names, stored
 
-from ..opening import CannotReadError
+from ..output import CannotReadError
 
-__all__ = ["Bytes", "ForeignState", "ForeignTensor", "ReadBox", "UnsafeError", "check_dtype"]
+__all__ = ["Bytes", "LazyState", "LazyTensor", "ReadBox", "UnsafeError", "check_dtype"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ReadBox = Callable[[Box, Bytes], None]
-"""Fills an array of uint8 with the elements of a box: it has the shape of the box, then the bytes of an element, and
-any strides. Raises CheckpointCorruptError or OSError."""
+"""Fills an array of uint8 with the elements of a box. Its shape is that of the box, then the bytes of an element; its
+strides are any. Raises CheckpointCorruptError or OSError."""
 
 
 class UnsafeError(CannotReadError):
-    """What is in the file could only be loaded by running code that it names."""
+    """Loading would run code that the file names."""
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignTensor:
-    """A tensor whose elements stay where they are until they are read. `dtype` is torch's name."""
+class LazyTensor:
+    """A tensor whose elements stay in the file until they are read. `dtype` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,11 +49,14 @@ class ForeignTensor:
 
 
 @dataclass(frozen=True)
-class ForeignState:
-    """An opened checkpoint. `aliases` are further names of tensors; `notes` are lines that the user should read."""
+class LazyState:
+    """An opened checkpoint of the format `kind`.
+
+    `aliases` maps further names of tensors to the first; `notes` are messages for the user.
+    """
 
     kind: str
-    tensors: dict[Path, ForeignTensor]
+    tensors: dict[Path, LazyTensor]
     values: dict[Path, Any] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -63,8 +66,8 @@ class ForeignState:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def under(self, prefix: Path) -> ForeignState:
-        """The same with `prefix` before every name."""
+    def under(self, prefix: Path) -> LazyState:
+        """Return the same state with `prefix` before every name."""
         return replace(
             self,
             tensors={(*prefix, *path): tensor for path, tensor in self.tensors.items()},
@@ -74,7 +77,7 @@ class ForeignState:
 
 
 def check_dtype(dtype: str, path: Path, where: str) -> None:
-    """CannotReadError, naming the tensor, if a checkpoint of ours cannot hold `dtype`."""
+    """CannotReadError, naming the tensor, if a step cannot hold `dtype`."""
     try:
         stored(dtype)
     except StateError:

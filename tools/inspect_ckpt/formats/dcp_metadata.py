@@ -1,7 +1,7 @@
-"""The file ``.metadata`` of a torch.distributed.checkpoint directory, without torch and without running what is in it.
+"""The file ``.metadata`` of torch.distributed.checkpoint (DCP), read without torch and without running code.
 
-It is a pickle of torch's dataclass Metadata. Read here are: the tensors with dtype, size and chunks; the items that are
-bytes; where in which file each is; and how the dotted names come out of nested keys.
+It is a pickle of torch's dataclass Metadata. It describes the tensors, with dtype, size and chunks; the objects, which
+are bytes; where in which file each of them is; and the nested keys of the dotted names.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import itertools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from reprlib import repr as short  # bounded: lists that hold each other twice, again and again, have endless forms
+from reprlib import repr as short  # bounded: nested lists that contain each other twice have huge forms
 from types import MappingProxyType
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.planning.boxes import Box, make_up
-from ckpt.storage.dtypes import names
+from ckpt.storage.dtypes import names as dtype_names
 
-from ..opening import CannotReadError
-from .restricted import Function, StandIn, load
+from ..output import CannotReadError
+from .pickles import Function, StandIn, load
 
-__all__ = ["Chunk", "Item", "Metadata", "Span", "read_metadata"]
+__all__ = ["Chunk", "ChunkedTensor", "Metadata", "Span", "read_metadata"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a file, relative to the directory."""
+    """A range of bytes of a file in the directory."""
 
     file: str
     offset: int
@@ -35,33 +35,32 @@ class Span:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and the bytes that torch.save made of it."""
+    """A box of a tensor, and the range that torch.save wrote it to."""
 
     box: Box
     span: Span
 
 
 @dataclass(frozen=True)
-class Item:
-    """A tensor with its chunks, which make it up without gap or overlap; or, without `dtype`, an object that torch.save
-    made the bytes at `span` of."""
+class ChunkedTensor:
+    """A tensor with chunks that cover it without gap or overlap."""
 
-    dtype: str | None
-    shape: tuple[int, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
-    span: Span | None = None
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The items by dotted name, and the nested keys of each name that has some."""
+    """Tensors, and the ranges of other objects, by dotted name; and the nested keys of the names that have some."""
 
-    items: dict[str, Item]
+    tensors: dict[str, ChunkedTensor]
+    objects: dict[str, Span]
     keys: dict[str, tuple[str | int, ...]]
 
 
 class _Dataclass(StandIn):
-    """Any of torch's dataclasses: its pickle sets a dict of fields."""
+    """Stands in for a dataclass of torch, whose pickle sets a dict of fields."""
 
     __slots__ = ()
 
@@ -83,7 +82,7 @@ class _Properties(_Dataclass):
 
 
 class _Index(_Dataclass):
-    """A key of the table that says where things are: name and, for chunks, offset."""
+    """A key of the table of storage locations: a name and, for chunks, an offset."""
 
     __slots__ = ()
 
@@ -99,18 +98,18 @@ class _Index(_Dataclass):
 
 
 def _nothing(*_: Any) -> None:
-    """Stands in for what is of no interest: layouts, memory formats, the path where it was saved."""
+    """Stands in for what is ignored: layouts, memory formats, and the path of the checkpoint."""
 
 
 def _sizes(numbers: Any = ()) -> tuple[int, ...]:
     result = tuple(itertools.islice(numbers, 65))
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in result) or len(result) > 64:
-        raise ValueError("a size is no list of whole numbers")
+        raise ValueError("a size is not a list of whole numbers")
     return result
 
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where some classes were in older versions
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # the module of some classes in older versions
 _KNOWN = MappingProxyType(
     {
         (_METADATA, "Metadata"): _Metadata,
@@ -132,7 +131,7 @@ _KNOWN = MappingProxyType(
             for module in ("pathlib", "pathlib._local")
             for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
         },
-        **{("torch", name): name for name in names()},
+        **{("torch", name): name for name in dtype_names()},
     }
 )
 
@@ -140,84 +139,89 @@ _KNOWN = MappingProxyType(
 def read_metadata(data: bytes, where: str) -> Metadata:
     """Read the bytes of ``.metadata``; `where` is their path, for messages.
 
-    UnsafeError if they name anything that does not belong there, CheckpointCorruptError if they make no sense.
+    UnsafeError if they name anything that does not belong there, CheckpointCorruptError if they are inconsistent.
     """
     document = load(data, _KNOWN, where)
     if not isinstance(document, _Metadata):
-        raise CheckpointCorruptError(f"{where} is no metadata of torch.distributed.checkpoint")
+        raise CheckpointCorruptError(f"{where} is not metadata of torch.distributed.checkpoint")
     try:
         fields = document.fields
-        places = {index.key: _span(info.fields) for index, info in (fields.get("storage_data") or {}).items()}
-        items = {_text(name): _item(name, about, places) for name, about in fields["state_dict_metadata"].items()}
-        return Metadata(items, _keys(fields.get("planner_data"), items))
+        spans = {index.key: _span(info.fields) for index, info in (fields.get("storage_data") or {}).items()}
+        tensors, objects = {}, {}
+        for key, entry in fields["state_dict_metadata"].items():
+            name = _text(key)
+            if isinstance(entry, _BytesItem):
+                objects[name] = _span_of(spans, name, None)
+            else:
+                tensors[name] = _tensor(name, entry, spans)
+        return Metadata(tensors, objects, _keys(fields.get("planner_data"), {*tensors, *objects}))
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{where}: {error}") from None
     except CannotReadError:
         raise
-    except Exception as error:  # the stand-ins hold whatever the pickle says
+    except Exception as error:  # the fields are whatever the pickle contains
         raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from None
 
 
-def _item(name: str, about: Any, places: dict[tuple[Any, Any], Span]) -> Item:
-    if isinstance(about, _BytesItem):
-        return Item(None, span=_place(places, name, None))
-    if not isinstance(about, _Tensor):
+def _tensor(name: str, entry: Any, spans: dict[tuple[Any, Any], Span]) -> ChunkedTensor:
+    if not isinstance(entry, _Tensor):
         raise CheckpointCorruptError(f"{name} is neither a tensor nor bytes")
-    dtype = about.fields["properties"].fields[0]
+    dtype = entry.fields["properties"].fields[0]
     if not isinstance(dtype, str):
         raise CheckpointCorruptError(f"{name} has no dtype")
-    shape = _sizes(about.fields["size"])
-    boxes = [Box(_sizes(c.fields["offsets"]), _sizes(c.fields["sizes"])) for c in about.fields["chunks"]]
+    shape = _sizes(entry.fields["size"])
+    boxes = [Box(_sizes(c.fields["offsets"]), _sizes(c.fields["sizes"])) for c in entry.fields["chunks"]]
     _check_cover(name, shape, boxes)
-    return Item(dtype, shape, tuple(Chunk(box, _place(places, name, box.offset)) for box in boxes if box.elements))
+    chunks = tuple(Chunk(box, _span_of(spans, name, box.offset)) for box in boxes if box.elements)
+    return ChunkedTensor(dtype, shape, chunks)
 
 
-def _place(places: dict[tuple[Any, Any], Span], name: str, offset: tuple[int, ...] | None) -> Span:
+def _span_of(spans: dict[tuple[Any, Any], Span], name: str, offset: tuple[int, ...] | None) -> Span:
     try:
-        return places[name, offset]
+        return spans[name, offset]
     except KeyError:
         at = "" if offset is None else f" at {list(offset)}"
-        raise CheckpointCorruptError(f"it does not say where {name}{at} is stored") from None
+        raise CheckpointCorruptError(f"it does not contain the location of {name}{at}") from None
 
 
 def _span(fields: dict[str, Any]) -> Span:
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if fields.get("transform_descriptors"):
         raise CannotReadError(
-            f"{_text(file)} was written through the extensions {short(fields['transform_descriptors'])}; only torch "
-            "with these can read it: load it there and save it again without"
+            f"{_text(file)} was written with the extensions {short(fields['transform_descriptors'])}; only torch "
+            "with these extensions can read it: load it there and save it again without them"
         )
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise CheckpointCorruptError(f"{_text(file)} holds something from {short(offset)}, {short(length)} bytes long")
+        raise CheckpointCorruptError(f"{_text(file)} has the invalid range {short(offset)}, {short(length)}")
     return Span(_text(file), offset, length)
 
 
 def _check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """The boxes make up the tensor: they lie inside, no two overlap, and their sizes add up."""
+    """CheckpointCorruptError if the boxes do not cover the tensor, or overlap, or lie outside of it."""
     for box in boxes:
         if len(box.offset) != len(shape) or len(box.shape) != len(shape):
-            raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk of other dimensions")
+            raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk with another number of dimensions")
         if any(o + n > size for o, n, size in zip(box.offset, box.shape, shape, strict=True)):
-            raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk outside, at {list(box.offset)}")
+            raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk outside of it, at {list(box.offset)}")
     if not make_up(shape, boxes):
         covered = sum(box.elements for box in boxes)
         raise CheckpointCorruptError(
-            f"{name} has {covered} of {math.prod(shape)} elements, or some twice, in its chunks"
+            f"{name} has {covered} of {math.prod(shape)} elements in its chunks, or some of them twice"
         )
 
 
-def _keys(planner_data: Any, items: dict[str, Item]) -> dict[str, tuple[str | int, ...]]:
-    """Metadata of other planners than the default one have other data, or none: then names are keys."""
+def _keys(planner_data: Any, names: set[str]) -> dict[str, tuple[str | int, ...]]:
+    """Return the nested keys of names. Planners other than the default one have other data, or none: names are keys."""
     if not isinstance(planner_data, dict):
         return {}
     return {
         name: tuple(keys)
         for name, keys in planner_data.items()
-        if name in items and keys and isinstance(keys, tuple | list) and all(type(key) in (str, int) for key in keys)
+        if name in names and keys and isinstance(keys, tuple | list) and all(type(key) in (str, int) for key in keys)
     }
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise CheckpointCorruptError(f"{short(value)} is no name")
+        raise CheckpointCorruptError(f"{short(value)} is not a name")
     return value

@@ -1,4 +1,4 @@
-"""Files of other formats that are damaged, or that would run code: one clear line, and nothing happens."""
+"""Files of other formats that are damaged or contain code: one line on stderr, no code is run, nothing is written."""
 
 from __future__ import annotations
 
@@ -23,13 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
-@pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """The file that code in a pickle would make."""
+    """The file that code in a pickle would create."""
     file = tmp_path / "was-run"
     Evil.proves_itself(file)
     return file
@@ -44,7 +39,7 @@ def directory(tmp_path: Path) -> Path:
 # -- code in pickles ---------------------------------------------------------------------------------------------------
 
 
-def test_metadata_that_are_code(run: Commands, directory: Path, mark: Path, tmp_path: Path) -> None:
+def test_metadata_that_run_code(run: Commands, directory: Path, mark: Path, tmp_path: Path) -> None:
     (directory / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
     line = run.refused("convert", directory, tmp_path / "root", "--skip-unsafe")
     assert "posix.system" in line
@@ -54,7 +49,7 @@ def test_metadata_that_are_code(run: Commands, directory: Path, mark: Path, tmp_
 
 
 @pytest.mark.parametrize("where", ["planner_data", "storage_meta", "version", "extra"])
-def test_metadata_with_code_somewhere(run: Commands, directory: Path, mark: Path, tmp_path: Path, where: str) -> None:
+def test_code_in_a_field_of_metadata(run: Commands, directory: Path, mark: Path, tmp_path: Path, where: str) -> None:
     metadata = dcp.FileSystemReader(directory).read_metadata()
     setattr(metadata, where, {"lr": Evil(mark)})
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -74,7 +69,7 @@ def test_metadata_with_code_somewhere(run: Commands, directory: Path, mark: Path
         ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
         ("importlib", "import_module"),
         ("_codecs", "encode"),
-        ("tools.inspect_ckpt.foreign.restricted", "load"),
+        ("tools.inspect_ckpt.formats.pickles", "load"),
     ],
 )
 def test_names_that_are_refused_when_looked_up(
@@ -102,13 +97,13 @@ def test_a_pickle_cannot_change_what_later_ones_use(run: Commands, directory: Pa
 
 
 class Args:
-    """What people save beside their tensors."""
+    """An object that users save beside their tensors."""
 
     def __init__(self) -> None:
         self.lr = 0.1
 
 
-def test_a_torch_file_that_is_code(run: Commands, mark: Path, tmp_path: Path) -> None:
+def test_a_torch_file_that_runs_code(run: Commands, mark: Path, tmp_path: Path) -> None:
     for old in (False, True):
         torch.save({"a": torch.ones(2), "b": Evil(mark)}, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
         line = run.refused("convert", tmp_path / "a.pt", tmp_path / "root", "--skip-unsafe")
@@ -123,7 +118,7 @@ def test_a_torch_file_that_is_code(run: Commands, mark: Path, tmp_path: Path) ->
     assert not (tmp_path / "root").exists()
 
 
-def test_an_object_in_dcp_that_is_code(run: Commands, mark: Path, tmp_path: Path) -> None:
+def test_an_object_in_dcp_that_runs_code(run: Commands, mark: Path, tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3), "bad": {"x": Evil(mark)}, "lr": 0.1}, checkpoint_id=tmp_path / "dcp")
     mark.unlink(missing_ok=True)
     line = run.refused("convert", tmp_path / "dcp", tmp_path / "root")
@@ -138,8 +133,8 @@ def test_an_object_in_dcp_that_is_code(run: Commands, mark: Path, tmp_path: Path
     assert "bad" not in json.dumps(shown)
 
 
-def test_a_chunk_in_dcp_that_is_code(run: Commands, directory: Path, mark: Path, tmp_path: Path) -> None:
-    """The archive of a tensor is looked into by other means than an object's."""
+def test_a_chunk_in_dcp_that_runs_code(run: Commands, directory: Path, mark: Path, tmp_path: Path) -> None:
+    """The archive of a tensor is read by other code than that of an object."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as stream:
         stream.writestr("archive/data.pkl", pickle.dumps(Evil(mark)))
@@ -240,7 +235,7 @@ def is_there_twice(metadata: Any, place: Any) -> None:
         is_there_twice,
     ],
 )
-def test_metadata_that_make_no_sense(run: Commands, directory: Path, tmp_path: Path, change: Any) -> None:
+def test_inconsistent_metadata(run: Commands, directory: Path, tmp_path: Path, change: Any) -> None:
     (tmp_path / "secret").write_bytes((directory / "__0_0.distcp").read_bytes())
     changed(directory, change)
     run.refused("convert", directory, tmp_path / "root", code=1)
@@ -267,7 +262,7 @@ def test_links_and_directories_in_dcp(run: Commands, directory: Path, tmp_path: 
 
 
 def test_dcp_with_random_damage(run: Commands, directory: Path, tmp_path: Path) -> None:
-    """Any byte may be wrong: the command says so, or the byte does not matter; it never fails in another way."""
+    """Whichever byte is wrong, the command reports it, or succeeds because the byte does not matter."""
     rng = random.Random(1)
     for name in (".metadata", "__0_0.distcp"):
         good = (directory / name).read_bytes()
@@ -277,19 +272,9 @@ def test_dcp_with_random_damage(run: Commands, directory: Path, tmp_path: Path) 
             if number % 10 == 0:
                 bad = bad[: rng.randrange(len(bad))]
             (directory / name).write_bytes(bad)
-            code = run_any(run, "convert", directory, tmp_path / f"root{name}{number}")
+            code = run.exit_code("convert", directory, tmp_path / f"root{name}{number}")
             assert code in (0, 1, 2)
         (directory / name).write_bytes(good)
-
-
-def run_any(run: Commands, *arguments: str | Path) -> int:
-    from tools.inspect_ckpt.__main__ import main
-
-    code = main([str(argument) for argument in arguments])
-    captured = run._capsys.readouterr()
-    assert "Traceback" not in captured.err
-    assert captured.err.count("\n") == (1 if code else 0), captured.err
-    return code
 
 
 # -- damaged safetensors -----------------------------------------------------------------------------------------------
@@ -339,7 +324,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_safetensors_that_make_no_sense(run: Commands, tmp_path: Path, name: str) -> None:
+def test_invalid_safetensors(run: Commands, tmp_path: Path, name: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(BAD[name])
     assert "a.safetensors is damaged" in run.refused("convert", tmp_path / "a.safetensors", tmp_path / "root", code=1)
     assert not (tmp_path / "root").exists()
@@ -365,7 +350,7 @@ def test_a_dtype_that_is_unknown(run: Commands, tmp_path: Path, dtype: Any) -> N
         ({"weight_map": {"a": "folder"}}, 2),
     ],
 )
-def test_an_index_that_makes_no_sense(run: Commands, tmp_path: Path, index: Any, code: int) -> None:
+def test_an_invalid_index(run: Commands, tmp_path: Path, index: Any, code: int) -> None:
     good = safetensors({"a": entry()})
     (tmp_path / "a.safetensors").write_bytes(good)
     (tmp_path / "hf" / "folder").mkdir(parents=True)
@@ -375,7 +360,7 @@ def test_an_index_that_makes_no_sense(run: Commands, tmp_path: Path, index: Any,
     assert not (tmp_path / "root").exists()
 
 
-def test_a_directory_that_is_not_clear(run: Commands, tmp_path: Path) -> None:
+def test_an_ambiguous_directory(run: Commands, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     for name in ("a", "b"):
         (tmp_path / "hf" / f"{name}.safetensors").write_bytes(safetensors({"a": entry()}))
@@ -388,7 +373,7 @@ def test_a_directory_that_is_not_clear(run: Commands, tmp_path: Path) -> None:
 # -- other things ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_checkpoint(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
+def test_paths_that_are_not_a_checkpoint(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello world, this is no checkpoint")
     (tmp_path / "empty").mkdir()
     assert "neither" in run.refused("convert", tmp_path / "notes.txt", tmp_path / "root")
@@ -417,18 +402,18 @@ def test_torch_files_with_random_damage(run: Commands, tmp_path: Path) -> None:
         if number % 5 == 0:
             bad = bad[: rng.randrange(len(bad))]
         file.write_bytes(bad)
-        assert run_any(run, "convert", file, tmp_path / f"root{number}") in (0, 1, 2)
+        assert run.exit_code("convert", file, tmp_path / f"root{number}") in (0, 1, 2)
 
 
 def _zipped(source: Path, target: Path, compression: int, **records: bytes) -> None:
-    """The archive `source` with some of its records exchanged."""
+    """Copy the archive `source` with some of its records replaced."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as new:
         for name in old.namelist():
             new.writestr(name, records.get(name.rpartition("/")[2], old.read(name)))
 
 
 def test_a_torch_file_that_is_compressed(run: Commands, tmp_path: Path) -> None:
-    """What is mapped would be the compressed bytes, and what is not could be any amount."""
+    """Mapped, it would give the compressed bytes; loaded, it could expand to any size."""
     torch.save({"w": torch.arange(40.0)}, tmp_path / "a.pt")
     _zipped(tmp_path / "a.pt", tmp_path / "b.pt", zipfile.ZIP_DEFLATED)
     assert "is compressed" in run.refused("convert", tmp_path / "b.pt", tmp_path / "root", code=1)
@@ -436,7 +421,7 @@ def test_a_torch_file_that_is_compressed(run: Commands, tmp_path: Path) -> None:
     run("convert", tmp_path / "b.pt", tmp_path / "root")
 
 
-def test_an_object_in_dcp_that_is_a_bomb(run: Commands, directory: Path, tmp_path: Path) -> None:
+def test_an_object_in_dcp_that_is_a_zip_bomb(run: Commands, directory: Path, tmp_path: Path) -> None:
     metadata = dcp.FileSystemReader(directory).read_metadata()
     torch.save(["a", "b"], tmp_path / "words.pt")
     _zipped(tmp_path / "words.pt", directory / "__9_0.distcp", zipfile.ZIP_DEFLATED, version=bytes(1 << 30))
@@ -449,7 +434,7 @@ def test_an_object_in_dcp_that_is_a_bomb(run: Commands, directory: Path, tmp_pat
 
 
 def test_lists_that_hold_each_other(run: Commands, directory: Path, tmp_path: Path) -> None:
-    """A pickle of some hundred bytes, whose form in full has 2**60."""
+    """A pickle of some hundred bytes whose `repr` has 2**60."""
     twice: list[Any] = []
     for _ in range(60):
         twice = [twice, twice]
@@ -458,7 +443,7 @@ def test_lists_that_hold_each_other(run: Commands, directory: Path, tmp_path: Pa
         place.relative_path = twice
 
     changed(directory, change)
-    assert "is no name" in run.refused("convert", directory, tmp_path / "root", code=1)
+    assert "is not a name" in run.refused("convert", directory, tmp_path / "root", code=1)
 
 
 STRANGE = (None, True, -1, 0, 3, 1 << 62, 10**30, 0.5, "", "F32", "../x", [], {}, [0], [-1, 8], [0, 1 << 62], {"a": 1})
@@ -475,7 +460,7 @@ def test_safetensors_with_random_headers(run: Commands, tmp_path: Path) -> None:
             target = rng.choice((header, header["a"] if isinstance(header.get("a"), dict) else header))
             target[rng.choice(list(target))] = rng.choice((*STRANGE, deep))
         (tmp_path / "a.safetensors").write_bytes(safetensors(header, bytes(32)))
-        code = run_any(run, "convert", tmp_path / "a.safetensors", tmp_path / f"root{number}")
+        code = run.exit_code("convert", tmp_path / "a.safetensors", tmp_path / f"root{number}")
         assert code in (0, 1, 2), header
 
 
@@ -484,7 +469,7 @@ def test_a_full_disk(run: Commands, saved: dict[str, Path], tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("tools.inspect_ckpt.foreign.dcp_writer._put", full)
+        patched.setattr("tools.inspect_ckpt.formats.dcp_writer._write_object", full)
         assert "No space" in run.refused("convert", saved["one"], tmp_path / "dcp", "--to", "dcp")
     assert not (tmp_path / "dcp").exists()
     (tmp_path / "a.safetensors").write_bytes(safetensors({"a": entry()}))

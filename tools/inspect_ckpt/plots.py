@@ -1,4 +1,4 @@
-"""Pictures that a person can read at a glance. Needs matplotlib, which is imported here only."""
+"""Plots of histograms and of the times of saves. Matplotlib is optional, and imported only here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .opening import CannotReadError
-from .output import count, duration, one_line, size
+from .output import CannotReadError, count, duration, one_line, size
 
 if TYPE_CHECKING:
     from .stats import TensorStats
@@ -29,7 +28,7 @@ _PHASES = (
 
 
 def plot_timeline(saves: Sequence[SaveTimes], file: str) -> None:
-    """Each save as a bar of its phases, and its rate. The newest saves, if there are many."""
+    """Draw each save as a bar of its phases, with its rate; only the newest saves, if there are many."""
     shown = list(saves)[-_MOST_SAVES:]
     figure = _figure(11, 2.2 + 0.32 * len(shown))
     bars, rates = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
@@ -60,7 +59,7 @@ def plot_timeline(saves: Sequence[SaveTimes], file: str) -> None:
 
 
 def plot_histograms(found: Sequence[TensorStats], title: str, file: str) -> None:
-    """A histogram for each tensor, counts on a logarithmic scale. The first ones, if there are many."""
+    """Draw a histogram for each tensor, with a logarithmic scale of counts; only the first, if there are many."""
     shown = [stats for stats in found if stats.histogram is not None][:_MOST_HISTOGRAMS]
     if not shown:
         raise CannotReadError("there are no finite elements to draw")
@@ -69,15 +68,15 @@ def plot_histograms(found: Sequence[TensorStats], title: str, file: str) -> None
     figure = _figure(4.6 * columns if columns > 1 else 8, 0.6 + 3.0 * lines)
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes, stats in zip(grid.flat, shown, strict=False):
-        histogram, figures = stats.histogram, stats.figures
+        histogram, numbers = stats.histogram, stats.numbers
         assert histogram is not None
         axes.stairs(histogram.counts, histogram.edges, fill=True, color="#67a9cf")
         axes.set_yscale("log")
         axes.set_ylim(bottom=0.5)
-        axes.axvline(figures.mean, color="#b2182b", linewidth=1)
-        about = f"mean {figures.mean:.3g}, std {figures.std:.3g}, zeros {count(figures.zeros)}"
-        if figures.nan or figures.inf:
-            about += f", NaN {count(figures.nan)}, Inf {count(figures.inf)}"
+        axes.axvline(numbers.mean, color="#b2182b", linewidth=1)
+        about = f"mean {numbers.mean:.3g}, std {numbers.std:.3g}, zeros {count(numbers.zeros)}"
+        if numbers.nan or numbers.inf:
+            about += f", NaN {count(numbers.nan)}, Inf {count(numbers.inf)}"
         axes.set_title(_tail(stats.name), fontsize=9, loc="left", parse_math=False)
         axes.set_xlabel(about, fontsize=8)
         axes.tick_params(labelsize=8)
@@ -95,7 +94,7 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise CannotReadError("pictures need matplotlib: pip install 'ckpt-inprocess[plot]'") from None
+        raise CannotReadError("plots need matplotlib: pip install 'ckpt-inprocess[plot]'") from None
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

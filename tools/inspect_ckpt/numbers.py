@@ -1,4 +1,4 @@
-"""What stored elements mean as numbers, and figures about them that can be gathered block by block."""
+"""Stored elements as numbers, and statistics of them that are computed block by block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Figures", "Histogram", "as_numbers"]
+__all__ = ["Histogram", "Statistics", "as_numbers"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -23,9 +23,9 @@ _RAW_AS = {
 
 
 def as_numbers(array: Array, dtype: str) -> Array | None:
-    """The elements of torch's `dtype` as float64, or complex128, or integers as they are; None if they are no numbers.
+    """Return elements of torch's `dtype` as float64, complex128, or integers of their own width.
 
-    Quantized elements are the integers that are stored.
+    None if they are not numbers. Quantized elements are the integers that are stored.
     """
     if dtype in _RAW_AS:
         array = np.ascontiguousarray(array).view(_RAW_AS[dtype])
@@ -40,11 +40,11 @@ def as_numbers(array: Array, dtype: str) -> Array | None:
 
 
 @dataclass
-class Figures:
-    """Of all elements added: how many there are of each kind, and the figures of the finite ones.
+class Statistics:
+    """Counts of all elements added so far, and statistics of the finite ones.
 
-    Sums are in float64; mean and variance of blocks are merged as in Chan, Golub and LeVeque, "Updating formulae and a
-    pairwise algorithm for computing sample variances" (1979). Of complex numbers the magnitudes are looked at.
+    Sums are in float64. Mean and variance of blocks are merged as in Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances" (1979). Complex numbers count by their magnitudes.
     """
 
     elements: int = 0
@@ -55,22 +55,22 @@ class Figures:
     min: float | int | None = None
     max: float | int | None = None
     mean: float = 0.0
-    _scale: float = field(default=0.0, repr=False)  # the largest magnitude so far; sums of squares are in its square
+    _scale: float = field(default=0.0, repr=False)  # the largest magnitude so far; its square is the unit of sums
     _squared_deviations: float = field(default=0.0, repr=False)
     _squares: float = field(default=0.0, repr=False)
 
     @property
     def std(self) -> float:
-        """The standard deviation of the elements as a population."""
+        """Population standard deviation."""
         return self._scale * math.sqrt(self._squared_deviations / self.finite) if self.finite else 0.0
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of squares."""
+        """Square root of the sum of squares."""
         return self._scale * math.sqrt(self._squares)
 
     def add(self, numbers: Array) -> None:
-        """Add a block."""
+        """Add a block of elements."""
         numbers = np.abs(numbers) if numbers.dtype.kind == "c" else numbers
         self.elements += numbers.size
         self.zeros += numbers.size - int(np.count_nonzero(numbers))
@@ -102,7 +102,7 @@ class Figures:
         self.finite = total
 
     def _rescale(self, largest: float) -> None:
-        """Squares of elements as they are would overflow or vanish."""
+        """Adapt the scale: squares of unscaled elements could overflow or underflow."""
         if largest > self._scale or not self.finite:
             ratio = self._scale / largest if largest else 0.0
             self._squares *= ratio * ratio
@@ -112,7 +112,7 @@ class Figures:
 
 @dataclass
 class Histogram:
-    """How many finite elements are in each of equal bins from `low` to `high`."""
+    """Counts of finite elements in bins of equal width from `low` to `high`."""
 
     low: float
     high: float
@@ -120,7 +120,7 @@ class Histogram:
 
     @classmethod
     def empty(cls, low: float, high: float, bins: int) -> Histogram:
-        """Without elements yet. A range too narrow to be cut into bins is widened."""
+        """Return a histogram without elements. A range too narrow to be divided into bins is widened."""
         if math.isinf(high - low):
             low, high = max(low, -8.9e307), min(high, 8.9e307)
         middle = low / 2 + high / 2
@@ -132,12 +132,12 @@ class Histogram:
         return cls(low, high, np.zeros(bins, np.int64))
 
     def add(self, numbers: Array) -> None:
-        """Add a block."""
+        """Add a block of elements."""
         wide = np.abs(numbers) if numbers.dtype.kind == "c" else numbers
         wide = wide[np.isfinite(wide)].astype(np.float64, copy=False)
         self.counts += np.histogram(wide, len(self.counts), (self.low, self.high))[0]
 
     @property
     def edges(self) -> Array:
-        """The edges of the bins, one more than bins."""
+        """Edges of the bins: one more than there are bins."""
         return np.linspace(self.low, self.high, len(self.counts) + 1)
