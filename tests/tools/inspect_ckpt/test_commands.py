@@ -559,64 +559,6 @@ def test_a_terminal_gets_colours_unless_told_otherwise(root: Path, no_color: str
     assert ("\x1b[32m" in text) == (not no_color)
 
 
-SAVES_AND_RESTORES = """
-import logging, sys
-import torch
-import ckpt
-logging.basicConfig()
-state = {"weights": torch.arange(1 << 18, dtype=torch.float32), "step": 3}
-with ckpt.Checkpointer(sys.argv[1]) as checkpointer:
-    checkpointer.async_save(state, 3)
-    checkpointer.maybe_finalize(blocking=True)
-    found = {"weights": torch.zeros(1 << 18), "step": 0}
-    assert checkpointer.restore(found) == 3
-assert found["step"] == 3 and torch.equal(found["weights"], state["weights"])
-"""
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("compiler", ["cc", "none"])
-def test_an_installed_wheel_has_the_command_and_nothing_else(compiler: str, root: Path, tmp_path: Path) -> None:
-    setuptools = pytest.importorskip("setuptools")
-    if int(setuptools.__version__.split(".")[0]) < 77:
-        pytest.skip("needs setuptools 77 to build")
-    source, wheels, site = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
-    for name in ("ckpt", "tools", "tests", "examples", "inprocess"):
-        if (REPOSITORY / name).is_dir():
-            shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(REPOSITORY / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(source)]
-    environment = {**os.environ, **({"CC": "/bin/false"} if compiler == "none" else {})}
-    subprocess.run(build, check=True, capture_output=True, timeout=50, env=environment)
-    (wheel,) = wheels.glob("*.whl")
-    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    subprocess.run(install, check=True, capture_output=True, timeout=50)
-    installed = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
-    assert installed <= {"ckpt", "inprocess", "inspect_ckpt", "bin"}
-    answer = subprocess.run(
-        [site / "bin" / "inspect_ckpt", "ls", str(root)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert "<- restart" in answer.stdout
-    used = subprocess.run(
-        [sys.executable, "-c", SAVES_AND_RESTORES, str(tmp_path / "used")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert used.returncode == 0, used.stderr
-    assert used.stderr.count("the compiled part of ckpt is not installed") == (compiler == "none")
-
-
 def test_states_have_every_kind_of_file(saved: dict[str, Path], run: Run) -> None:
     """The damage test proves little about kinds of files that are not there."""
     for name in states.NAMES:
