@@ -60,7 +60,7 @@ bench-full: $(INSTALLED)
 	$(BIN)/python -m tools.bench --full $(BENCH_ARGS)
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 wheel: $(VENV)/.installed-release
 	$(BIN)/python -m tools.release.build_wheel
