@@ -51,8 +51,7 @@ def applied(path: Path, tree: Tree, damage: Damage) -> Iterator[None]:
 
 
 def damages(tree: Tree, other_step: Tree, other_world: Tree, seed: int, flips: int, each: int) -> Iterator[Damage]:
-    """Yield `flips` flips of single bits, uniformly over all files, one more in every file, and `each` of every other
-    kind."""
+    """Yield `flips` flips of single bits over all files, one more in every file, and `each` of the other kinds."""
     rng = random.Random(seed)
     names = sorted(tree)
     total = sum(map(len, tree.values()))

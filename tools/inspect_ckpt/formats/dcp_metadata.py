@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from reprlib import repr as short  # bounded: nested lists that contain each other twice have huge forms
+from reprlib import repr as short  # bounded: the full repr of nested lists can be exponentially large
 from types import MappingProxyType
 from typing import Any
 
