@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Histogram", "Statistics", "as_numbers"]
+__all__ = ["Histogram", "Statistics", "TensorStats", "as_numbers"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -141,3 +141,14 @@ class Histogram:
     def edges(self) -> Array:
         """Edges of the bins: one more than there are bins."""
         return np.linspace(self.low, self.high, len(self.counts) + 1)
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """Statistics of one tensor. No histogram where there are no finite elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    numbers: Statistics
+    histogram: Histogram | None

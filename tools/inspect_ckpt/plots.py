@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .output import CannotReadError, count, duration, one_line, size
 
 if TYPE_CHECKING:
-    from .stats import TensorStats
-    from .timeline import SaveTimes
+    from .numbers import TensorStats
+    from .step import SaveTimes
 
 __all__ = ["plot_histograms", "plot_timeline"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ckpt.loading.fetch import Fetch
 
-from .numbers import Histogram, Statistics, as_numbers
+from .numbers import Histogram, Statistics, TensorStats, as_numbers
 from .output import CannotReadError, Exit, Output, count
 from .step import Step, block_boxes, open_step
 
@@ -23,17 +22,6 @@ _BINS = 60
 _BARS = 20
 _BAR_WIDTH = 40
 _ELEMENTS_AT_ONCE = 2 << 20  # each takes 8 bytes in float64, and some copies are made
-
-
-@dataclass(frozen=True)
-class TensorStats:
-    """Statistics of one tensor. No histogram where there are no finite elements."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    numbers: Statistics
-    histogram: Histogram | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from .root import check_directory, check_root, looks_like_step, steps_of
 
 __all__ = [
     "PartTimes",
+    "SaveTimes",
     "Step",
     "block_boxes",
     "open_step",
@@ -228,6 +229,29 @@ class PartTimes:
     def written(self) -> float:
         """When the part was durable."""
         return self.write_begin + self.write_s + self.sync_s
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """Times of one save in seconds: of each duration the largest over all ranks; `begin` is seconds since 1970.
+
+    `queue_s`: from the end of the stall to the start of writing. `commit_s`: from the last part to the root document;
+    None where the change times of the files do not tell, because they were copied. `rate` is bytes per second of
+    writing and sync.
+    """
+
+    step: int
+    begin: float
+    ranks: int
+    bytes: int
+    wait_s: float
+    stage_s: float
+    stall_s: float
+    queue_s: float
+    write_s: float
+    sync_s: float
+    commit_s: float | None
+    rate: float
 
 
 def part_times(path: str, summary: Mapping[str, Any]) -> list[PartTimes]:

@@ -5,42 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from ckpt.errors import CheckpointError
 
 from .output import Exit, Output, duration, size
 from .root import root_of, steps_of
-from .step import part_times, summary_of
+from .step import SaveTimes, part_times, summary_of
 
 __all__ = ["HELP", "SaveTimes", "add_arguments", "run"]
 
 HELP = "show how long each save made training wait, and how long it took to write"
 
 _COMMIT_NOTE = "commit: from the last part to the change time of the root's zarr.json, written right before the rename"
-
-
-@dataclass(frozen=True)
-class SaveTimes:
-    """Times of one save in seconds: of each duration the largest over all ranks; `begin` is seconds since 1970.
-
-    `queue_s`: from the end of the stall to the start of writing. `commit_s`: from the last part to the root document;
-    None where the change times of the files do not tell, because they were copied. `rate` is bytes per second of
-    writing and sync.
-    """
-
-    step: int
-    begin: float
-    ranks: int
-    bytes: int
-    wait_s: float
-    stage_s: float
-    stall_s: float
-    queue_s: float
-    write_s: float
-    sync_s: float
-    commit_s: float | None
-    rate: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
