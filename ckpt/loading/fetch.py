@@ -17,9 +17,9 @@ import numpy as np
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.loading.index import CheckpointIndex, StoredBox, StoredTensor
 from ckpt.planning.boxes import Box
+from ckpt.storage.chunk_reader import ArrayRead, ArrayReader
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import PACK_DIRECTORY
-from ckpt.storage.reader import ArrayRead, ArrayReader
 
 __all__ = ["Fetch", "Wanted"]
 

@@ -9,19 +9,33 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StorageError
-from ckpt.loading.agreement import disagreements
-from ckpt.loading.forms import dtype_name, items, key_path, rank_of, sizes, whole_number
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StateError, StorageError
+from ckpt.loading.consistency import disagreements
+from ckpt.native import crc32c
 from ckpt.paths import Path, display
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import FORMAT_VERSION
+from ckpt.storage.array_metadata import MAX_DIMENSIONS, ArrayMeta
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, unseal, unseal_root
-from ckpt.storage.metadata import MAX_DIMENSIONS, ArrayMeta
+from ckpt.storage.dtypes import stored
 from ckpt.storage.names import PACK_DIRECTORY
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, read_regular
+from ckpt.storage.root import FORMAT_VERSION
 from ckpt.values.codec import decode_value
 
-__all__ = ["ILL_FORMED", "CheckpointIndex", "StoredBox", "StoredTensor", "checked_summary", "parse_index", "read_index"]
+__all__ = [
+    "ILL_FORMED",
+    "CheckpointIndex",
+    "StoredBox",
+    "StoredTensor",
+    "checked_summary",
+    "dtype_name",
+    "items",
+    "key_path",
+    "parse_index",
+    "rank_of",
+    "read_index",
+    "sizes",
+    "whole_number",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +194,7 @@ def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 _MAX_ELEMENTS = 1 << 58  # so that no number of bytes is too large for numpy and the file system
+
 _INSIDE = re.compile(r"(?!(.*/)?\.{0,2}(/|$))[A-Za-z0-9_.~%/-]+")
 """A path below the step, of the characters that names are made of (see `ckpt.storage.names`)."""
 
@@ -246,3 +261,54 @@ def _tensor(index: CheckpointIndex, path: Path, rank: int | None, dtype: str, sh
     elif (tensor.dtype, tensor.shape) != (dtype, shape):
         raise ValueError(f"{display(path)} is stored in two different shapes or dtypes")
     return tensor
+
+
+_MOST = 1 << 63
+
+
+def whole_number(value: Any) -> int:
+    """A number of something: whole, and not negative."""
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{value!r:.80} is no number of something")
+    return value
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    """A shape, or an offset: a list of such numbers."""
+    for number in items(value):
+        if type(number) is not int or not 0 <= number < _MOST:
+            raise ValueError(f"{value!r:.80} are no sizes")
+    return tuple(value)
+
+
+def items(value: Any) -> list[Any]:
+    """A list."""
+    if type(value) is not list:
+        raise ValueError(f"{value!r:.80} is no list")
+    return value
+
+
+def key_path(value: Any) -> Path:
+    """The name of a leaf: a list of strings and integers."""
+    for key in items(value):
+        if type(key) is not str and type(key) is not int:
+            raise ValueError(f"{value!r:.80} is no name")
+    return tuple(value)
+
+
+def rank_of(value: Any, world_size: int) -> int | None:
+    """The rank that something belongs to, or None."""
+    if value is not None and whole_number(value) >= world_size:
+        raise ValueError(f"rank {value!r} is not among the {world_size} that wrote the step")
+    rank: int | None = value
+    return rank
+
+
+def dtype_name(value: Any) -> str:
+    """The name of a dtype that a checkpoint can hold."""
+    try:
+        stored(value)
+    except (StateError, TypeError):
+        raise ValueError(f"{value!r:.80} is no dtype that a checkpoint can hold") from None
+    name: str = value
+    return name

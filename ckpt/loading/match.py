@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.loading.all_or_none import Alone, Gather
 from ckpt.loading.index import CheckpointIndex, StoredTensor
-from ckpt.loading.sources import Alone, Gather
 from ckpt.paths import Path, display
 from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
 from ckpt.values.codec import encode_value, resolve, unregistered_in

@@ -6,17 +6,17 @@ dimensions, into boxes that fill one inner chunk after the other.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.paths import Path
-from ckpt.planning.balance import Balance
 from ckpt.planning.boxes import Box
+from ckpt.planning.chunk_grid import Grid, GridOptions
 from ckpt.planning.description import TensorSpec
-from ckpt.planning.grid import Grid, GridOptions
 
-__all__ = ["Pack", "PackedTensor", "Unit", "make_pack"]
+__all__ = ["Balance", "Pack", "PackedTensor", "Unit", "make_pack"]
 
 _ALIGNMENT = 16
 _SMALLEST_INNER_BYTES = 64  # any element fits
@@ -169,3 +169,25 @@ def _cut(box: Box, itemsize: int, room: int, least: int) -> tuple[Box | None, li
 def _rows(box: Box, dim: int, first: int, last: int) -> Box:
     offset = (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :])
     return Box(offset, (*box.shape[:dim], last - first, *box.shape[dim + 1 :]))
+
+
+class Balance:
+    """Gives work to the least loaded of a set of ranks; `loads` is shared between sets, so a heap entry may be out of
+    date."""
+
+    def __init__(self, loads: list[int]) -> None:
+        self._loads = loads
+        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def give(self, holders: tuple[int, ...], nbytes: int) -> int:
+        """Give work of `nbytes` to one of `holders`, and return which."""
+        heap = self._heaps.get(holders)
+        if heap is None:
+            heap = self._heaps[holders] = [(self._loads[rank], rank) for rank in holders]
+            heapq.heapify(heap)
+        while heap[0][0] != self._loads[heap[0][1]]:
+            heapq.heapreplace(heap, (self._loads[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        self._loads[rank] += nbytes
+        heapq.heapreplace(heap, (self._loads[rank], rank))
+        return rank

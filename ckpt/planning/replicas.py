@@ -25,8 +25,8 @@ import torch
 
 from ckpt.paths import Path
 from ckpt.planning.description import TensorSpec
-from ckpt.planning.dtensors import local_tensor
 from ckpt.planning.state_dict import FlatState, TensorLeaf
+from ckpt.planning.tensors import local_tensor
 
 __all__ = ["Kind", "replica_kinds"]
 

@@ -13,11 +13,10 @@ import numpy as np
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.balance import Balance
 from ckpt.planning.boxes import Box, Sharding, local_boxes
+from ckpt.planning.chunk_grid import Grid, GridOptions, common_grid, refine
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.grid import Grid, GridOptions, common_grid, refine
-from ckpt.planning.packing import PackedTensor, Unit, make_pack
+from ckpt.planning.packing import Balance, PackedTensor, Unit, make_pack
 
 __all__ = ["ArrayPlan", "SavePlan", "make_save_plan"]
 

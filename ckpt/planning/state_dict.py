@@ -7,8 +7,8 @@ trainer; imports torch.
 
 from __future__ import annotations
 
-import functools
 import operator
+import random
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
@@ -22,16 +22,87 @@ import torch
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, Sharding
+from ckpt.planning.boxes import Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.dtensors import DTensors, LocalBox, local_tensor, without_graph
-from ckpt.planning.leaves import PerRank, RngState
+from ckpt.planning.tensors import (
+    PLAIN_TENSORS,
+    DTensors,
+    LocalBox,
+    check_storable,
+    local_tensor,
+    shares_elements,
+    tensor_over,
+    tensor_spec,
+    whole_box,
+    without_graph,
+)
 from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.registry import encoder_of, form_of
 
-__all__ = ["Assign", "FlatState", "Owner", "TensorLeaf", "ValueLeaf", "flatten"]
+__all__ = ["Assign", "FlatState", "Owner", "PerRank", "RngState", "TensorLeaf", "ValueLeaf", "flatten"]
+
+
+@dataclass(slots=True)
+class PerRank:
+    """A part of the state that belongs to this rank alone, such as its position in the data.
+
+    `value` is anything a state may hold. Each rank saves its own, and gets its own back. A rank that the checkpoint
+    does not know, because it was written by fewer ranks, keeps what it has. `value` itself is replaced by a restore if
+    it is not a container. For random number generators there is `RngState`.
+    """
+
+    value: Any
+
+
+class RngState:
+    """The random number generators of this process, as a part of a state: ``state = {"rng": ckpt.RngState(), ...}``.
+
+    A save takes the state that they have at that moment, a restore sets it: the global generators of Python's `random`,
+    of numpy (``numpy.random.seed``), and of torch on the CPU and on all CUDA devices. It is `PerRank` by itself: each
+    rank gets its own back, and a rank that the checkpoint does not know keeps what it has. A restore sets the
+    generators after all other objects of the state have loaded.
+
+    CUDA's are saved once the process has used CUDA. A process without CUDA keeps what a checkpoint has of them, to save
+    it again; devices that are not there are passed over, and those that the checkpoint does not know keep what they
+    have. Generators that you have made yourself (`torch.Generator`, `numpy.random.Generator`) are not in it. Use it in
+    the thread that trains.
+    """
+
+    def __init__(self) -> None:
+        self._cuda: list[bytes] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the generators are at: of the same structure on every machine, whatever devices it has."""
+        import numpy as np
+        import torch
+
+        version, numbers, gauss = random.getstate()
+        if torch.cuda.is_initialized():
+            self._cuda = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": list(self._cuda),
+            "numpy": np.random.get_state(legacy=False),
+            "python": {"version": version, "numbers": np.array(numbers, np.uint32), "gauss": gauss},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the generators to what `state_dict` returned, here or in another process."""
+        import numpy as np
+        import torch
+
+        python = state_dict["python"]
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        self._cuda = list(state_dict["cuda"])
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for device, state in enumerate(self._cuda[:devices]):
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
+
 
 _MAX_NESTING = 100
+
 Assign = Callable[[Any], None]
 """Puts another value in the place of one that a state has."""
 
@@ -128,9 +199,6 @@ def _identity(seen: _Seen) -> tuple[Any, ...]:
     return (*where, local.is_conj(), local.is_neg(), *seen[2:])
 
 
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
 class _Walk:
     """One pass over a state. `_seen` finds tensors that are the same memory: first by its address, then exactly."""
 
@@ -206,25 +274,25 @@ class _Walk:
         self._flat.values[path] = ValueLeaf(value, per_rank, assign, encoded)
 
     def _array(self, path: Path, array: np.ndarray[Any, Any], per_rank: bool) -> None:
-        aliased = _tensor_over(array)
+        aliased = tensor_over(array)
         if aliased is not None:
             self._tensor(path, aliased, per_rank)
             return
         contiguous = np.array(array, order="C", copy=True)
-        local = _tensor_over(contiguous)
+        local = tensor_over(contiguous)
         if local is None:
             raise StateError(f"{display(path)}: numpy arrays of dtype {array.dtype} cannot be stored")
         self._tensor(path, local, per_rank)
         if path in self._flat.tensors:
             leaf = self._flat.tensors[path]
             leaf.after = lambda: np.copyto(array, contiguous)
-            leaf.writeable = array.flags.writeable and not _shares_elements(array.shape, array.strides)
+            leaf.writeable = array.flags.writeable and not shares_elements(array.shape, array.strides)
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
         # A look at an attribute that is not there takes a microsecond.
-        sharding = None if type(tensor) in _PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
+        sharding = None if type(tensor) in PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
         local = without_graph(tensor) if sharding is None else local_tensor(tensor)
-        _check_tensor(path, local)
+        check_storable(path, local)
         if per_rank or sharding is None:  # what this rank has of a DTensor that is per rank is its own
             sharding, tensor = None, local
         shape = tuple(tensor.shape)
@@ -232,9 +300,9 @@ class _Walk:
         if earlier is not None:
             self._flat.aliases[path] = earlier
             return
-        boxes = [_whole(shape)] if sharding is None else self._dtensors.boxes(path, tensor, local, sharding)
-        spec = _spec(local.dtype, shape, sharding, per_rank)
-        writeable = local.is_contiguous() or not _shares_elements(local.shape, local.stride())
+        boxes = [whole_box(shape)] if sharding is None else self._dtensors.boxes(path, tensor, local, sharding)
+        spec = tensor_spec(local.dtype, shape, sharding, per_rank)
+        writeable = local.is_contiguous() or not shares_elements(local.shape, local.stride())
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
 
     def _seen_before(
@@ -255,10 +323,6 @@ class _Walk:
 def _is_unicode(text: str) -> bool:
     """False for half a surrogate pair, which no JSON reader but Python's takes."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
 
 
 def _tuple_setter(node: tuple[Any, ...], assign: Assign | None) -> Callable[[int, Any], None] | None:
@@ -286,44 +350,3 @@ def _holds_tensors(node: Any, depth: int = 0) -> bool:
     if isinstance(node, list | deque | tuple):
         return any(_holds_tensors(item, depth + 1) for item in node)
     return isinstance(node, torch.Tensor | np.ndarray | PerRank) or hasattr(node, "state_dict")
-
-
-def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
-    problem = None
-    if tensor.layout != torch.strided:
-        problem = f"has the layout {tensor.layout}; save its to_dense() or its parts"
-    elif tensor.is_quantized:
-        problem = "is quantized; save its int_repr() and scales"
-    elif tensor.is_meta:
-        problem = "is on the meta device and has no data"
-    elif type(tensor) not in _PLAIN_TENSORS:
-        problem = f"is a {type(tensor).__qualname__}; of tensor subclasses only DTensor can be stored"
-    if problem:
-        raise StateError(f"{display(path)}: this tensor {problem}")
-
-
-# One object for equal ones, so that comparing two descriptions takes a look at each, and not at all that is in it.
-@functools.lru_cache(maxsize=4096)
-def _spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
-    return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
-
-
-@functools.lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> LocalBox:
-    return Box.whole(shape), (0,) * len(shape)
-
-
-def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """A tensor over the memory of an array; None if torch cannot have one."""
-    if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
-        return None
-    try:
-        return torch.from_numpy(array)
-    except TypeError:
-        dtype = getattr(torch, array.dtype.name, None)  # ml_dtypes names its types as torch does
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
-        return None
-    if not array.flags.c_contiguous:
-        return None
-    as_integers = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize]
-    return torch.from_numpy(array.view(as_integers)).view(dtype)

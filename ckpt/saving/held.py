@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import CheckpointError
+from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
@@ -35,9 +36,9 @@ from ckpt.staging.copies import Copies
 from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.peers import exchange_slots
 from ckpt.staging.runs import checksums_of
-from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
-from ckpt.storage.commit import SaveId, read_part_of_step
-from ckpt.storage.images import checksums_behind
+from ckpt.storage.chunk_codec import checksums_behind
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import read_part_of_step
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "HeldMemory"]

@@ -19,8 +19,9 @@ from ckpt.planning.save_plan import ArrayPlan, SavePlan
 from ckpt.saving.part import Image, LocalBoxes, Part, PartPlan
 from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy_op import CopyOp
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_layout import FileLayout
 from ckpt.storage.documents import EncodedList
-from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
 __all__ = ["copies_from", "make_part"]

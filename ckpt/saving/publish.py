@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
+from ckpt.native import crc32c
 from ckpt.saving.replicas import Warn, all_names, check_replicas
 from ckpt.storage import files
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published
+from ckpt.storage.array_metadata import ArrayMeta, group_document, groups, root_document
+from ckpt.storage.commit import Abandoned, PendingSave, Published
 from ckpt.storage.documents import EncodedList, canonical, seal, seal_root
-from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
-from ckpt.storage.retired import retire_step
+from ckpt.storage.recycled import retire_step
+from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["PartFile", "Retention", "publish", "retain"]
 

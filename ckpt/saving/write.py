@@ -41,18 +41,13 @@ from ckpt.saving.part import Image, PartPlan
 from ckpt.saving.publish import PartFile, Retention, publish, retain
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.replicas import Digests
-from ckpt.storage.commit import (
-    Abandoned,
-    CheckpointRoot,
-    NotDurableError,
-    PendingSave,
-    Published,
-    Reason,
-    SaveId,
-)
+from ckpt.storage.chunk_codec import WrittenChunk
+from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
+from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published, Reason
 from ckpt.storage.leases import Lease, Leases
-from ckpt.storage.retired import discard_retired, take_retired
-from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
+from ckpt.storage.names import SaveId
+from ckpt.storage.recycled import discard_retired, take_retired
+from ckpt.storage.root import CheckpointRoot
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 

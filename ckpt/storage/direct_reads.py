@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.native import SEGMENT, read_pieces
-from ckpt.storage.checksums import CHECKSUM_BYTES
-from ckpt.storage.metadata import ArrayMeta, FileLayout, Piece, indices
+from ckpt.native import CHECKSUM_BYTES, SEGMENT, read_pieces
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_layout import FileLayout, Piece, indices
 from ckpt.storage.regular_files import DamagedFileError, open_regular
 
 __all__ = ["read_box", "read_runs"]

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 
 __all__ = ["MAX_DOCUMENT_BYTES", "EncodedList", "canonical", "seal", "seal_root", "unseal", "unseal_root"]
 

@@ -14,29 +14,17 @@ import ctypes
 import errno
 import os
 import secrets
-import shutil
-import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from enum import Enum
 
 from ckpt.errors import StorageError
 
 __all__ = [
-    "Rename",
     "append",
-    "check_writable",
     "create_exclusive",
-    "fresh_names",
-    "fsync_directory",
     "holds",
-    "make_directories",
-    "names_in",
     "remove",
-    "remove_tree",
-    "rename_directory",
-    "server_time",
     "storage_errors",
     "sync_files",
     "touch",
@@ -48,8 +36,7 @@ __all__ = [
 ]
 
 _ALIGNMENT = 4096
-_REMOVE_ATTEMPTS = 5
-_MAX_WRITE_BYTES = 1 << 30  # Linux takes a little less than 2 GiB at once
+_MAXWRITE_BYTES = 1 << 30  # Linux takes a little less than 2 GiB at once
 _WRITE, _NEW, _OVER = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, os.O_CREAT | os.O_EXCL, 0
 
 _HINTS = {
@@ -66,14 +53,6 @@ _HINTS = {
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     errno.ESTALE: "the network file system lost the file: check its server",
 }
-
-
-class Rename(Enum):
-    """What became of a rename that never overwrites."""
-
-    DONE = "done"
-    SOURCE_GONE = "source gone"
-    TARGET_EXISTS = "target exists"
 
 
 @contextmanager
@@ -102,7 +81,7 @@ def write_durable(path: str, data: bytes) -> None:
         except BaseException:
             _discard(temporary)
             raise
-        _fsync(os.path.dirname(path))
+        fsync(os.path.dirname(path))
 
 
 def create_exclusive(path: str, data: bytes) -> bool:
@@ -115,7 +94,7 @@ def create_exclusive(path: str, data: bytes) -> bool:
             return False
         finally:
             _discard(temporary)
-        _fsync(os.path.dirname(path))
+        fsync(os.path.dirname(path))
         return True
 
 
@@ -152,34 +131,6 @@ def touch(path: str) -> None:
     """Set the time of a file to now, by the clock of its file system. It must be there."""
     with storage_errors("renew", path):
         os.utime(path)
-
-
-def server_time(path: str) -> float:
-    """The time of the file system of directory `path`, in seconds; that of this host where no file can be made."""
-    try:
-        _probe(path)
-        return os.stat(path).st_mtime
-    except OSError:
-        return time.time()
-
-
-def names_in(path: str) -> list[str]:
-    """The names in a directory, without hidden ones, sorted; none if it is not there."""
-    with storage_errors("list", path):
-        try:
-            return sorted(name for name in os.listdir(path) if not name.startswith("."))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-
-def fresh_names(path: str) -> list[str]:
-    """Like `names_in`, and as the server has them now, where this host may write there.
-
-    A client of a network file system answers from its cache for seconds; a name made in the directory ends that.
-    """
-    with suppress(OSError):
-        _probe(path)
-    return names_in(path)
 
 
 def holds(path: str, data: bytes) -> bool:
@@ -222,83 +173,10 @@ def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int
                 pass
 
 
-def check_writable(path: str) -> None:
-    """Raise StorageError if no name can be made in directory `path`."""
-    with storage_errors("write", path):
-        _probe(path)
-
-
-def fsync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    _sync(path)
-
-
-def make_directories(root: str, relative: str, made: Container[str] = ()) -> list[str]:
-    """Make directory `relative` below `root`, which exists, and return the paths from `root` to it, both included.
-
-    Never makes `root`: that of an abandoned save must not come back. Those in `made` are known to be there. It is
-    durable after a sync of all these paths.
-    """
-    paths = [root]
-    if relative:
-        under(root, relative)
-        for part in relative.split("/"):
-            paths.append(os.path.join(paths[-1], part))
-            if paths[-1] not in made:
-                with storage_errors("make directory", paths[-1]), suppress(FileExistsError):
-                    os.mkdir(paths[-1])
-    return paths
-
-
-def rename_directory(source: str, target: str) -> Rename:
-    """Rename a directory on one file system, durably, and atomically against all others who rename it or to `target`.
-
-    Never overwrites. Where the system cannot promise that in one step, only an *empty* directory can still be
-    overwritten. What counts is what is there afterwards: a network file system may report `SOURCE_GONE` for a rename of
-    its own that it repeated, and after a `StorageError` of the final sync the rename is done, if not durable.
-    """
-    with storage_errors("rename", source):
-        try:
-            _rename_no_replace(source, target)
-        except FileNotFoundError:
-            if os.path.lexists(source):
-                raise  # the directory of the target is missing
-            return Rename.SOURCE_GONE
-        except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                return Rename.TARGET_EXISTS
-            raise
-        for parent in dict.fromkeys((os.path.dirname(target), os.path.dirname(source))):
-            _fsync(parent)
-        return Rename.DONE
-
-
 def remove(path: str) -> None:
     """Remove a file, if it is there."""
     with storage_errors("remove", path), suppress(FileNotFoundError):
         os.unlink(path)
-
-
-def remove_tree(path: str) -> None:
-    """Remove a directory and all in it, following no links, also while others remove it too or still write there."""
-    for attempt in range(_REMOVE_ATTEMPTS):
-        with storage_errors("remove", path):
-            try:
-                shutil.rmtree(path)
-            except OSError as error:
-                if not os.path.lexists(path):
-                    return
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or attempt == _REMOVE_ATTEMPTS - 1:
-                    raise
-            else:
-                return
-
-
-def _probe(path: str) -> None:
-    """Make and remove a hidden file in directory `path`."""
-    probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
-    os.close(os.open(probe, _WRITE | _NEW, 0o666))
-    os.unlink(probe)
 
 
 def _write_sibling(path: str, data: bytes, *, sync: bool = True) -> str:
@@ -319,7 +197,7 @@ def _write(fd: int, data: bytes | memoryview, *, sync: bool = False) -> None:
     try:
         view = memoryview(data)
         while view:
-            view = view[os.write(fd, view[:_MAX_WRITE_BYTES]) :]
+            view = view[os.write(fd, view[:_MAXWRITE_BYTES]) :]
         if sync:
             os.fsync(fd)
     finally:
@@ -340,7 +218,7 @@ def _write_direct(path: str, image: memoryview, size: int, flags: int) -> bool:
         offset = 0
         while offset < len(image):
             try:
-                written = os.pwrite(fd, image[offset : offset + _MAX_WRITE_BYTES], offset)
+                written = os.pwrite(fd, image[offset : offset + _MAXWRITE_BYTES], offset)
             except OSError as error:
                 if offset == 0 and error.errno == errno.EINVAL:
                     return False
@@ -361,10 +239,10 @@ def _sync_all(paths: Iterable[str]) -> None:
 
 def _sync(path: str) -> None:
     with storage_errors("sync", path):
-        _fsync(path)
+        fsync(path)
 
 
-def _fsync(path: str) -> None:
+def fsync(path: str) -> None:
     fd = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -386,10 +264,10 @@ def _link(source: str, target: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        _rename_no_replace(source, target)  # a file system without hard links
+        rename_no_replace(source, target)  # a file system without hard links
 
 
-def _rename_no_replace(source: str, target: str) -> None:
+def rename_no_replace(source: str, target: str) -> None:
     """renameat2(2) with RENAME_NOREPLACE; without it, rename(2), which never replaces a directory that is not empty."""
     at_fdcwd, no_replace = -100, 1
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

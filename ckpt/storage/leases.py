@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
-from ckpt.storage import files
+from ckpt.storage import directories, files
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
@@ -74,8 +74,8 @@ class Leases:
 
     def writers(self) -> list[Writer]:
         """All writers that registered. StorageError when they cannot be read."""
-        names = files.names_in(self.path)
-        now = files.server_time(self.path) if names else 0.0
+        names = directories.names_in(self.path)
+        now = directories.server_time(self.path) if names else 0.0
         return [writer for name in names for writer in self._writers_of(name, now)]
 
     def alive_ranks(self) -> set[int]:
@@ -84,7 +84,7 @@ class Leases:
 
     def has_left(self, trainer: Process) -> bool:
         """Whether this trainer has left."""
-        lines = (line for name in files.names_in(self.path) for line in self._lines(name))
+        lines = (line for name in directories.names_in(self.path) for line in self._lines(name))
         return any(line.get("left") == [trainer.pid, trainer.start] for line in lines)
 
     def renew(self) -> None:

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["PACK_DIRECTORY", "directory"]
+__all__ = ["PACK_DIRECTORY", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
 
 PACK_DIRECTORY = "packed"
 """The array that tensors are packed in; no key is stored under this name."""
@@ -74,3 +75,38 @@ def _escaped_bytes(raw: bytes) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
+
+
+PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
+_SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveId:
+    """One attempt to save one step. `owner` is the token of the job that saves; `nonce` tells the attempt from every
+    other one. All ranks derive the same without communication."""
+
+    step: int
+    owner: int
+    nonce: str
+
+    @property
+    def name(self) -> str:
+        """The directory of the save while it is not published."""
+        return f"{step_name(self.step)}-o{self.owner}-{self.nonce}"
+
+
+def step_name(step: int) -> str:
+    """The directory of a published step."""
+    return f"step_{step:08d}"
+
+
+def parse_save_name(name: str) -> SaveId | None:
+    """The save whose directory has this name; None for anything else."""
+    match = _SAVE.fullmatch(name)
+    return SaveId(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def part_name(rank: int) -> str:
+    """A rank's part manifest, relative to the save."""
+    return f"parts/rank_{rank:05d}.json"

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
-from ckpt.storage import files
+from ckpt.storage import directories, files
 from ckpt.storage.documents import seal, unseal
 from ckpt.storage.leases import RENEW_S, Leases, is_fresh
 from ckpt.storage.regular_files import read_document_at
@@ -104,7 +104,7 @@ class Ownership:
 
     def newest(self) -> int:
         """The token of the owner; 0 if there was none yet."""
-        return max(_tokens(files.fresh_names(self._path)), default=0)
+        return max(_tokens(directories.fresh_names(self._path)), default=0)
 
     def has(self, token: int) -> bool:
         """Whether the claim with this token can be seen from here, or one that was made later."""
@@ -116,7 +116,7 @@ class Ownership:
         newest = self.newest()
         if newest < token:
             self._make(token)
-            files.make_directories(self._path, f"{token:08d}")
+            directories.make_directories(self._path, f"{token:08d}")
             newest = self.newest()
         if newest == token:
             return
@@ -140,7 +140,7 @@ class Ownership:
                 raise self._fenced(seen, newest)
             token = max(newest + 1, int(1000 * time.time()))
             if self._make(token, temporary) and self.newest() == token:
-                files.make_directories(self._path, f"{token:08d}")
+                directories.make_directories(self._path, f"{token:08d}")
                 self._forget(token)
                 return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
@@ -180,13 +180,13 @@ class Ownership:
         if claim is None or leases.has_left(claim.process):
             return False
         alive = claim.process.alive
-        return is_fresh(self._file(token), files.server_time(self._path)) if alive is None else alive
+        return is_fresh(self._file(token), directories.server_time(self._path)) if alive is None else alive
 
     def _make(self, token: int, temporary: bool = False) -> bool:
         """Make a claim, durably; whether it was made by this call, also where a network file system repeated the call
         and says it was not."""
-        for made in files.make_directories(self._root, ".owner"):
-            files.fsync_directory(made)
+        for made in directories.make_directories(self._root, ".owner"):
+            directories.fsync_directory(made)
         process = Process.here()
         document = {"token": token, "process": [process.host, process.pid, process.start]}
         document |= {"node": os.uname().nodename, "time": time.time(), "temporary": temporary}
@@ -196,13 +196,13 @@ class Ownership:
 
     def _forget(self, token: int) -> None:
         """Remove claims and leases older than that of the owner before the one with this token."""
-        before = sorted(number for number in _tokens(files.names_in(self._path)) if number < token)
-        for name in files.names_in(self._path):
+        before = sorted(number for number in _tokens(directories.names_in(self._path)) if number < token)
+        for name in directories.names_in(self._path):
             number = re.match(r"\d{8,18}", name)
             if before and number is not None and int(number[0]) < before[-1]:
                 path = os.path.join(self._path, name)
                 with contextlib.suppress(StorageError):
-                    files.remove(path) if name.endswith(".json") else files.remove_tree(path)
+                    files.remove(path) if name.endswith(".json") else directories.remove_tree(path)
 
     def _file(self, token: int) -> str:
         return os.path.join(self._path, f"{token:08d}.json")

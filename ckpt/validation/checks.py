@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
-from ckpt.loading.agreement import disagreements
+from ckpt.loading.consistency import disagreements
 from ckpt.loading.index import CheckpointIndex
-from ckpt.storage.metadata import ArrayMeta
-from ckpt.storage.verification import READ_BYTES, verify_chunk
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_codec import READ_BYTES, verify_chunk
 from ckpt.validation.step_files import (
     ChunkFile,
     Problem,

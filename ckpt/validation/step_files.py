@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.loading.forms import items, key_path, whole_number
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, parse_index
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, items, key_path, parse_index, whole_number
+from ckpt.native import crc32c
 from ckpt.paths import display
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import FORMAT_VERSION, part_name
+from ckpt.storage.array_metadata import ArrayMeta, group_document, groups
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical, unseal, unseal_root
-from ckpt.storage.metadata import ArrayMeta, group_document, groups
+from ckpt.storage.names import part_name
 from ckpt.storage.regular_files import DamagedFileError, read_regular
+from ckpt.storage.root import FORMAT_VERSION
 
 __all__ = ["ChunkFile", "Problem", "StepFiles", "read_document", "read_step_files", "tensor_name"]
 

@@ -20,8 +20,17 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, StateError
-from ckpt.values.registry import Form, Unregistered, encoder_named, encoder_of, form_of, name_of
-from ckpt.values.standard import STANDARD, STANDARD_BY_NAME, TORCH
+from ckpt.values.registry import (
+    STANDARD,
+    STANDARD_BY_NAME,
+    TORCH,
+    Form,
+    Unregistered,
+    encoder_named,
+    encoder_of,
+    form_of,
+    name_of,
+)
 
 __all__ = ["UnencodableError", "decode_value", "encode_value", "resolve", "unregistered_in"]
 

@@ -14,8 +14,9 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedEr
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
 from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot, PendingSave
+from ckpt.storage.commit import PendingSave
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 from tests.support import LeakCheck, run_ranks
 from tools.inspect_ckpt.__main__ import main

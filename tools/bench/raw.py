@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 
 __all__ = ["RawFile", "crc_seconds"]
 

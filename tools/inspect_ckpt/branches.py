@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.storage.commit import CheckpointRoot, intent_of_step
+from ckpt.storage.root import CheckpointRoot, intent_of_step
 
 from .opening import CannotReadError
 

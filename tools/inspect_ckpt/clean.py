@@ -8,8 +8,9 @@ import os
 import time
 from dataclasses import dataclass
 
-from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason
-from ckpt.storage.retired import discard_retired, retired_path
+from ckpt.storage.commit import PendingSave, Reason
+from ckpt.storage.recycled import discard_retired, retired_path
+from ckpt.storage.root import CheckpointRoot
 
 from .opening import root_of
 from .output import Exit, Output, duration, plural, size

@@ -11,7 +11,7 @@ import stat
 import time
 
 from ckpt.paths import Path, display
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 
 from .foreign.command import check_outside, counting
 from .foreign.compare import different_tensors, names_differ, report, same_value

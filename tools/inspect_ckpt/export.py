@@ -16,8 +16,8 @@ import numpy as np
 
 from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
+from ckpt.storage.chunk_layout import indices
 from ckpt.storage.dtypes import stored
-from ckpt.storage.metadata import indices
 
 from .foreign.command import check_outside, counting, listed
 from .foreign.ours import Leaf, LeafReader, tensor_leaves, unique_names, value_leaves

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from ckpt.loading.agreement import all_tensors
+from ckpt.loading.consistency import all_tensors
 from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_index
+from ckpt.native import crc32c
 from ckpt.paths import display
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import CheckpointRoot, parse_save_name
 from ckpt.storage.documents import unseal, unseal_root
-from ckpt.storage.readers import StepReader
+from ckpt.storage.names import parse_save_name
+from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.step_reader import StepReader
 from ckpt.validation import read_document
 
 __all__ = [

@@ -6,8 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from ckpt.storage.commit import CheckpointRoot
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.root import CheckpointRoot
 
 from .opening import CannotReadError
 from .output import Output

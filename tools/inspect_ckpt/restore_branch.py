@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.files import Rename
+from ckpt.storage import directories
+from ckpt.storage.directories import Rename
+from ckpt.storage.root import CheckpointRoot
 
 from .branches import Aside, find_aside, way_back
 from .opening import CannotReadError, root_of
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
                 root.move_aside(step, root.superseded_path)
             for one in back:
                 root.ownership.check(token)
-                if files.rename_directory(one.path, root.step_path(one.step)) is not Rename.DONE:
+                if directories.rename_directory(one.path, root.step_path(one.step)) is not Rename.DONE:
                     raise CannotReadError(f"{one.path} cannot be moved to {root.step_path(one.step)}")
     doing = "would be " if arguments.dry_run else ""
     for step in away:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, SaveId
+from ckpt.storage.commit import Abandoned, PendingSave
+from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.root import CheckpointRoot
 
 from .output import duration, plural
 

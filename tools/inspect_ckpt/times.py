@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.loading.forms import whole_number
-from ckpt.loading.index import ILL_FORMED
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import part_name
+from ckpt.loading.index import ILL_FORMED, whole_number
+from ckpt.native import crc32c
 from ckpt.storage.documents import unseal
+from ckpt.storage.names import part_name
 from ckpt.validation import read_document
 
 __all__ = ["PartTimes", "part_times"]

@@ -19,8 +19,9 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
-from ckpt.storage.commit import CheckpointRoot, PendingSave, intent_of_step
-from ckpt.storage.retired import retire_step, retired_path
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.recycled import retire_step, retired_path
+from ckpt.storage.root import CheckpointRoot, intent_of_step
 from tests.ckpt.crash.killers import KillingWriter, wait_until
 from tests.support import RankGroup, launch_ranks
 from tests.support.selection import FULL

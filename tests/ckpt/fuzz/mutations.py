@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 from ckpt.storage.documents import canonical
 
 __all__ = ["mutate"]

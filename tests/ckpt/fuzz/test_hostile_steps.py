@@ -14,7 +14,7 @@ import torch
 
 import ckpt
 from ckpt import AsyncCallsQueue, CheckpointCorruptError, Checkpointer
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 from ckpt.storage.documents import seal, unseal, unseal_root
 from ckpt.validation import validate
 from tests.tools.inspect_ckpt.forgery import reseal_root

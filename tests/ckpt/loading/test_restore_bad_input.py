@@ -26,8 +26,8 @@ from ckpt import (
     StateMismatchError,
     StorageError,
 )
-from ckpt.storage.commit import CheckpointRoot
 from ckpt.storage.documents import seal_root
+from ckpt.storage.root import CheckpointRoot
 from tests.support import LeakCheck, run_ranks
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank
-from ckpt.storage.reader import ArrayReader
+from ckpt.storage.chunk_reader import ArrayReader
 from tests.support import run_ranks
 
 _MB = 1 << 20
@@ -52,9 +52,9 @@ def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
             with Checkpointer(root / name) as checkpointer:
                 checkpointer.save(each, 1)
         return 0
-    from ckpt.loading.load import restore
+    from ckpt.loading.restore import restore
     from ckpt.ranks import Ranks
-    from ckpt.storage.commit import CheckpointRoot
+    from ckpt.storage.root import CheckpointRoot
 
     for tensor in state.values():
         tensor.zero_()

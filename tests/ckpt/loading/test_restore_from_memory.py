@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.loading.sources import RestoreReport
+from ckpt.loading.restore_step import RestoreReport
 from ckpt.saving import held
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck, layouts, rank_values

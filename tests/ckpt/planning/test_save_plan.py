@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ckpt.errors import StateError
 from ckpt.paths import Path
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec, check_agreement, exchange
-from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 
 _ALL = 1 << 40

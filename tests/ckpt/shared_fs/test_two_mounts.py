@@ -11,8 +11,9 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointNotFoundError, FencedError, StorageError
-from ckpt.storage.commit import CheckpointRoot, PendingSave
-from ckpt.storage.locks import lock_shared, try_lock_exclusive
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.directories import lock_shared, try_lock_exclusive
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate
 from tests.ckpt.crash.killers import wait_until

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.storage.images import piece_array
-from ckpt.storage.metadata import ArrayMeta
-from ckpt.storage.writers import ChunkJob, ChunkWriter, WrittenChunk
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_codec import WrittenChunk, piece_array
+from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 
 __all__ = ["SCENARIOS", "Scenario", "assert_whole", "opened", "save", "state_of"]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import SCENARIOS, Scenario, assert_whole, opened, save
 from tests.ckpt.storage.syscalls import Call, Syscalls
 from tests.support.selection import FULL

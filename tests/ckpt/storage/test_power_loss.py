@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.crash_states import Change, Recorder, Tree, crash, materialise
 from tests.ckpt.storage.small_saves import SCENARIOS, assert_whole, opened, save
 from tests.ckpt.storage.syscalls import Call, Syscalls

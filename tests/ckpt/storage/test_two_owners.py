@@ -13,7 +13,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import assert_whole, opened, save, state_of
 from tests.ckpt.storage.syscalls import Call, Syscalls
 

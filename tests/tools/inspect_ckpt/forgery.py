@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 from ckpt.storage.documents import seal, seal_root, unseal, unseal_root
 
 __all__ = ["reseal_part", "reseal_root", "rename_array"]

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.saving.publish import publish
-from ckpt.storage.commit import CheckpointRoot, PendingSave, SaveId
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import seal
-from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["main", "measure_commit", "write_parts"]
 

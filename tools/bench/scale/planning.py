@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ckpt.planning.grid import GridOptions
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
 from ckpt.saving.planner import Planner
 

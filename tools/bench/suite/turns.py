@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 from tools.bench.reading import drop_cache
 from tools.bench.state import State
 from tools.bench.suite.limit_turns import cached_share

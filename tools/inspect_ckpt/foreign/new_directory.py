@@ -12,7 +12,8 @@ import secrets
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from ckpt.storage.files import fsync_directory, storage_errors, sync_files
+from ckpt.storage.directories import fsync_directory
+from ckpt.storage.files import storage_errors, sync_files
 
 from ..opening import CannotReadError
 

@@ -9,7 +9,8 @@ from hypothesis import given
 
 from ckpt.errors import CheckpointCorruptError, StateError
 from ckpt.storage import dtypes
-from ckpt.storage.metadata import PAGE_BYTES, ArrayMeta, groups, root_document
+from ckpt.storage.array_metadata import ArrayMeta, groups, root_document
+from ckpt.storage.chunk_layout import PAGE_BYTES
 from tests.ckpt.storage.chunks import CASES, Case
 
 TORCH_DTYPES = sorted({dtypes.torch_dtype_name(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})

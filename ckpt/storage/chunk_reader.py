@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, CheckpointTimeoutError, StorageError
+from ckpt.storage.array_metadata import ArrayMeta, new_context, open_array
+from ckpt.storage.chunk_codec import check_size, verify_chunk
+from ckpt.storage.chunk_layout import indices
 from ckpt.storage.direct_reads import read_box, read_runs
-from ckpt.storage.metadata import ArrayMeta, indices
-from ckpt.storage.tensorstores import new_context, open_array
-from ckpt.storage.verification import check_size, verify_chunk
 
 __all__ = ["ArrayRead", "ArrayReader"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckpt.planning.boxes import Box
 
-__all__ = ["GridOptions", "Grid", "common_grid", "refine"]
+__all__ = ["Grid", "GridOptions", "common_grid", "refine"]
 
 
 @dataclass(frozen=True, slots=True)

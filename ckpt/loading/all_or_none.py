@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt.errors import (
     CheckpointCorruptError,
@@ -15,9 +15,8 @@ from ckpt.errors import (
     StateMismatchError,
     StorageError,
 )
-from ckpt.loading.sources import Gather
 
-__all__ = ["Together", "error_of"]
+__all__ = ["Alone", "Gather", "Together", "error_of"]
 
 
 class Together:
@@ -66,3 +65,21 @@ _SAID: dict[str, type[CheckpointError]] = {
         StorageError,
     )
 }
+
+
+class Gather(Protocol):
+    """The ranks that restore together; see `ckpt.ranks.Ranks`."""
+
+    @property
+    def rank(self) -> int: ...
+    def __call__(self, payload: bytes) -> list[bytes]: ...
+
+
+class Alone:
+    """One rank that restores what is its own without a word to the others."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        return [payload]

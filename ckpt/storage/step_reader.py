@@ -16,10 +16,10 @@ import threading
 import time
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.storage import files
+from ckpt.storage import directories, files
+from ckpt.storage.directories import DirectoryLock, lock_shared
 from ckpt.storage.documents import unseal
 from ckpt.storage.leases import RENEW_S, is_fresh
-from ckpt.storage.locks import DirectoryLock, lock_shared
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from inprocess.ipc.process import Process
 
@@ -121,10 +121,10 @@ class StepReader:
 
 def forget_readers(root: str) -> None:
     """Remove what readers left that are gone. For the owner."""
-    for save in files.names_in(os.path.join(root, _READERS)):
+    for save in directories.names_in(os.path.join(root, _READERS)):
         directory = os.path.join(root, _READERS, save)
         if not _has_reader(directory):
-            files.remove_tree(directory)
+            directories.remove_tree(directory)
 
 
 def is_read(root: str, path: str) -> bool:
@@ -136,8 +136,8 @@ def is_read(root: str, path: str) -> bool:
 
 
 def _has_reader(directory: str) -> bool:
-    names = files.names_in(directory)
-    now = files.server_time(directory) if names else 0.0
+    names = directories.names_in(directory)
+    now = directories.server_time(directory) if names else 0.0
     return any(_is_alive(os.path.join(directory, name), now) for name in names)
 
 

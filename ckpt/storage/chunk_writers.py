@@ -21,14 +21,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt.errors import StorageError
-from ckpt.storage.chunk_files import check_chunk_file
-from ckpt.storage.files import holds, make_directories, sync_files, write_image, write_new
-from ckpt.storage.images import piece_array, seal
-from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.array_metadata import ArrayMeta, new_context, open_array
+from ckpt.storage.chunk_codec import WrittenChunk, check_chunk_file, piece_array, seal
+from ckpt.storage.directories import make_directories
+from ckpt.storage.files import holds, sync_files, write_image, write_new
 from ckpt.storage.regular_files import DamagedFileError
-from ckpt.storage.tensorstores import new_context, open_array
 
-__all__ = ["ChunkJob", "ChunkWriter", "DirectChunkWriter", "TensorStoreChunkWriter", "WrittenChunk"]
+__all__ = ["ChunkJob", "ChunkWriter", "DirectChunkWriter", "TensorStoreChunkWriter"]
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,6 @@ class ChunkJob:
     index: tuple[int, ...]
     image: memoryview
     sealed: Collection[int] = ()
-
-
-@dataclass(frozen=True)
-class WrittenChunk:
-    """A chunk's file, relative to the save: its size, and the checksum of the checksums of its pieces, in C order."""
-
-    file: str
-    file_bytes: int
-    crc32c: int
 
 
 class ChunkWriter(Protocol):

@@ -15,10 +15,10 @@ from zarr.core.dtype import data_type_registry
 
 from ckpt.errors import StorageError
 from ckpt.storage import dtypes, zarr_plugin
+from ckpt.storage.array_metadata import ArrayMeta, group_document, groups, root_document
+from ckpt.storage.chunk_codec import verify_chunk
+from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
 from ckpt.storage.documents import canonical
-from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
-from ckpt.storage.verification import verify_chunk
-from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
 from tests.ckpt.storage.chunks import CASES, Case, bits, elements, staged, write_array
 from tests.ckpt.storage.conftest import Mount
 from tests.support import LeakCheck

@@ -15,8 +15,8 @@ from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
-from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.readers import StepReader
+from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.step_reader import StepReader
 
 __all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
-from ckpt.planning.grid import common_grid, refine
+from ckpt.planning.chunk_grid import common_grid, refine
 
 _MB = 1 << 20
 

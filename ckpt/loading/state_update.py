@@ -21,8 +21,7 @@ from ckpt.errors import StateError
 from ckpt.loading.match import Assignment, Match, Read, is_below
 from ckpt.loading.optimizers import keep_dtypes
 from ckpt.paths import display
-from ckpt.planning.leaves import RngState
-from ckpt.planning.state_dict import Owner
+from ckpt.planning.state_dict import Owner, RngState
 
 __all__ = ["Placement"]
 

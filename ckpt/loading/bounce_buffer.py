@@ -1,20 +1,23 @@
 """Reads into tensors that are not plain memory of the CPU, by way of some that is: while one half of it is read into,
-the other is copied from."""
+the other is copied from.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from ckpt.loading.arrays import as_numpy
 from ckpt.loading.fetch import Fetch, Wanted
 from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
+from ckpt.storage.dtypes import stored, torch_dtype_name
 
-__all__ = ["Elsewhere", "read_by_way"]
+__all__ = ["Elsewhere", "as_numpy", "read_by_way"]
 
 _HALF_BYTES = 32 << 20
 _ALIGNMENT = 64
@@ -114,3 +117,14 @@ def _together(parts: Iterable[Elsewhere], nbytes: int) -> Iterator[list[Elsewher
 
 def _room_for(part: Elsewhere) -> int:
     return math.ceil(part.nbytes / _ALIGNMENT) * _ALIGNMENT
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """The memory of a CPU tensor as an array of its stored dtype (with the trailing dimension of raw ones)."""
+    how = stored(torch_dtype_name(tensor.dtype))
+    if not how.raw and how.numpy_dtype.isbuiltin == 1:
+        return tensor.numpy()
+    bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    if how.trailing:
+        bits = bits.unsqueeze(-1).view(torch.uint8)
+    return bits.numpy().view(how.numpy_dtype)

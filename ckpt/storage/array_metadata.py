@@ -15,87 +15,29 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from operator import mod
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, packed
+from ckpt.native import CHECKSUM_BYTES
+from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, FileLayout, file_layout, indices
 from ckpt.storage.documents import canonical
 from ckpt.storage.dtypes import StoredDtype, native_name, stored
 
-__all__ = [
-    "MAX_DIMENSIONS",
-    "PAGE_BYTES",
-    "ArrayMeta",
-    "FileLayout",
-    "Piece",
-    "group_document",
-    "groups",
-    "indices",
-    "root_document",
-]
-
-PAGE_BYTES = 4096
-"""Chunk images in memory are aligned and padded to this: what O_DIRECT asks for, and the page size of shared memory."""
+__all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "new_context", "open_array", "root_document"]
 
 MAX_DIMENSIONS = 64
 """Of a tensor: torch and numpy have no more."""
 
-INDEX_ENTRY_BYTES = 16
 _MOST_SMALLER = 1 << 15  # a block of zstd: 128 KiB in 4 bytes
 _LEAST_LARGER, _FRAME_BYTES = 128, 1024  # more than zstd adds to what it cannot compress
-_MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
-
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 _ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 _CRC32C = {"name": "crc32c"}
 _DTYPE_ATTRIBUTE = "torch_dtype"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A contiguous run of elements in a chunk file: an inner chunk, or the whole of a chunk that has none.
-
-    It holds the box at `origin` (in the array) of `shape`, without what is padding; its bytes start at `offset` in the
-    file and have the strides of a full piece. `position` is its place in the shard's index.
-    """
-
-    origin: tuple[int, ...]
-    shape: tuple[int, ...]
-    offset: int
-    position: int
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """Where everything is in the image of one chunk file. `full_shape` is that of a piece with its padding."""
-
-    pieces: tuple[Piece, ...]
-    full_shape: tuple[int, ...]
-    piece_bytes: int
-    index_entries: int
-    index_offset: int
-    file_bytes: int
-
-    @property
-    def image_bytes(self) -> int:
-        """The size of the file's image in memory: whole pages."""
-        return -(-self.file_bytes // PAGE_BYTES) * PAGE_BYTES
-
-    @functools.cached_property
-    def index(self) -> bytes:
-        """What is at `index_offset`: where each inner chunk is, and a checksum; nothing where there are none."""
-        if not self.index_entries:
-            return b""
-        entries = [_MISSING] * self.index_entries
-        for piece in self.pieces:
-            entries[piece.position] = (piece.offset, self.piece_bytes + CHECKSUM_BYTES)
-        index = b"".join(struct.pack("<QQ", *entry) for entry in entries)
-        return index + packed(crc32c(index))
 
 
 @dataclass(frozen=True)
@@ -158,7 +100,7 @@ class ArrayMeta:
         if len(index) != len(self.shape) or any(not 0 <= i < n for i, n in zip(index, self.grid_shape, strict=True)):
             raise ValueError(f"chunk {index} is outside the grid {self.grid_shape}")
         inner = self.inner_chunk_shape
-        return _layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
+        return file_layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
 
     @functools.cached_property
     def index_bytes(self) -> int:
@@ -287,39 +229,6 @@ class ArrayMeta:
         )
 
 
-def indices(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """Yield every index of a grid, in C order; `itertools.product` would make a list of each range first."""
-    if not ranges:
-        yield ()
-    elif all(ranges):
-        for first in indices(ranges[:-1]):
-            for last in ranges[-1]:
-                yield (*first, last)
-
-
-@functools.lru_cache(maxsize=1 << 14)  # the tensors of all layers of a model are alike
-def _layout(
-    array: tuple[int, ...],
-    chunk: tuple[int, ...],
-    inner_chunk: tuple[int, ...] | None,
-    itemsize: int,
-    index: tuple[int, ...],
-) -> FileLayout:
-    full = inner_chunk or chunk
-    counts = tuple(size // part for size, part in zip(chunk, full, strict=True))
-    piece_bytes = math.prod(full) * itemsize
-    pieces: list[Piece] = []
-    for position, inner in enumerate(product(*map(range, counts))):
-        origin = tuple(i * c + j * s for i, c, j, s in zip(index, chunk, inner, full, strict=True))
-        if all(start < end for start, end in zip(origin, array, strict=True)):
-            shape = tuple(min(s, n - o) for s, n, o in zip(full, array, origin, strict=True))
-            pieces.append(Piece(origin, shape, len(pieces) * (piece_bytes + CHECKSUM_BYTES), position))
-    index_entries = 0 if inner_chunk is None else math.prod(counts)
-    index_offset = len(pieces) * (piece_bytes + CHECKSUM_BYTES)
-    index_bytes = 0 if inner_chunk is None else index_entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
-    return FileLayout(tuple(pieces), full, piece_bytes, index_entries, index_offset, index_offset + index_bytes)
-
-
 def group_document() -> dict[str, Any]:
     """Return the ``zarr.json`` of a group below the root."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {}}
@@ -347,3 +256,33 @@ def root_document(arrays: Mapping[str, ArrayMeta], summary: Mapping[str, Any]) -
         "attributes": {"ckpt": dict(summary)},
         "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
     }
+
+
+def new_context(threads: int) -> Any:
+    """Return a tensorstore context: `threads` file operations and copies at once, no cache, no syncs."""
+    import tensorstore as ts
+
+    limit = {"limit": threads}
+    return ts.Context({"file_io_concurrency": limit, "data_copy_concurrency": limit, "file_io_sync": False})
+
+
+def open_array(root: str, directory: str, meta: ArrayMeta, context: Any) -> Any:
+    """Return the array in `directory` below `root` (a local directory or a URL) as a tensorstore, without any access to
+    it.
+
+    A chunk that is missing is an error in reads, and one that is all zeros is written like any other.
+    """
+    import tensorstore as ts
+
+    if "://" in root:
+        kvstore: Any = f"{root.rstrip('/')}/{directory}/"
+    else:
+        kvstore = {"driver": "file", "path": os.path.join(root, directory) + "/"}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "metadata": meta.array_document(),
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+    return ts.open(spec, context=context, open=True, assume_metadata=True).result()

@@ -1,15 +1,17 @@
-"""What a DTensor says of its sharding, and what of it this rank holds."""
+"""The tensors of a state: their memory, sharding and boxes on this rank."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.description import TensorSpec
 
 __all__ = ["DTensors", "LocalBox", "local_tensor", "without_graph"]
 
@@ -88,3 +90,49 @@ def _placement(path: Path, placement: Any) -> Placement:
 
 # One object for equal ones, so that comparing two descriptions takes a look at each sharding, not at all its ranks.
 _shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+
+
+def check_storable(path: Path, tensor: torch.Tensor) -> None:
+    problem = None
+    if tensor.layout != torch.strided:
+        problem = f"has the layout {tensor.layout}; save its to_dense() or its parts"
+    elif tensor.is_quantized:
+        problem = "is quantized; save its int_repr() and scales"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no data"
+    elif type(tensor) not in PLAIN_TENSORS:
+        problem = f"is a {type(tensor).__qualname__}; of tensor subclasses only DTensor can be stored"
+    if problem:
+        raise StateError(f"{display(path)}: this tensor {problem}")
+
+
+# One object for equal ones, so that comparing two descriptions takes a look at each, and not at all that is in it.
+@functools.lru_cache(maxsize=4096)
+def tensor_spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
+    return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_box(shape: tuple[int, ...]) -> LocalBox:
+    return Box.whole(shape), (0,) * len(shape)
+
+
+def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """A tensor over the memory of an array; None if torch cannot have one."""
+    if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+        return None
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        dtype = getattr(torch, array.dtype.name, None)  # ml_dtypes names its types as torch does
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
+        return None
+    if not array.flags.c_contiguous:
+        return None
+    as_integers = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize]
+    return torch.from_numpy(array.view(as_integers)).view(dtype)

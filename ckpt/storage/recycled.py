@@ -18,9 +18,11 @@ import os
 import secrets
 import stat
 
-from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot, PendingSave, intent_of_step
-from ckpt.storage.files import Rename, storage_errors
+from ckpt.storage import directories, files
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.directories import Rename
+from ckpt.storage.files import storage_errors
+from ckpt.storage.root import CheckpointRoot, intent_of_step
 
 __all__ = ["discard_retired", "retire_step", "retired_path", "take_retired"]
 
@@ -41,14 +43,14 @@ def retire_step(root: CheckpointRoot, step: int, plan: str, token: int | None = 
     ready = os.path.join(retired_path(root), plan)
     if os.path.lexists(ready) or (intent_of_step(root.step_path(step)) or {}).get("plan") != plan:
         return root.remove_step(step, token)
-    for made in files.make_directories(root.path, ".retired"):
-        files.fsync_directory(made)
+    for made in directories.make_directories(root.path, ".retired"):
+        directories.fsync_directory(made)
     unready = root.take_step(step, retired_path(root), token)
     if unready is None:
         return False
     if _is_plain(unready):
         _forget_step(unready)
-        if files.rename_directory(unready, ready) is Rename.DONE:
+        if directories.rename_directory(unready, ready) is Rename.DONE:
             return True
     _discard(root, unready)
     return True
@@ -60,7 +62,7 @@ def take_retired(pending: PendingSave, plan: str) -> bool:
     What is kept for other plans is removed: the state has changed.
     """
     pending.root.make()
-    taken = files.rename_directory(os.path.join(retired_path(pending.root), plan), pending.path) is Rename.DONE
+    taken = directories.rename_directory(os.path.join(retired_path(pending.root), plan), pending.path) is Rename.DONE
     discard_retired(pending.root)
     return taken
 
@@ -76,8 +78,8 @@ def _discard(root: CheckpointRoot, path: str) -> None:
     if root.give_back(path):
         return
     target = os.path.join(root.abandoned_path, f"{os.path.basename(path)}-retired-{secrets.token_hex(4)}")
-    if files.rename_directory(path, target) is Rename.DONE:
-        files.remove_tree(target)
+    if directories.rename_directory(path, target) is Rename.DONE:
+        directories.remove_tree(target)
 
 
 def _names(path: str) -> list[str]:
@@ -107,7 +109,7 @@ def _forget_step(path: str) -> None:
     for name in _names(path):
         entry = os.path.join(path, name)
         if name == "parts":
-            files.remove_tree(entry)
+            directories.remove_tree(entry)
         elif not os.path.isdir(entry):
             files.remove(entry)
-    files.fsync_directory(path)
+    directories.fsync_directory(path)
