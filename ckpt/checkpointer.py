@@ -27,7 +27,7 @@ from ckpt.saving.publish import Retention
 from ckpt.saving.recover import Branch, recover_for_restore
 from ckpt.saving.save import Saver, StagingOptions
 from ckpt.saving.write import SaveOptions
-from ckpt.storage.recycled import discard_retired
+from ckpt.storage.recycled import discard_recycled
 from ckpt.storage.root import CheckpointRoot
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class Checkpointer:
         finally:
             self._saver.close()
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
-            discard_retired(self._root)
+            discard_recycled(self._root)
 
     def _drain(self) -> None:
         """Finalize all calls of a queue that stays open."""

@@ -1,10 +1,8 @@
 """Restore a published step into the state of a running program, in place.
 
-    choose a step (the coordinator's view, told to all) -> match names, shapes, dtypes -> all ranks agree -> try what
-    may fail (values, objects) -> all ranks agree -> read into the tensors -> all ranks agree -> let all objects load
-
-Nothing is written to the state before every rank has found that everything fits; what the trial changed is put back
-when it fails on any rank. Runs in the trainer; collective.
+The coordinator tells all ranks which steps are published. They restore the newest one (see `restore_step`); if it is
+damaged, the one before. Nothing is written to the state before everything fits on every rank, and the trial is undone
+if it fails on any rank. Runs in the trainer; collective.
 """
 
 from __future__ import annotations
@@ -22,14 +20,15 @@ from ckpt.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from ckpt.loading.all_or_none import Alone, Gather, error_of
+from ckpt.loading.all_or_none import Alone, error_class
 from ckpt.loading.restore_step import MemorySource, RestoreReport, StepHold, restore_step
+from ckpt.planning.description import Gather
 from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["restore"]
 
 _log = logging.getLogger("ckpt")
-_MOST_REMOVED = 20  # steps that are removed while they are read; then something is wrong
+_MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
 
 
 def restore(
@@ -42,11 +41,11 @@ def restore(
     before: Callable[[], None] | None = None,
     read_only: bool = False,
 ) -> RestoreReport | None:
-    """Put the newest published step (or `step`) into `state`. See `Checkpointer.restore`.
+    """Restore the newest published step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
 
-    The coordinator calls `before` first. With `read_only` no lease is made. A step that is removed while it is read is
-    no damage: then it starts again with the steps that are there. One of several ranks that is `Alone` goes back to no
-    older step: the others would not.
+    The coordinator calls `before` first. With `read_only` no lease is made. If a step is removed while it is read, this
+    starts again with the steps that are left. A rank that is `Alone` among several tries no older step, since the
+    others would not do the same.
     """
     damaged: list[int] = []
     error: CheckpointError | None = None
@@ -55,11 +54,11 @@ def restore(
     while candidates:
         candidate = candidates.pop(0)
         try:
-            with _reading(root, candidate, ranks, read_only) as reading:
-                report = restore_step(reading, state, candidate, strict, ranks, memory)
+            with _held(root, candidate, ranks, read_only) as hold:
+                report = restore_step(hold, state, candidate, strict, ranks, memory)
         except _RemovedError as gone:
             removed += 1
-            if step is not None or isinstance(ranks, Alone) or removed == _MOST_REMOVED:
+            if step is not None or isinstance(ranks, Alone) or removed == _MAX_REMOVED:
                 raise CheckpointNotFoundError(str(gone), step=candidate) from gone
             _log.warning("%s; looking for the newest step again", gone)
             candidates = [other for other in _candidates(root, None, ranks, None) if other not in damaged]
@@ -68,7 +67,7 @@ def restore(
                 raise
             error = corrupt
             damaged.append(candidate)
-            _log.warning("step %d cannot be restored, going back to the step before: %s", candidate, corrupt)
+            _log.warning("step %d cannot be restored, trying the step before: %s", candidate, corrupt)
         else:
             report = replace(report, damaged=tuple(damaged))
             _log.info("rank %d restored %s", ranks.rank, report)
@@ -79,11 +78,11 @@ def restore(
 
 
 class _RemovedError(Exception):
-    """The step was removed while it was read, on the storage as the coordinator sees it; raised on all ranks."""
+    """The step was removed while it was read; raised on all ranks."""
 
 
 def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: Callable[[], None] | None) -> list[int]:
-    """The steps to try, best first: what the coordinator sees, so that all ranks try the same."""
+    """Return the steps to try, newest first, as seen by the coordinator, so that all ranks try the same. Collective."""
     payload = b""
     if ranks.rank == 0 or isinstance(ranks, Alone):
         try:
@@ -94,7 +93,7 @@ def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: C
             payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
     steps = json.loads(ranks(payload)[0])
     if isinstance(steps, dict):
-        raise error_of(steps["kind"])(steps["text"])
+        raise error_class(steps["kind"])(steps["text"])
     if step is None:
         return sorted(steps, reverse=True)
     if step not in steps:
@@ -103,8 +102,10 @@ def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: C
 
 
 def _steps(root: CheckpointRoot) -> list[int]:
-    """The published steps. CheckpointNotFoundError if there is none but such as were moved aside: then a run that
-    begins from nothing is not what anybody wants."""
+    """Return the published steps.
+
+    CheckpointNotFoundError if all steps were superseded: then training must not silently start from scratch.
+    """
     steps = root.steps()
     superseded = [] if steps else root.superseded()
     if superseded:
@@ -117,17 +118,14 @@ def _steps(root: CheckpointRoot) -> list[int]:
 
 
 @contextlib.contextmanager
-def _reading(root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> Iterator[StepHold]:
-    """Hold a step for all ranks; turns an error that its removal caused into `_RemovedError`, on all of them.
-
-    The coordinator has the lease, for all: it lets go last.
-    """
-    reading = StepHold(root, step, ranks, read_only)
+def _held(root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> Iterator[StepHold]:
+    """Hold a step on all ranks, and raise `_RemovedError` on all of them for an error caused by its removal."""
+    hold = StepHold(root, step, ranks, read_only)
     try:
-        yield reading
+        yield hold
     except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
-        if reading.was_removed(error):
+        if hold.was_removed(error):
             raise _RemovedError(f"step {step} of {root.path} was removed while it was read") from error
         raise
     finally:
-        reading.close()
+        hold.close()

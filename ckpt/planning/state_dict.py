@@ -1,7 +1,7 @@
-"""Flatten a state into tensors and values with stable names, and put a restored state back in place.
+"""Flatten a state into tensors and values with stable names; and the objects for users to put into a state.
 
 A state is any nesting of dicts, lists, deques, tuples and namespaces with tensors, numpy arrays, values, or objects
-with ``state_dict``/``load_state_dict``. All of these but a dict are one value if no tensor is in them. Runs in the
+with ``state_dict``/``load_state_dict``. A container other than a dict is one value if it holds no tensor. Runs in the
 trainer; imports torch.
 """
 
@@ -46,9 +46,9 @@ __all__ = ["Assign", "FlatState", "Owner", "PerRank", "RngState", "TensorLeaf", 
 class PerRank:
     """A part of the state that belongs to this rank alone, such as its position in the data.
 
-    `value` is anything a state may hold. Each rank saves its own, and gets its own back. A rank that the checkpoint
-    does not know, because it was written by fewer ranks, keeps what it has. `value` itself is replaced by a restore if
-    it is not a container. For random number generators there is `RngState`.
+    `value` is anything that a state may hold. Each rank saves and restores its own. If fewer ranks wrote the
+    checkpoint, the additional ranks keep theirs. A restore replaces `value` itself if it is not a container. For random
+    number generators use `RngState`.
     """
 
     value: Any
@@ -57,22 +57,21 @@ class PerRank:
 class RngState:
     """The random number generators of this process, as a part of a state: ``state = {"rng": ckpt.RngState(), ...}``.
 
-    A save takes the state that they have at that moment, a restore sets it: the global generators of Python's `random`,
-    of numpy (``numpy.random.seed``), and of torch on the CPU and on all CUDA devices. It is `PerRank` by itself: each
-    rank gets its own back, and a rank that the checkpoint does not know keeps what it has. A restore sets the
+    A save takes their current state, a restore sets it: the global generators of Python's `random`, of numpy
+    (``numpy.random.seed``), and of torch on the CPU and on all CUDA devices. It is `PerRank` by itself: each rank
+    restores its own, and if fewer ranks wrote the checkpoint, the additional ranks keep theirs. A restore sets the
     generators after all other objects of the state have loaded.
 
-    CUDA's are saved once the process has used CUDA. A process without CUDA keeps what a checkpoint has of them, to save
-    it again; devices that are not there are passed over, and those that the checkpoint does not know keep what they
-    have. Generators that you have made yourself (`torch.Generator`, `numpy.random.Generator`) are not in it. Use it in
-    the thread that trains.
+    CUDA generators are saved once the process has used CUDA. A process without CUDA keeps their state from a
+    checkpoint, to save it again. Missing devices are skipped, and additional ones keep their state. Generators that you
+    have made yourself (`torch.Generator`, `numpy.random.Generator`) are not included. Use it in the thread that trains.
     """
 
     def __init__(self) -> None:
         self._cuda: list[bytes] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What the generators are at: of the same structure on every machine, whatever devices it has."""
+        """Return the state of the generators, with the same structure on every machine."""
         import numpy as np
         import torch
 
@@ -87,7 +86,7 @@ class RngState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the generators to what `state_dict` returned, here or in another process."""
+        """Set the generators to the state that `state_dict` returned, in this or another process."""
         import numpy as np
         import torch
 
@@ -104,17 +103,16 @@ class RngState:
 _MAX_NESTING = 100
 
 Assign = Callable[[Any], None]
-"""Puts another value in the place of one that a state has."""
+"""Replaces a value in the state."""
 
 
 @dataclass(slots=True)
 class TensorLeaf:
-    """A tensor of the state: `local` is this rank's memory, made of `boxes` of the global tensor (each with its local
-    offset).
+    """A tensor of the state: `local` is this rank's memory, with `boxes` of the global tensor and their local offsets.
 
-    `after` runs when new bytes are in `local`; it is set where `local` is a stand-in for the user's object (a numpy
-    array that torch cannot alias). Not `writeable`: that object is read-only, or has elements
-    that share memory (an expanded tensor), and can only be saved.
+    `after` is to be called when new bytes are in `local`. It is set where `local` is a copy of the user's object, a
+    numpy array that torch cannot alias. If not `writeable`, that object is read-only, or has elements that share memory
+    (an expanded tensor), and can only be saved.
     """
 
     local: torch.Tensor
@@ -126,7 +124,7 @@ class TensorLeaf:
 
 @dataclass(slots=True)
 class ValueLeaf:
-    """A leaf that is not a tensor, with its JSON form; `assign` is None where nothing else can be put in its place."""
+    """A leaf that is not a tensor, with its JSON form; `assign` is None if it cannot be replaced."""
 
     value: Any
     per_rank: bool
@@ -136,8 +134,10 @@ class ValueLeaf:
 
 @dataclass(slots=True)
 class Owner:
-    """A stateful object of the state: `before` is the state dict that it gave, `state_dict` the one to load, whose
-    leaves are those of the flat state."""
+    """A stateful object: `before` is the state dict that it returned, `state_dict` the one to load.
+
+    The leaves of `state_dict` are those of the flat state.
+    """
 
     path: Path
     stateful: Any
@@ -145,7 +145,7 @@ class Owner:
     state_dict: Any
 
     def load(self, state_dict: Any) -> None:
-        """Have the object load it. StateError if it raises."""
+        """Have the object load a state dict. StateError if it raises."""
         try:
             self.stateful.load_state_dict(state_dict)
         except Exception as error:
@@ -155,7 +155,7 @@ class Owner:
 
 @dataclass(slots=True)
 class FlatState:
-    """A state as named leaves. `owners` are the stateful objects in it, innermost first."""
+    """The leaves of a state by path. `owners` are its stateful objects, innermost first."""
 
     tensors: dict[Path, TensorLeaf] = field(default_factory=dict)
     values: dict[Path, ValueLeaf] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class FlatState:
     owners: list[Owner] = field(default_factory=list)
 
     def describe(self) -> StateDescription:
-        """The state without its bytes."""
+        """Return the description of the state."""
         return StateDescription(
             {path: leaf.spec for path, leaf in self.tensors.items()},
             {path: leaf.per_rank for path, leaf in self.values.items()},
@@ -172,11 +172,10 @@ class FlatState:
 
 
 def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None = None) -> FlatState:
-    """Name every leaf of `state`; the tensors alias the user's memory where that is possible.
+    """Name every leaf of `state`; the tensors alias the user's memory where possible.
 
-    `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object (a restore gives a
-    fresh optimizer the tensors it does not have yet). Raises StateError, naming the key path, for a leaf that cannot be
-    stored.
+    `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object: a restore creates
+    the missing tensors of a new optimizer. Raises StateError, naming the path, for a leaf that cannot be stored.
     """
     flat = FlatState()
     with without_collection(), torch.no_grad():
@@ -189,18 +188,18 @@ def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None 
 
 
 _Seen = tuple[Path, torch.Tensor, tuple[int, ...], Sharding | None, bool]
-"""A tensor, and how it is to be saved: path, memory, global shape, sharding, per rank."""
+"""A tensor and how it is saved: path, memory, global shape, sharding, per rank."""
 
 
 def _identity(seen: _Seen) -> tuple[Any, ...]:
-    """Equal for two tensors exactly if they are the same elements of the same memory, saved in the same way."""
+    """Return a key that is equal for tensors with the same elements of the same memory, saved in the same way."""
     local = seen[1]
     where = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
     return (*where, local.is_conj(), local.is_neg(), *seen[2:])
 
 
 class _Walk:
-    """One pass over a state. `_seen` finds tensors that are the same memory: first by its address, then exactly."""
+    """One pass over a state. `_seen` finds tensors with the same memory: first by its address, then exactly."""
 
     def __init__(self, flat: FlatState, expand: Callable[[Path, Any, Any, bool], Any] | None) -> None:
         self._flat = flat
@@ -241,7 +240,7 @@ class _Walk:
                 raise StateError(
                     f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file"
                 )
-            if isinstance(item, torch.Tensor):  # most are, and there are many
+            if isinstance(item, torch.Tensor):  # a shortcut for most items
                 self._tensor((*path, key), item, per_rank)
             else:
                 self.visit((*path, key), item, per_rank, partial(operator.setitem, node, key) if mutable else None)
@@ -289,11 +288,11 @@ class _Walk:
             leaf.writeable = array.flags.writeable and not shares_elements(array.shape, array.strides)
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
-        # A look at an attribute that is not there takes a microsecond.
+        # Looking up a missing attribute takes a microsecond.
         sharding = None if type(tensor) in PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
         local = without_graph(tensor) if sharding is None else local_tensor(tensor)
         check_storable(path, local)
-        if per_rank or sharding is None:  # what this rank has of a DTensor that is per rank is its own
+        if per_rank or sharding is None:  # this rank's shard of a per-rank DTensor is a tensor of its own
             sharding, tensor = None, local
         shape = tuple(tensor.shape)
         earlier = self._seen_before(path, local, shape, sharding, per_rank)
@@ -308,7 +307,7 @@ class _Walk:
     def _seen_before(
         self, path: Path, local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
     ) -> Path | None:
-        """The path under which the same elements of the same memory were seen; None for a tensor without elements."""
+        """Return the path of an earlier tensor with the same elements of the same memory; None for an empty tensor."""
         if local.numel() == 0:
             return None
         this = path, local, shape, sharding, per_rank
@@ -321,12 +320,12 @@ class _Walk:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for half a surrogate pair, which no JSON reader but Python's takes."""
+    """Return False for a lone surrogate, which only Python's JSON reader accepts."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _tuple_setter(node: tuple[Any, ...], assign: Assign | None) -> Callable[[int, Any], None] | None:
-    """Replaces an item by putting another tuple in the place of this one; None if there is no such tuple."""
+    """Return a function that replaces an item by replacing the whole tuple; None if that is impossible."""
     kind = type(node)
     if assign is None or (kind is not tuple and form_of(kind) != "namedtuple"):
         return None
@@ -340,7 +339,7 @@ def _tuple_setter(node: tuple[Any, ...], assign: Assign | None) -> Callable[[int
 
 
 def _holds_tensors(node: Any, depth: int = 0) -> bool:
-    """Whether a container must be walked: it has something in it that is not a plain value."""
+    """Return whether a container holds anything that is not a plain value."""
     if depth > _MAX_NESTING:
         return True
     if isinstance(node, Namespace):

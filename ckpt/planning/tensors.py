@@ -20,7 +20,7 @@ LocalBox = tuple[Box, tuple[int, ...]]
 
 
 class DTensors:
-    """Those of one state. Most share a mesh and a sharding with others: what is found out of one is kept for them."""
+    """The DTensors of one state. Most share a mesh and a sharding, so these are looked up only once."""
 
     def __init__(self) -> None:
         self._shardings: dict[tuple[int, Any, Any], tuple[Any, Sharding]] = {}
@@ -28,22 +28,22 @@ class DTensors:
         self._boxes: dict[tuple[tuple[int, ...], Sharding], tuple[list[LocalBox], int | None]] = {}
 
     def sharding(self, path: Path, tensor: Any) -> Sharding | None:
-        """The sharding of a DTensor; None for any other tensor. StateError for one that cannot be stored."""
+        """Return the sharding of a DTensor; None for any other tensor. StateError if it cannot be stored."""
         placements = getattr(tensor, "placements", None)
         mesh = getattr(tensor, "device_mesh", None)
         if placements is None or mesh is None:
             return None
-        key = id(mesh), placements, tuple(map(type, placements))  # a strided shard can be equal to a plain one
+        key = id(mesh), placements, tuple(map(type, placements))  # a strided shard may compare equal to a plain one
         known = self._shardings.get(key)
         if known is None:
             ours = tuple(_placement(path, placement) for placement in placements)
             ranks = tuple(mesh.mesh.flatten().tolist())
-            # With the mesh, so that its id stays its own.
+            # The mesh is kept, so that its id is not reused.
             known = self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, ours)
         return known[1]
 
     def boxes(self, path: Path, tensor: Any, local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
-        """What this rank holds of the tensor: `local`. StateError if that is not what its sharding says."""
+        """Return the boxes in `local`, this rank's shard. StateError if its size contradicts its sharding."""
         key = tuple(tensor.shape), sharding
         known = self._boxes.get(key)
         if known is None:
@@ -57,7 +57,7 @@ class DTensors:
         return list(boxes)
 
     def _find_boxes(self, shape: tuple[int, ...], sharding: Sharding) -> tuple[list[LocalBox], int | None]:
-        """The boxes, and how many elements they have; None where this rank is not in the mesh."""
+        """Return the boxes and the number of their elements, which is None if this rank is not in the mesh."""
         if sharding not in self._coordinates:
             self._coordinates[sharding] = sharding.coordinate(torch.distributed.get_rank())
         coordinate = self._coordinates[sharding]
@@ -68,13 +68,13 @@ class DTensors:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """This rank's memory of a DTensor. Called without gradients: to detach a DTensor takes ten times as long."""
+    """Return this rank's memory of a DTensor. Call it under `no_grad`: detaching a DTensor takes ten times as long."""
     local: torch.Tensor = tensor.to_local()
     return without_graph(local)
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, free of autograd."""
+    """Return a tensor over the same memory, detached from the autograd graph."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -88,7 +88,7 @@ def _placement(path: Path, placement: Any) -> Placement:
     return Placement(placement.dim, int(getattr(placement, "split_factor", 1)))
 
 
-# One object for equal ones, so that comparing two descriptions takes a look at each sharding, not at all its ranks.
+# One object for equal shardings, so that comparing them does not compare all their ranks.
 _shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -111,7 +111,7 @@ def check_storable(path: Path, tensor: torch.Tensor) -> None:
         raise StateError(f"{display(path)}: this tensor {problem}")
 
 
-# One object for equal ones, so that comparing two descriptions takes a look at each, and not at all that is in it.
+# One object for equal specs, so that comparing them does not compare their fields.
 @functools.lru_cache(maxsize=4096)
 def tensor_spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
     return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
@@ -123,13 +123,13 @@ def whole_box(shape: tuple[int, ...]) -> LocalBox:
 
 
 def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """A tensor over the memory of an array; None if torch cannot have one."""
+    """Return a tensor over the memory of an array; None if torch cannot make one."""
     if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
         return None
     try:
         return torch.from_numpy(array)
     except TypeError:
-        dtype = getattr(torch, array.dtype.name, None)  # ml_dtypes names its types as torch does
+        dtype = getattr(torch, array.dtype.name, None)  # the types of ml_dtypes have the names of torch's
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
         return None
     if not array.flags.c_contiguous:

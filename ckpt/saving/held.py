@@ -36,7 +36,7 @@ from ckpt.staging.copies import Copies
 from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.peers import exchange_slots
 from ckpt.staging.runs import checksums_of
-from ckpt.storage.chunk_codec import checksums_behind
+from ckpt.storage.chunk_codec import stored_checksums
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import read_part_of_step
 from inprocess.ipc.shared_memory import SharedMemory
@@ -203,12 +203,12 @@ def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[i
     for image in plan.images:
         meta = plan.metas[image.array]
         layout = meta.layout(image.index)
-        behind = checksums_behind(layout, slot[image.offset :]).copy()
+        behind = stored_checksums(layout, slot[image.offset :]).copy()
         file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
         if recorded.get(file) != (layout.file_bytes, crc32c(behind.tobytes())):
             return None
         first.append(image.offset)
-        strides.append(layout.piece_bytes + CHECKSUM_BYTES)
+        strides.append(layout.inner_chunk_bytes + CHECKSUM_BYTES)
         counts.append(len(behind))
         checksums.append(behind)
     stride = np.repeat(strides, counts)

@@ -109,7 +109,7 @@ def supersede(root: CheckpointRoot, token: int, branch: Branch, warn: Callable[[
 
 def _move_aside(root: CheckpointRoot, token: int, step: int, where: str, why: str, warn: Callable[[str], None]) -> None:
     root.ownership.check(token)
-    target = root.move_aside(step, where)
+    target = root.set_aside(step, where)
     if target is not None and owner_of_step(target) > token:  # a later owner has saved this step since that look
         directories.rename_directory(target, root.step_path(step))
         root.ownership.check(token)

@@ -1,14 +1,6 @@
-"""The Zarr v3 documents of a step, and the geometry of its chunk files.
+"""The Zarr v3 metadata of a step: its arrays, groups and root; and its arrays as tensorstores.
 
-A chunk file is one chunk's elements in C order and their CRC-32C. With inner chunks it is a shard: each inner chunk
-with its CRC-32C, in C order, then the index (offset and length of each, 64-bit) with its CRC-32C:
-
-    plain     | elements | crc |
-    sharded   | inner 0 | crc | inner 1 | crc | ... | index | crc |
-
-All numbers are little-endian. Chunks at the edge of an array have the full size too, padded with zeros; only inner
-chunks that lie outside altogether are left out. The Zarr specification is at
-https://zarr-specs.readthedocs.io/en/latest/v3/.
+The Zarr specification is at https://zarr-specs.readthedocs.io/en/latest/v3/.
 """
 
 from __future__ import annotations
@@ -24,16 +16,17 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, FileLayout, file_layout, indices
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 from ckpt.storage.dtypes import StoredDtype, native_name, stored
 
 __all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "new_context", "open_array", "root_document"]
 
 MAX_DIMENSIONS = 64
-"""Of a tensor: torch and numpy have no more."""
+"""The most dimensions of a tensor in torch and numpy."""
 
-_MOST_SMALLER = 1 << 15  # a block of zstd: 128 KiB in 4 bytes
-_LEAST_LARGER, _FRAME_BYTES = 128, 1024  # more than zstd adds to what it cannot compress
+_MAX_RATIO = 1 << 15  # zstd stores a block of 128 KiB in 4 bytes at best
+_MAX_GROWTH, _FRAME_BYTES = 128, 1024  # zstd adds less than this to incompressible data
+
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 _ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 _CRC32C = {"name": "crc32c"}
@@ -93,10 +86,7 @@ class ArrayMeta:
         return ".".join(["c", *map(str, index), *("0" for _ in self.stored.trailing)])
 
     def layout(self, index: tuple[int, ...]) -> FileLayout:
-        """Return the geometry of the image of the chunk at `index`; `ValueError` if it is outside the grid.
-
-        The file is as the image, unless the array is compressed.
-        """
+        """Return the layout of the chunk file at `index`, before compression; `ValueError` if outside the grid."""
         if len(index) != len(self.shape) or any(not 0 <= i < n for i, n in zip(index, self.grid_shape, strict=True)):
             raise ValueError(f"chunk {index} is outside the grid {self.grid_shape}")
         inner = self.inner_chunk_shape
@@ -104,62 +94,61 @@ class ArrayMeta:
 
     @functools.cached_property
     def index_bytes(self) -> int:
-        """The size of the index of a shard, its checksum included; 0 where chunks are no shards."""
+        """The size of a shard's index including its checksum; 0 where chunks are not shards."""
         if self.inner_chunk_shape is None:
             return 0
         inner = zip(self.chunk_shape, self.inner_chunk_shape, strict=True)
         return math.prod(size // part for size, part in inner) * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
 
     @property
-    def piece_bytes(self) -> int:
-        """The bytes of the elements of a piece, padding included."""
+    def inner_chunk_bytes(self) -> int:
+        """The size of the elements of an inner chunk, padding included."""
         return math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize
 
     def file_bytes(self, index: tuple[int, ...]) -> int:
-        """Return the size of the image of a chunk without making its layout, which has a part for every piece."""
+        """Return the size of a chunk file before compression, without listing inner chunks as `layout` does."""
         full = self.inner_chunk_shape or self.chunk_shape
         first, last = self.box_of(index)
-        pieces = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))
-        return pieces * (self.piece_bytes + CHECKSUM_BYTES) + self.index_bytes
+        inner_chunks = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))
+        return inner_chunks * (self.inner_chunk_bytes + CHECKSUM_BYTES) + self.index_bytes
 
-    def misfit(self, index: tuple[int, ...], file_bytes: int) -> str | None:
-        """Return what is wrong if the file of a chunk has this size; None if it can have it.
+    def size_problem(self, index: tuple[int, ...], file_bytes: int) -> str | None:
+        """Return what is wrong with this size of a chunk file, to be put after its path; None if nothing is.
 
-        It has that of its image, or if it is compressed, neither too few bytes for what is said to come out of them,
-        nor more than zstd makes of bytes that cannot be compressed.
+        The size of an uncompressed file is known. A compressed one must have enough bytes for its elements to come out
+        of them, and no more than zstd makes of incompressible data.
         """
         expected = self.file_bytes(index)
         if self.compression is None:
             return None if file_bytes == expected else f"has {file_bytes} bytes instead of {expected}"
-        piece_bytes = self.piece_bytes
-        pieces = (expected - self.index_bytes) // (piece_bytes + CHECKSUM_BYTES)
-        if piece_bytes > (file_bytes - self.index_bytes) * _MOST_SMALLER:
+        inner_chunk_bytes = self.inner_chunk_bytes
+        inner_chunks = (expected - self.index_bytes) // (inner_chunk_bytes + CHECKSUM_BYTES)
+        if inner_chunk_bytes > (file_bytes - self.index_bytes) * _MAX_RATIO:
             return f"has {file_bytes} bytes, which are too few for its array"
-        if file_bytes > expected + pieces * (piece_bytes // _LEAST_LARGER + _FRAME_BYTES):
+        if file_bytes > expected + inner_chunks * (inner_chunk_bytes // _MAX_GROWTH + _FRAME_BYTES):
             return f"has {file_bytes} bytes, which are too many for its array"
         return None
 
     def box_of(self, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return from where to where in the array a chunk's elements are, without padding."""
+        """Return the first and the last index (excluded) in the array of a chunk's elements, padding excluded."""
         first = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         return first, tuple(min(o + c, n) for o, c, n in zip(first, self.chunk_shape, self.shape, strict=True))
 
     def first_byte(self, index: tuple[int, ...], first: tuple[int, ...], last: tuple[int, ...]) -> int | None:
-        """Return where the elements from `first` to `last` of the array begin among those in the pieces of a chunk's
-        file, one piece behind the other; None if they are not one run there.
+        """Return the byte at which the elements from `first` to `last` begin in a chunk, or None.
 
-        They are one if the pieces are some rows each of the chunk's first dimension that has several, with all there is
-        behind it.
+        Checksums are not counted. None if the elements are not contiguous in the file apart from checksums: they are if
+        each inner chunk consists of whole rows of the chunk's first dimension that has more than one.
         """
         chunk = self.chunk_shape
         dim = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk))
-        behind = slice(dim + 1, None)
+        after = slice(dim + 1, None)
         inner = self.inner_chunk_shape or chunk
-        if not inner[behind] == chunk[behind] == self.shape[behind]:
+        if not inner[after] == chunk[after] == self.shape[after]:
             return None
-        if any(a != 0 or b != n for a, b, n in zip(first[behind], last[behind], chunk[behind], strict=True)):
+        if any(a != 0 or b != n for a, b, n in zip(first[after], last[after], chunk[after], strict=True)):
             return None
-        row_bytes = math.prod(chunk[behind]) * self.stored.itemsize
+        row_bytes = math.prod(chunk[after]) * self.stored.itemsize
         return (first[dim] - index[dim] * chunk[dim]) * row_bytes if dim < len(chunk) else 0
 
     def array_document(self) -> dict[str, Any]:
@@ -190,7 +179,7 @@ class ArrayMeta:
     @functools.cached_property
     def document_bytes(self) -> bytes:
         """The content of the array's ``zarr.json``: the same bytes for equal arrays."""
-        return canonical(self.array_document())
+        return canonical_json(self.array_document())
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], where: str) -> ArrayMeta:
@@ -204,7 +193,7 @@ class ArrayMeta:
             if meta.array_document() == document:
                 return meta
             why: object = "it differs from what this package writes"
-        except Exception as error:  # whatever a damaged document leads to
+        except Exception as error:  # a damaged document may raise anything
             why = repr(error)
         raise CheckpointCorruptError(f"{where} does not describe an array of a checkpoint: {why}")
 
@@ -235,7 +224,7 @@ def group_document() -> dict[str, Any]:
 
 
 def groups(directories: Iterable[str]) -> list[str]:
-    """Return the groups that arrays in these `directories` are in, sorted, the root itself not included."""
+    """Return the groups that contain the arrays in `directories`, sorted, without the root."""
     parents: set[str] = set()
     for directory in directories:
         while (directory := directory.rpartition("/")[0]) and directory not in parents:
@@ -244,7 +233,7 @@ def groups(directories: Iterable[str]) -> list[str]:
 
 
 def root_document(arrays: Mapping[str, ArrayMeta], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``zarr.json`` of a step, to be sealed by `seal_root`: `summary` is its attribute ``ckpt``.
+    """Return the ``zarr.json`` of a step, for `encode_root`; `summary` is its attribute ``ckpt``.
 
     `arrays` are keyed by directory; their metadata is inline ("consolidated"), so that a step opens with one read.
     """
@@ -259,7 +248,7 @@ def root_document(arrays: Mapping[str, ArrayMeta], summary: Mapping[str, Any]) -
 
 
 def new_context(threads: int) -> Any:
-    """Return a tensorstore context: `threads` file operations and copies at once, no cache, no syncs."""
+    """Return a tensorstore context with `threads` concurrent file operations and copies, without cache and syncs."""
     import tensorstore as ts
 
     limit = {"limit": threads}
@@ -267,10 +256,9 @@ def new_context(threads: int) -> Any:
 
 
 def open_array(root: str, directory: str, meta: ArrayMeta, context: Any) -> Any:
-    """Return the array in `directory` below `root` (a local directory or a URL) as a tensorstore, without any access to
-    it.
+    """Return the array in `directory` below `root` (a local directory or a URL) as a tensorstore, without accessing it.
 
-    A chunk that is missing is an error in reads, and one that is all zeros is written like any other.
+    Reading a missing chunk is an error, and a chunk of zeros is written like any other.
     """
     import tensorstore as ts
 

@@ -1,18 +1,8 @@
-"""The decision about a save: published as a whole, or abandoned for ever. One atomic rename, no communication.
+"""The commit of a save: published as a whole, or abandoned for good, by one atomic rename.
 
-    <root>/.owner/              who may decide (see `ownership`)
-    <root>/.pending/<save>/     being written; can be published only while it holds intent.json
-        intent.json                 made once, by the coordinator, before any writer starts
-        parts/rank_00000.json       a rank's part is durable
-    <root>/step_00000100/       published: the same directory under its final name
-    <root>/.abandoned/<save>/   given up: the same directory, and its arrays will never be read
-        reason.json                 why, for all ranks; stays for a while when the rest is removed
-    <root>/.superseded/<save>/  a published step of another branch; <root>/.damaged/<save>/ one that was found damaged:
-                                moved here by the owner, and removed by a person only
-
-Publishing renames ``.pending/<save>`` to ``step_N``, abandoning renames it to ``.abandoned/<save>``. Whoever tries,
-however often and however late: exactly one of the two can happen, and every rank learns which by looking. Only a
-process that acts with the owner's token tries.
+Publishing renames ``.pending/<save>`` to ``step_N``, abandoning renames it to ``.abandoned/<save>`` (see `root`).
+Exactly one of the two can happen, however many processes try, however late. No communication is needed: every rank
+learns the outcome by looking at the directories. Only a process that acts with the owner's token tries.
 """
 
 from __future__ import annotations
@@ -29,14 +19,14 @@ from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, FencedErr
 from ckpt.native import crc32c
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
-from ckpt.storage.documents import seal, unseal
+from ckpt.storage.documents import decode_document, encode_document
 from ckpt.storage.names import SaveId, part_name
-from ckpt.storage.root import FORMAT_VERSION, INTENT, CheckpointRoot, read_document, read_sealed, remove_directories_in
+from ckpt.storage.root import FORMAT_VERSION, INTENT, CheckpointRoot, read_bytes, read_json
 
 __all__ = ["Abandoned", "NotDurableError", "Outcome", "PendingSave", "Published", "Reason"]
 
 _REASON = "reason.json"
-_RECORD_GRACE_S = 1.0
+_RECORD_GRACE_S = 1.0  # to wait for the reason of an abandoned save
 
 
 class NotDurableError(StorageError):
@@ -45,7 +35,7 @@ class NotDurableError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a save was given up: on which rank, the kind of error, its message and traceback."""
+    """Why a save was abandoned: the rank, and the error's type, message and traceback."""
 
     rank: int | None
     kind: str
@@ -67,17 +57,20 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The save can never be published."""
+    """The save can never be published, for this reason."""
 
     reason: Reason
 
 
-Outcome = Published | Abandoned | None  # None: not decided, or not begun
+Outcome = Published | Abandoned | None
+"""None: not decided, or not begun."""
 
 
 class PendingSave:
-    """One save of a root, as seen by a process that takes part in it, or that decides about it with the owner's `token`
-    (that of the save, unless another is given). What changes anything raises FencedError if that is the token no more.
+    """A save that may not be decided yet, as seen by one of its ranks or by the process that decides about it.
+
+    It acts with the owner's `token` (that of the save by default). Methods that change anything raise FencedError if a
+    later job owns the root.
     """
 
     def __init__(self, root: CheckpointRoot, save: SaveId, token: int | None = None) -> None:
@@ -100,9 +93,9 @@ class PendingSave:
     ) -> None:
         """Make the directory and its intent. Coordinator only, once, before any other writer starts.
 
-        `continues` is the step that training went on from, and its save. The steps `superseded` are moved aside before
-        the save is published. StorageError if it has been begun or
-        abandoned before, CheckpointExistsError if the step is published.
+        `continues` is the step, and its save, that training continued from. The steps `superseded` are moved aside
+        before the save is published. Raises StorageError if the save was begun or abandoned before,
+        CheckpointExistsError if the step is published.
         """
         if os.path.lexists(self._abandoned_path):
             raise StorageError(f"save {self.save.name} was abandoned before it began")
@@ -112,30 +105,32 @@ class PendingSave:
         directories.make_directories(self.root.pending_path, f"{self.save.name}/parts")
         directories.fsync_directory(self.path)
         try:
-            self.check_token()  # only now: a job that claims the root later sees the directory
+            self.check_token()  # after making the directory: a job that claims the root later sees it
         except FencedError:
             directories.remove_tree(self.path)
             raise
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
         intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues}
-        if not files.create_exclusive(os.path.join(self.path, INTENT), seal(intent)):
+        if not files.create_exclusive(os.path.join(self.path, INTENT), encode_document(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         directories.fsync_directory(self.root.pending_path)
-        if os.path.lexists(self._abandoned_path):  # meanwhile another rank gave up a save that it did not find
+        if os.path.lexists(self._abandoned_path):  # another rank did not find the save, and abandoned it
             directories.remove_tree(self.path)
             raise StorageError(f"save {self.save.name} was abandoned while it began")
 
     def has_begun(self) -> bool:
-        """Whether it has begun, and is not decided."""
+        """Return whether the save has begun and is not decided."""
         return os.path.exists(os.path.join(self.path, INTENT))
 
     def try_lock(self) -> DirectoryLock | None:
-        """Keep others on this host from doing the same work; None if one does already. StorageError if the save is
-        gone."""
+        """Lock the save, so that only one process of this host does the work; None if another one has the lock.
+
+        StorageError if the save does not exist any more.
+        """
         return try_lock_exclusive(os.path.join(self.path, "parts"))
 
     def already_published(self) -> CheckpointExistsError:
-        """The error for a step that is published by another save."""
+        """Return the error for a step that another save has published."""
         return CheckpointExistsError(
             f"step {self.save.step} is already published in {self.root.path}; save under another step, or remove that "
             f"one first (Checkpointer.delete, or inspect_ckpt rm)",
@@ -143,37 +138,39 @@ class PendingSave:
         )
 
     def intent(self) -> dict[str, Any] | None:
-        """The intent, None if there is none. CheckpointCorruptError if it is damaged."""
+        """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""
         return self._read(INTENT)
 
     def write_part(self, rank: int, document: dict[str, Any]) -> int:
-        """Say that this rank's part is whole and durable; return the checksum of the file. StorageError when the save
-        is gone."""
-        data = seal(document)
+        """Record that this rank's part is complete and durable, and return the checksum of the manifest.
+
+        StorageError if the save does not exist any more.
+        """
+        data = encode_document(document)
         files.write_durable(os.path.join(self.path, part_name(rank)), data)
         return crc32c(data)
 
     def parts_present(self) -> set[int]:
-        """The ranks whose part is there."""
+        """Return the ranks whose part is complete."""
         return {int(name[5:10]) for name in _part_names(self.path) if re.fullmatch(r"rank_\d{5,}\.json", name)}
 
     def read_part(self, rank: int) -> tuple[dict[str, Any], int]:
-        """A rank's part manifest, and the checksum of its file. CheckpointCorruptError if it is damaged or missing."""
+        """Return a rank's part manifest and its checksum. CheckpointCorruptError if it is damaged or missing."""
         path = os.path.join(self.path, part_name(rank))
-        data = read_document(path)
+        data = read_bytes(path)
         if data is None:
             raise CheckpointCorruptError(f"{path} is missing")
-        return unseal(data, path), crc32c(data)
+        return decode_document(data, path), crc32c(data)
 
     def publish(self) -> Published | Abandoned:
-        """The commit. Published or Abandoned, whoever decided it.
+        """Commit the save, unless it is decided already, and return the outcome.
 
-        Everything in the directory is durable before this is called. CheckpointExistsError if the step is published by
-        another save, NotDurableError if this one is published, but perhaps not durably.
+        Everything in the directory must be durable before. Raises CheckpointExistsError if another save has published
+        the step, NotDurableError if this one is published but perhaps not durable.
         """
         self.check_token()
         if not self.has_begun():
-            return self.outcome() or Abandoned(_vanished(self.save))
+            return self.outcome() or Abandoned(_unknown_reason(self.save))
         try:
             result = directories.rename_directory(self.path, self.root.step_path(self.save.step))
         except StorageError as error:
@@ -188,13 +185,13 @@ class PendingSave:
             raise self.already_published()
         if result is Rename.DONE:
             self._forget_reasons()
-        outcome = self.outcome() or Abandoned(_vanished(self.save))
+        outcome = self.outcome() or Abandoned(_unknown_reason(self.save))
         if result is not Rename.DONE and isinstance(outcome, Published):
-            self.confirm()  # another process renamed it, or this one did, and the call was repeated
+            self.confirm()  # another process renamed it, or a network file system repeated this rename
         return outcome
 
     def confirm(self) -> None:
-        """Make the publication durable as seen from here, by a rank that did not publish. NotDurableError."""
+        """Make the published step durable, from a rank that did not publish it. Raises NotDurableError."""
         try:
             directories.fsync_directory(self.root.path)
         except StorageError as error:
@@ -204,9 +201,9 @@ class PendingSave:
             ) from error
 
     def _forget_reasons(self) -> None:
-        """Remove what ranks that tried to give the save up have left in the published step, too late or killed.
+        """Remove reasons from the published step, left by ranks that tried to abandon the save, too late or killed.
 
-        Nothing more can come: they write by the path the save had before.
+        No more can follow: they are written by the path that the save had before.
         """
         path = self.root.step_path(self.save.step)
         with contextlib.suppress(OSError, StorageError):
@@ -215,68 +212,70 @@ class PendingSave:
                     files.remove(os.path.join(path, name))
 
     def abandon(self, reason: Reason) -> Published | Abandoned:
-        """Give the save up, also before it has begun. Published if it was too late for that.
+        """Abandon the save, which need not have begun, unless it is decided already, and return the outcome.
 
-        The answer has the reason that all ranks find. Raises StorageError when nothing can be decided.
+        Its reason is the one that all ranks find. Raises StorageError if nothing can be decided.
         """
         self.check_token()
         self.root.make()
         if not os.path.isdir(self.path):
-            if (outcome := self._explained()) is not None:
+            if (outcome := self._outcome_with_reason()) is not None:
                 return outcome
-            directories.make_directories(
-                self.root.pending_path, self.save.name
-            )  # it leaves a record, which `begin` finds
-        recorded = self._record(self.path, reason)  # before the rename: who sees the decision, sees the reason
+            directories.make_directories(self.root.pending_path, self.save.name)  # the record of it stops `begin`
+        recorded = self._write_reason(
+            self.path, reason
+        )  # before the rename: who sees the decision also sees the reason
         result = directories.rename_directory(self.path, self._abandoned_path)
         if result is Rename.DONE and not recorded:
-            remove_directories_in(self._abandoned_path)  # makes room where the disk is full
-            self._record(self._abandoned_path, reason)
+            directories.remove_subdirectories(self._abandoned_path)  # makes room if the disk is full
+            self._write_reason(self._abandoned_path, reason)
         elif result is Rename.TARGET_EXISTS:
-            directories.remove_tree(self.path)  # a late writer's storage driver brought back what was abandoned before
+            directories.remove_tree(
+                self.path
+            )  # a late writer's storage driver has made the directory of an abandoned save again
         outcome = self.outcome()
         if isinstance(outcome, Published):
             self._forget_reasons()
-        if outcome is None or outcome == Abandoned(_vanished(self.save)):
+        if outcome is None or outcome == Abandoned(_unknown_reason(self.save)):
             return Abandoned(reason)
         return outcome
 
     def outcome(self) -> Outcome:
-        """What was decided, as far as storage tells."""
+        """Return the outcome as found in storage."""
         if os.path.exists(os.path.join(self.path, INTENT)):
             return None
-        published = read_sealed(os.path.join(self.root.step_path(self.save.step), INTENT))
+        published = read_json(os.path.join(self.root.step_path(self.save.step), INTENT))
         if published is not None and published.get("save") == self.save.name:
             return Published()
         if os.path.isdir(self._abandoned_path):
-            document = read_sealed(os.path.join(self._abandoned_path, _REASON))
-            return Abandoned(_vanished(self.save) if document is None else Reason.from_document(document))
+            document = read_json(os.path.join(self._abandoned_path, _REASON))
+            return Abandoned(_unknown_reason(self.save) if document is None else Reason.from_document(document))
         return None
 
-    def _explained(self) -> Published | Abandoned | None:
-        """The outcome; when its reason is just being recorded (late, because the disk was full), with that reason."""
-        unexplained = Abandoned(_vanished(self.save))
+    def _outcome_with_reason(self) -> Published | Abandoned | None:
+        """Return the outcome; wait shortly for its reason, which is recorded late if the disk was full."""
+        unexplained = Abandoned(_unknown_reason(self.save))
         deadline = time.monotonic() + _RECORD_GRACE_S
         while (outcome := self.outcome()) == unexplained and time.monotonic() < deadline:
             time.sleep(0.01)
         return outcome
 
     def decided(self) -> Outcome:
-        """Like `outcome`, for those who joined the save: when it is nowhere, it was removed."""
-        outcome = self._explained()
+        """Return the outcome, for ranks that saw the save begin: if it does not exist any more, it was removed."""
+        outcome = self._outcome_with_reason()
         if outcome is None and not os.path.isdir(self.path):
-            return self.outcome() or Abandoned(_vanished(self.save))
+            return self.outcome() or Abandoned(_unknown_reason(self.save))
         return outcome
 
-    def _record(self, where: str, reason: Reason) -> bool:
+    def _write_reason(self, where: str, reason: Reason) -> bool:
         try:
-            files.write_durable(os.path.join(where, _REASON), seal(reason.to_document()))
+            files.write_durable(os.path.join(where, _REASON), encode_document(reason.to_document()))
         except StorageError:
             return False
         return True
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        return read_sealed(os.path.join(self.path, name))
+        return read_json(os.path.join(self.path, name))
 
 
 def _part_names(path: str) -> list[str]:
@@ -286,9 +285,9 @@ def _part_names(path: str) -> list[str]:
         return []
 
 
-def _vanished(save: SaveId) -> Reason:
+def _unknown_reason(save: SaveId) -> Reason:
     return Reason(
         None,
         "SaveAbandonedError",
-        f"save {save.name} was given up and left no record of the reason (removed by hand, or no space to write it)",
+        f"save {save.name} was abandoned and left no record of the reason (removed by hand, or no space to write it)",
     )

@@ -1,4 +1,7 @@
-"""Directories: list, make, sync, rename, remove and lock them."""
+"""List, make, sync, rename, remove and lock directories.
+
+Failures are `StorageError`s, and durable means the same, as in `files`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ __all__ = [
     "lock_shared",
     "make_directories",
     "names_in",
+    "remove_subdirectories",
     "remove_tree",
     "rename_directory",
     "server_time",
@@ -34,7 +38,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Rename(Enum):
-    """What became of a rename that never overwrites."""
+    """The outcome of a rename that never overwrites."""
 
     DONE = "done"
     SOURCE_GONE = "source gone"
@@ -42,7 +46,7 @@ class Rename(Enum):
 
 
 def server_time(path: str) -> float:
-    """The time of the file system of directory `path`, in seconds; that of this host where no file can be made."""
+    """Return the time of the file system of directory `path`, in seconds; that of this host if it is not writable."""
     try:
         _probe(path)
         return os.stat(path).st_mtime
@@ -51,7 +55,7 @@ def server_time(path: str) -> float:
 
 
 def names_in(path: str) -> list[str]:
-    """The names in a directory, without hidden ones, sorted; none if it is not there."""
+    """Return the names in a directory, sorted, without hidden ones; none if it does not exist."""
     with storage_errors("list", path):
         try:
             return sorted(name for name in os.listdir(path) if not name.startswith("."))
@@ -60,9 +64,9 @@ def names_in(path: str) -> list[str]:
 
 
 def fresh_names(path: str) -> list[str]:
-    """Like `names_in`, and as the server has them now, where this host may write there.
+    """Return the names in a directory as `names_in`, bypassing the client's cache if this host may write there.
 
-    A client of a network file system answers from its cache for seconds; a name made in the directory ends that.
+    The client of a network file system answers from its cache for seconds; making a name in the directory ends that.
     """
     with suppress(OSError):
         _probe(path)
@@ -70,7 +74,7 @@ def fresh_names(path: str) -> list[str]:
 
 
 def check_writable(path: str) -> None:
-    """Raise StorageError if no name can be made in directory `path`."""
+    """Raise StorageError if no file can be made in directory `path`."""
     with storage_errors("write", path):
         _probe(path)
 
@@ -84,8 +88,8 @@ def fsync_directory(path: str) -> None:
 def make_directories(root: str, relative: str, made: Container[str] = ()) -> list[str]:
     """Make directory `relative` below `root`, which exists, and return the paths from `root` to it, both included.
 
-    Never makes `root`: that of an abandoned save must not come back. Those in `made` are known to be there. It is
-    durable after a sync of all these paths.
+    Never makes `root`: the directory of an abandoned save must not come back. Paths in `made` are known to exist. The
+    directory is durable after a sync of all returned paths.
     """
     paths = [root]
     if relative:
@@ -99,11 +103,12 @@ def make_directories(root: str, relative: str, made: Container[str] = ()) -> lis
 
 
 def rename_directory(source: str, target: str) -> Rename:
-    """Rename a directory on one file system, durably, and atomically against all others who rename it or to `target`.
+    """Rename a directory, durably and atomically, without overwriting.
 
-    Never overwrites. Where the system cannot promise that in one step, only an *empty* directory can still be
-    overwritten. What counts is what is there afterwards: a network file system may report `SOURCE_GONE` for a rename of
-    its own that it repeated, and after a `StorageError` of the final sync the rename is done, if not durable.
+    Exactly one of several processes that rename the same directory, or to the same target, succeeds. Where the system
+    cannot promise that in one step, only an *empty* directory can be overwritten. Look at what is there afterwards: a
+    network file system may report `SOURCE_GONE` for its own rename that it repeated, and after a `StorageError` of the
+    final sync the rename is done, but perhaps not durable.
     """
     with storage_errors("rename", source):
         try:
@@ -122,7 +127,7 @@ def rename_directory(source: str, target: str) -> Rename:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory and all in it, following no links, also while others remove it too or still write there."""
+    """Remove a directory tree, without following links, even while other processes remove it or write to it."""
     for attempt in range(_REMOVE_ATTEMPTS):
         with storage_errors("remove", path):
             try:
@@ -136,6 +141,14 @@ def remove_tree(path: str) -> None:
                 return
 
 
+def remove_subdirectories(path: str) -> None:
+    """Remove all directories in `path`, even if a process still writes there."""
+    with storage_errors("clean up", path), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(entry.path)
+
+
 def _probe(path: str) -> None:
     """Make and remove a hidden file in directory `path`."""
     probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
@@ -144,7 +157,7 @@ def _probe(path: str) -> None:
 
 
 class DirectoryLock:
-    """A lock on a directory, held until `close` or the end of the process. Use as a context manager."""
+    """A lock on a directory by flock(2), held until `close` or the end of the process. A context manager."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -163,12 +176,15 @@ class DirectoryLock:
 
 
 def lock_shared(path: str) -> DirectoryLock | None:
-    """Lock the directory against removal, together with other readers; None if it is being removed. Never waits."""
+    """Lock a directory against removal, shared with other readers; None if it is being removed. Never waits.
+
+    It saves work on one host and decides nothing: a network file system may keep locks on its client, or have none.
+    """
     return _lock(path, fcntl.LOCK_SH)
 
 
 def try_lock_exclusive(path: str) -> DirectoryLock | None:
-    """Lock the directory for removal; None if another process holds a lock on it. Never waits."""
+    """Lock a directory for removal; None if another process holds a lock on it. Never waits."""
     return _lock(path, fcntl.LOCK_EX)
 
 
@@ -181,5 +197,5 @@ def _lock(path: str, operation: int) -> DirectoryLock | None:
             os.close(fd)
             return None
         except OSError:
-            pass  # the file system has no locks, or none for directories: it keeps no process out
+            pass  # the file system has no locks, or none for directories: go on without
         return DirectoryLock(fd)

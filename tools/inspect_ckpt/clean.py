@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from ckpt.storage.commit import PendingSave, Reason
-from ckpt.storage.recycled import discard_retired, retired_path
+from ckpt.storage.recycled import discard_recycled, recycled_path
 from ckpt.storage.root import CheckpointRoot
 
 from .opening import root_of
@@ -93,7 +93,7 @@ def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
 def _retired_items(root: CheckpointRoot) -> list[_Item]:
     """A job that goes on makes new files instead."""
     items = []
-    folder = retired_path(root)
+    folder = recycled_path(root)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         path = os.path.join(folder, name)
         try:
@@ -131,7 +131,7 @@ def _remove(root: CheckpointRoot, items: list[_Item]) -> int:
             if item.save is not None:
                 reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
                 PendingSave(root, item.save.id, token).abandon(reason)
-        discard_retired(root)
+        discard_recycled(root)
         root.clean()
     left = sum(tree_bytes(path)[0] for item in items for path in _places(root, item) if os.path.isdir(path))
     return max(0, sum(item.bytes for item in items) - left)

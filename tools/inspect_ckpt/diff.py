@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 from ckpt.values.codec import encode_value
 
 from .blocks import Reader, boxes_of
@@ -181,7 +181,7 @@ def _compare_values(a: Step, b: Step) -> list[dict[str, str]]:
             found.append({"change": "removed", "name": name, "text": _short(a.values[name])})
         elif name not in a.values:
             found.append({"change": "added", "name": name, "text": _short(b.values[name])})
-        elif canonical(encode_value(a.values[name])) != canonical(encode_value(b.values[name])):
+        elif canonical_json(encode_value(a.values[name])) != canonical_json(encode_value(b.values[name])):
             text = f"{_short(a.values[name])} -> {_short(b.values[name])}"
             found.append({"change": "changed", "name": name, "text": text})
     return found

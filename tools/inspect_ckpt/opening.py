@@ -18,7 +18,7 @@ from ckpt.loading.consistency import all_tensors
 from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_index
 from ckpt.native import crc32c
 from ckpt.paths import display
-from ckpt.storage.documents import unseal, unseal_root
+from ckpt.storage.documents import decode_document, decode_root
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_reader import StepReader
@@ -178,7 +178,7 @@ def overview_of(path: str) -> tuple[dict[str, Any], int]:
         state = read_document(path, "state.json")
         if summary["state"] != {"bytes": len(state), "crc32c": crc32c(state)}:
             raise CheckpointCorruptError(f"{os.path.join(path, 'state.json')} is not the one that belongs to this step")
-        packed = unseal(state, os.path.join(path, "state.json"))["packed"]
+        packed = decode_document(state, os.path.join(path, "state.json"))["packed"]
         names |= {(json.dumps(entry["path"]), entry.get("rank")) for entry in packed}
     return summary, len(names)
 
@@ -193,7 +193,7 @@ def _described(path: str, name: str) -> Iterator[None]:
 
 
 def _root_document(path: str) -> dict[str, Any]:
-    return unseal_root(read_document(path, "zarr.json"), os.path.join(path, "zarr.json"))
+    return decode_root(read_document(path, "zarr.json"), os.path.join(path, "zarr.json"))
 
 
 def _check_directory(path: str) -> None:

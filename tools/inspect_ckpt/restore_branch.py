@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
             away, back = _moves(root, arguments.name)
             for step in away:
                 root.ownership.check(token)
-                root.move_aside(step, root.superseded_path)
+                root.set_aside(step, root.superseded_path)
             for one in back:
                 root.ownership.check(token)
                 if directories.rename_directory(one.path, root.step_path(one.step)) is not Rename.DONE:

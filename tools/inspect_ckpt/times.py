@@ -11,7 +11,7 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import ILL_FORMED, whole_number
 from ckpt.native import crc32c
-from ckpt.storage.documents import unseal
+from ckpt.storage.documents import decode_document
 from ckpt.storage.names import part_name
 from ckpt.validation import read_document
 
@@ -54,7 +54,7 @@ def _read(path: str, rank: int, checksum: int) -> PartTimes:
     data = read_document(path, name)
     if crc32c(data) != checksum:
         raise CheckpointCorruptError(f"{os.path.join(path, name)} is not the one that belongs to this step")
-    part = unseal(data, os.path.join(path, name))
+    part = decode_document(data, os.path.join(path, name))
     try:
         written = sum(whole_number(file_bytes) for chunks in part["chunks"].values() for _, file_bytes, _ in chunks)
         times = {name: float(part["times"].get(name, 0.0)) for name in _RECORDED}

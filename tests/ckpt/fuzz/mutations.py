@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.native import crc32c
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 
 __all__ = ["mutate"]
 
@@ -47,7 +47,7 @@ def _document(step: Path, rng: random.Random) -> str:
     _without_seal(document)
     what = [_change(document, rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
     raw = rng.choice(_RAW)
-    data = canonical(document).replace(json.dumps(_PLACEHOLDER).encode(), raw)
+    data = canonical_json(document).replace(json.dumps(_PLACEHOLDER).encode(), raw)
     if name not in sealed or rng.random() < 0.1:
         (step / name).write_bytes(data)
         return f"{name} without a seal: {'; '.join(what)}"
@@ -76,7 +76,7 @@ def _put(step: Path, name: str, data: bytes) -> None:
         summary["state"] = {"bytes": len(data), "crc32c": crc32c(data)}
     elif name.startswith("parts/"):
         summary["parts"][int(name[-10:-5])] = crc32c(data)
-    _put(step, "zarr.json", canonical(root))
+    _put(step, "zarr.json", canonical_json(root))
 
 
 def _places(node: Any) -> list[tuple[Any, Any]]:

@@ -13,7 +13,7 @@ import google_crc32c
 import numpy as np
 from numcodecs import Zstd
 
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 from tests.ckpt.interop import stranger_reader
 
 __all__ = ["contents"]
@@ -58,7 +58,7 @@ def contents(step: Path) -> Contents:
     tensors = {_name(*key): value for key, value in reader.tensors().items()}
     for count in reader.counts.values():
         assert (count == 1).all(), "an element is not stored exactly once"
-    form = {_name(tuple(name), rank): canonical(value).decode() for name, rank, value in reader.state["values"]}
+    form = {_name(tuple(name), rank): canonical_json(value).decode() for name, rank, value in reader.state["values"]}
     return tensors, form
 
 

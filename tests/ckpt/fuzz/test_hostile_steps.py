@@ -15,7 +15,7 @@ import torch
 import ckpt
 from ckpt import AsyncCallsQueue, CheckpointCorruptError, Checkpointer
 from ckpt.native import crc32c
-from ckpt.storage.documents import seal, unseal, unseal_root
+from ckpt.storage.documents import decode_document, decode_root, encode_document
 from ckpt.validation import validate
 from tests.tools.inspect_ckpt.forgery import reseal_root
 from tools.inspect_ckpt.__main__ import main
@@ -54,9 +54,9 @@ def in_summary(**members: Any) -> Change:
 
 def in_state(change: Callable[[dict[str, Any]], Any]) -> Change:
     def apply(step: Path) -> None:
-        document = unseal((step / "state.json").read_bytes(), "state.json")
+        document = decode_document((step / "state.json").read_bytes(), "state.json")
         change(document)
-        _vouched(step, seal(document))
+        _vouched(step, encode_document(document))
 
     return apply
 
@@ -69,7 +69,7 @@ def _vouched(step: Path, data: bytes) -> None:
 
 def deep_value(step: Path) -> None:
     """900 levels: json.loads takes them, and what walks through them by recursion does not."""
-    document = unseal((step / "state.json").read_bytes(), "state.json")
+    document = decode_document((step / "state.json").read_bytes(), "state.json")
     document["values"][0][2] = _DEEP
     data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     data = data.replace(b'"' + _DEEP.encode() + b'"', b"[" * 900 + b"]" * 900)
@@ -77,7 +77,7 @@ def deep_value(step: Path) -> None:
 
 
 def deep_root(step: Path) -> None:
-    document = unseal_root((step / "zarr.json").read_bytes(), "zarr.json")
+    document = decode_root((step / "zarr.json").read_bytes(), "zarr.json")
     document["attributes"]["ckpt"]["more"] = _DEEP
     data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     data = data.replace(b'"' + _DEEP.encode() + b'"', b'{"a":' * 900 + b"1" + b"}" * 900)

@@ -23,7 +23,7 @@ import numpy as np
 
 import ckpt
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 from ckpt.validation import validate
 from ckpt.values.codec import encode_value
 from tests.ckpt.fuzz.mutations import mutate
@@ -85,7 +85,9 @@ def _read(step: Path) -> Contents:
     for name, tensor in opened.items():
         array = np.ascontiguousarray(tensor.read())
         tensors[name] = (tensor.dtype, list(tensor.shape), array.tobytes())
-    return tensors, {name: canonical(encode_value(value)).decode() for name, value in opened.values_by_name.items()}
+    return tensors, {
+        name: canonical_json(encode_value(value)).decode() for name, value in opened.values_by_name.items()
+    }
 
 
 def _check(step: Path, before: Contents) -> str:

@@ -26,7 +26,7 @@ from ckpt import (
     StateMismatchError,
     StorageError,
 )
-from ckpt.storage.documents import seal_root
+from ckpt.storage.documents import encode_root
 from ckpt.storage.root import CheckpointRoot
 from tests.support import LeakCheck, run_ranks
 
@@ -296,7 +296,7 @@ def test_a_newer_format_version(two_steps: tuple[Checkpointer, Path]) -> None:
     document = json.loads((step / "zarr.json").read_bytes())
     document["attributes"]["ckpt"]["format"] = 9
     del document["attributes"]["ckpt"]["crc32c"]
-    (step / "zarr.json").write_bytes(seal_root(document))
+    (step / "zarr.json").write_bytes(encode_root(document))
     for attempt in (lambda: checkpointer.restore(_state(0.0)), lambda: ckpt.open(step)):
         with pytest.raises(FormatVersionError, match=r"is in format 9.*reads formats up to 1.*newer version"):
             attempt()

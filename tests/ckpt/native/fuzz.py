@@ -109,7 +109,7 @@ def _reads(rng: random.Random, noise: Bytes) -> None:
     with tempfile.TemporaryFile() as file:
         file.write(file_bytes)
         file.flush()
-        got = native.read_pieces(file.fileno(), piece_bytes, np.array(segments, native.SEGMENT))
+        got = native.read_checked(file.fileno(), piece_bytes, np.array(segments, native.SEGMENT))
     assert got == whole, (got, whole)
     for at, size, target in targets:
         assert not whole or np.array_equal(target, content[at : at + size])

@@ -150,7 +150,7 @@ def write_pieces(path: Path, content: bytes, piece_bytes: int) -> None:
 def read_segments(path: Path, piece_bytes: int, segments: list[tuple[int, int, int]]) -> bool:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return native.read_pieces(fd, piece_bytes, np.array(segments, native.SEGMENT))
+        return native.read_checked(fd, piece_bytes, np.array(segments, native.SEGMENT))
     finally:
         os.close(fd)
 
@@ -208,13 +208,13 @@ def test_segments_must_be_in_order() -> None:
         [(0, address(target), 8), (7, address(target), 8)],
     ):
         with pytest.raises(ValueError, match="in order"):
-            native.read_pieces(-1, 64, np.array(segments, native.SEGMENT))
+            native.read_checked(-1, 64, np.array(segments, native.SEGMENT))
 
 
 def test_an_error_of_the_system_is_an_error() -> None:
     target = np.zeros(8, np.uint8)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        native.read_pieces(-1, 8, np.array([(0, address(target), 8)], native.SEGMENT))
+        native.read_checked(-1, 8, np.array([(0, address(target), 8)], native.SEGMENT))
 
 
 def test_runs_must_be_what_the_library_takes() -> None:

@@ -25,7 +25,8 @@ file.write(content.tobytes() + native.crc32c(content.data).to_bytes(4, "little")
 file.flush()
 
 def work():
-    assert native.read_pieces(file.fileno(), len(content), np.array([(0, address(read), len(content))], native.SEGMENT))
+    segments = np.array([(0, address(read), len(content))], native.SEGMENT)
+    assert native.read_checked(file.fileno(), len(content), segments)
     run = np.zeros(1, native.RUN)
     run["to"], run["from"], run["bytes"] = address(copied), address(content), len(content)
     native.copy_runs(run)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes, make_up
+from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes, tile_exactly
 
 _SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 _MESHES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -162,4 +162,4 @@ def test_boxes_make_up_a_tensor_exactly(
     for box in boxes:
         for index in product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))):
             counts[index] = counts.get(index, 0) + (1 if index in counts else 2)
-    assert make_up(shape, boxes) == all(count == 1 for count in counts.values())
+    assert tile_exactly(shape, boxes) == all(count == 1 for count in counts.values())

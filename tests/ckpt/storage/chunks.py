@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_codec import WrittenChunk, piece_array
+from ckpt.storage.chunk_codec import WrittenChunk, inner_chunk_array
 from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -58,11 +58,11 @@ def bits(array: Array) -> bytes:
 def staged(meta: ArrayMeta, index: tuple[int, ...], array: Array) -> memoryview:
     """The image of a chunk in page-aligned memory that held something else before."""
     layout = meta.layout(index)
-    image = memoryview(mmap.mmap(-1, layout.image_bytes))
+    image = memoryview(mmap.mmap(-1, layout.buffer_bytes))
     image[:] = b"\xaa" * len(image)
-    for piece in layout.pieces:
+    for piece in layout.inner_chunks:
         box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
-        piece_array(meta, layout, piece, image)[...] = array[box]
+        inner_chunk_array(meta, layout, piece, image)[...] = array[box]
     return image
 
 

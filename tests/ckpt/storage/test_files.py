@@ -44,25 +44,25 @@ def test_create_exclusive_has_one_winner(tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct", [True, False])
 def test_write_image(tmp_path: Path, size: int, direct: bool, leak_check: LeakCheck) -> None:
     path, view = tmp_path / "c", image(size)
-    used = files.write_image(str(path), view, size, direct=direct)
+    used = files.write_pages(str(path), view, size, direct=direct)
     files.sync_files([str(path)], [str(tmp_path)])
     assert path.read_bytes() == view[:size]
     assert not (used and not direct)
     with pytest.raises(StorageError, match="already"):
-        files.write_image(str(path), view, size, direct=direct)
+        files.write_pages(str(path), view, size, direct=direct)
 
 
 def test_file_systems_that_refuse_o_direct_when_opening(mount: Mount) -> None:
     path = mount("ramfs") / "c"
     view = image(10_000)
-    assert files.write_image(str(path), view, 10_000) is False
+    assert files.write_pages(str(path), view, 10_000) is False
     assert path.read_bytes() == view[:10_000]
 
 
 def test_file_systems_that_refuse_o_direct_when_writing(tmp_path: Path) -> None:
     misaligned = memoryview(mmap.mmap(-1, 3 * 4096))[1 : 1 + 2 * 4096]
     misaligned[:] = os.urandom(len(misaligned))
-    files.write_image(str(tmp_path / "c"), misaligned, 5000)
+    files.write_pages(str(tmp_path / "c"), misaligned, 5000)
     assert (tmp_path / "c").read_bytes() == misaligned[:5000]
 
 
@@ -70,7 +70,7 @@ def test_file_systems_that_refuse_o_direct_when_writing(tmp_path: Path) -> None:
 def test_disk_full(mount: Mount, direct: bool, leak_check: LeakCheck) -> None:
     root = mount("tmpfs", "size=1m")
     with pytest.raises(StorageError, match=rf"{root}/c: .*free space"):
-        files.write_image(str(root / "c"), image(2 << 20), 2 << 20, direct=direct)
+        files.write_pages(str(root / "c"), image(2 << 20), 2 << 20, direct=direct)
     with pytest.raises(StorageError, match="free space"):
         files.write_durable(str(root / "a.json"), bytes(2 << 20))
     assert not (root / "a.json").exists()
@@ -90,7 +90,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_write_that_is_cut_short(tmp_path: Path, direct: bool) -> None:
     with file_size_limit(10_000), pytest.raises(StorageError, match=r"ulimit -f|free space"):
-        files.write_image(str(tmp_path / "c"), image(20_000), 20_000, direct=direct)
+        files.write_pages(str(tmp_path / "c"), image(20_000), 20_000, direct=direct)
 
 
 def test_read_only_file_system(mount: Mount) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from ckpt.saving.publish import publish
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.commit import PendingSave
-from ckpt.storage.documents import seal
+from ckpt.storage.documents import encode_document
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
 
@@ -40,7 +40,7 @@ def write_parts(root: Path, parts: int, tensors: int, sharded: bool) -> None:
     Path(save.path, "model").mkdir()
     for rank in range(parts):
         path = os.path.join(save.path, "parts", f"rank_{rank:05d}.json")
-        Path(path).write_bytes(seal(_part(save.save.name, rank, parts, tensors, sharded)))
+        Path(path).write_bytes(encode_document(_part(save.save.name, rank, parts, tensors, sharded)))
 
 
 def _pending(root: Path) -> PendingSave:

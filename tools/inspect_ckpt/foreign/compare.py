@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.paths import display
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 from ckpt.values.codec import encode_value
 
 from ..blocks import boxes_of
@@ -49,7 +49,7 @@ def different_tensors(
 def same_value(one: Any, other: Any) -> bool:
     """Equal, to the bit and in type."""
     try:
-        return canonical(encode_value(one)) == canonical(encode_value(other))
+        return canonical_json(encode_value(one)) == canonical_json(encode_value(other))
     except TypeError:
         return False
 
