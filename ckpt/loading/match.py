@@ -147,8 +147,8 @@ def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLe
             Problem(
                 path,
                 f"type: {display(path)} holds {placeholder.data!r:.100} of the {placeholder.form} type "
-                f"{placeholder.name}, "
-                f"which this program has not registered (see ckpt.register_encoder), or which no longer has this value",
+                f"{placeholder.name}, which this program has not registered (see ckpt.register_encoder), or which no "
+                "longer has this value",
             )
         )
     elif leaf.assign is None:

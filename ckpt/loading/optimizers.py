@@ -89,9 +89,9 @@ class Optimizers:
         if stored is None or stored == own:
             return True
         if list(map(len, stored)) == list(map(len, own)):
-            text = f"numbers its parameters {_cut(stored)} in the checkpoint, {_cut(own)} in the state"
+            text = f"numbers its parameters {_shortened(stored)} in the checkpoint, {_shortened(own)} in the state"
         else:
-            text = f"has {_said(stored)} in the checkpoint, {_said(own)} in the state"
+            text = f"has {_group_sizes(stored)} in the checkpoint, {_group_sizes(own)} in the state"
         self.problems.append(Problem(path, f"parameter groups: {display(path)} {text}"))
         self.ignored.add(path)
         self.not_loaded.add(path)
@@ -160,8 +160,10 @@ def _parameters(owner: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _stored_groups(values: Mapping[Path, Any]) -> list[list[Any]] | None:
-    """The parameters of each group, by number; None where the checkpoint has none. With a tensor in them groups are
-    not one value."""
+    """Return the numbers of the parameters of each group; None if the checkpoint has none.
+
+    The groups are one value, unless there is a tensor in them.
+    """
     groups = values.get(("param_groups",))
     if isinstance(groups, list):
         found = {number: group.get("params") for number, group in enumerate(groups) if isinstance(group, dict)}
@@ -175,25 +177,25 @@ def _stored_groups(values: Mapping[Path, Any]) -> list[list[Any]] | None:
     return groups if groups and all(isinstance(params, list) for params in groups) else None
 
 
-def _said(groups: list[list[Any]]) -> str:
+def _group_sizes(groups: list[list[Any]]) -> str:
     counts = [str(len(group)) for group in groups]
     more = ", ..." if len(counts) > _SHOWN else ""
     plural = "" if len(counts) == 1 else "s"
     return f"{len(counts)} parameter group{plural} with {', '.join(counts[:_SHOWN])}{more} parameter(s)"
 
 
-def _cut(groups: list[list[Any]]) -> str:
+def _shortened(groups: list[list[Any]]) -> str:
     text = str(groups)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _is_state(name: Path, parameters: int) -> bool:
-    """Whether it is a name like ``state/3/exp_avg``, of one of so many parameters."""
+    """Return whether a path is like ``state/3/exp_avg``, for one of `parameters` parameters."""
     return len(name) > 2 and name[0] == "state" and isinstance(name[1], int) and 0 <= name[1] < parameters
 
 
 def _by_name(stored: Mapping[Path, _T]) -> dict[Path, _T]:
-    """State of parameters that are not numbered."""
+    """Return the state of parameters with names instead of numbers."""
     return {
         name: item for name, item in stored.items() if len(name) > 2 and name[0] == "state" and type(name[1]) is str
     }

@@ -66,7 +66,7 @@ class StateDescription:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StateDescription:
-        """Return the description that `to_bytes` made `data` of."""
+        """Return the description that `to_bytes` has encoded."""
         document = json.loads(data)
         shardings = [
             Sharding(tuple(mesh), tuple(ranks), tuple(Placement(dim, factor) for dim, factor in placements))

@@ -111,14 +111,14 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     if world_size > 1:
         target = min(target, max(options.smallest_split_bytes, int(share / _BALANCE)))
     loads = [0] * world_size
-    cutter = _Cutter(target, options)
+    divider = _Divider(target, options)
     drafts: list[_Draft] = []
     small: list[PackItem] = []
     for path, spec, boxes in units:
         if math.prod(spec.shape) * spec.itemsize <= options.pack_below_bytes:
             small += [PackItem(path, spec, box, holders) for box, holders in boxes.items()]
         else:
-            drafts += cutter.cut(path, spec, boxes)
+            drafts += divider.divide(path, spec, boxes)
     arrays = _assign(drafts, loads)
     pack = make_pack(small, LoadBalancer(loads), target, options)
     values, per_rank_values = _value_owners(descriptions)
@@ -235,7 +235,7 @@ _Candidates = tuple[tuple[int, ...], ...]
 _Draft = tuple[ArrayPlan, _Candidates]
 
 
-class _Cutter:
+class _Divider:
     """Divides tensors into arrays and chunks, once for all tensors with the same shape and boxes."""
 
     def __init__(self, target: int, options: GridOptions) -> None:
@@ -243,7 +243,7 @@ class _Cutter:
         self._options = options
         self._known: dict[tuple[object, ...], list[tuple[int | None, Box, Grid, _Candidates]]] = {}
 
-    def cut(self, path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> list[_Draft]:
+    def divide(self, path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> list[_Draft]:
         """Return the arrays of a tensor with the possible owners of their chunks. Caches by the identity of `boxes`."""
         if spec.per_rank:
             shape, inner_bytes = spec.shape, self._options.inner_bytes

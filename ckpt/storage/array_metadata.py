@@ -69,12 +69,12 @@ class ArrayMeta:
 
     @property
     def sharded(self) -> bool:
-        """Whether chunks are shards of inner chunks."""
+        """Whether chunks are shards, which consist of inner chunks."""
         return self.inner_chunk_shape is not None
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
-        """How many chunks there are along each dimension."""
+        """The number of chunks along each dimension."""
         return tuple([-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True)])
 
     def chunk_indices(self) -> Iterable[tuple[int, ...]]:

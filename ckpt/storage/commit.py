@@ -184,7 +184,7 @@ class PendingSave:
         if result is Rename.TARGET_EXISTS:
             raise self.already_published()
         if result is Rename.DONE:
-            self._forget_reasons()
+            self._remove_reasons()
         outcome = self.outcome() or Abandoned(_unknown_reason(self.save))
         if result is not Rename.DONE and isinstance(outcome, Published):
             self.confirm()  # another process renamed it, or a network file system repeated this rename
@@ -200,7 +200,7 @@ class PendingSave:
                 step=self.save.step,
             ) from error
 
-    def _forget_reasons(self) -> None:
+    def _remove_reasons(self) -> None:
         """Remove reasons from the published step, left by ranks that tried to abandon the save, too late or killed.
 
         No more can follow: they are written by the path that the save had before.
@@ -235,7 +235,7 @@ class PendingSave:
             )  # a late writer's storage driver has made the directory of an abandoned save again
         outcome = self.outcome()
         if isinstance(outcome, Published):
-            self._forget_reasons()
+            self._remove_reasons()
         if outcome is None or outcome == Abandoned(_unknown_reason(self.save)):
             return Abandoned(reason)
         return outcome

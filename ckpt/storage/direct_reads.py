@@ -40,9 +40,9 @@ def read_box(root: str, directory: str, meta: ArrayMeta, offset: tuple[int, ...]
 
 
 def read_runs(root: str, directory: str, meta: ArrayMeta, runs: Sequence[tuple[int, Array]]) -> bool:
-    """Fill arrays, each one run of memory, with as many bytes of a 1-d array of bytes, from these offsets on.
+    """Fill contiguous arrays with bytes of a 1-d array of bytes, each from its offset on.
 
-    In order, and none across two chunks. Returns the same as `read_box`.
+    The runs are in order, and none crosses the boundary of a chunk. Returns as `read_box`.
     """
     (chunk_bytes,) = meta.chunk_shape
     try:
@@ -110,7 +110,7 @@ def _read_inner_chunk(
 def _overlap(
     origin: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...], destination: Array
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """From where to where a box of an array lies in the one at `offset` that is wanted."""
+    """Return the first and the last index (excluded) of the overlap of two boxes; None if they do not overlap."""
     ends = (o + n for o, n in zip(offset, destination.shape, strict=False))
     first = tuple(map(max, origin, offset))
     last = tuple(min(o + n, end) for o, n, end in zip(origin, shape, ends, strict=True))
@@ -118,7 +118,7 @@ def _overlap(
 
 
 def _part(array: Array, first: tuple[int, ...], last: tuple[int, ...], origin: tuple[int, ...]) -> Array:
-    """The elements from `first` to `last` of an array that begins at `origin`, and all of its trailing dimensions."""
+    """Return the elements from `first` to `last` of an array that begins at `origin`, with all trailing dimensions."""
     key: tuple[slice | EllipsisType, ...] = (
         *(slice(low - at, high - at) for low, high, at in zip(first, last, origin, strict=True)),
         ...,

@@ -56,7 +56,7 @@ class EncodedList:
 
     @classmethod
     def of(cls, items: Sequence[Any] | EncodedList) -> EncodedList:
-        """Encode `items`, unless that is done."""
+        """Encode `items`, unless they are encoded."""
         return items if isinstance(items, EncodedList) else cls(canonical_json(items), len(items))
 
     @classmethod
@@ -82,7 +82,7 @@ def _object(members: dict[str, bytes]) -> bytes:
 
 
 def decode_document(data: bytes, where: str) -> dict[str, Any]:
-    """Return the document that `encode_document` made `data` of, without the checksum.
+    """Check `data` and return the document that `encode_document` has encoded, without the checksum.
 
     Raises `CheckpointCorruptError` for any other bytes; `where` names the file in its message.
     """
@@ -97,7 +97,7 @@ def encode_root(document: dict[str, Any]) -> bytes:
 
 
 def decode_root(data: bytes, where: str) -> dict[str, Any]:
-    """Return the document that `encode_root` made `data` of; `CheckpointCorruptError` for any other bytes."""
+    """Check `data` and return the document that `encode_root` has encoded, or raise `CheckpointCorruptError`."""
     document = _parse(data, where)
     try:
         checksum = document["attributes"]["ckpt"].pop(_MEMBER, None)

@@ -133,7 +133,7 @@ def touch(path: str) -> None:
 
 
 def holds(path: str, data: bytes) -> bool:
-    """Whether `path` is a file with exactly this content."""
+    """Return whether `path` is a file with exactly this content."""
     with storage_errors("read", path):
         try:
             with open(path, "rb") as stream:
@@ -171,7 +171,7 @@ def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int
 
 
 def remove(path: str) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file, if it exists."""
     with storage_errors("remove", path), suppress(FileNotFoundError):
         os.unlink(path)
 

@@ -48,7 +48,7 @@ def recycle_step(root: CheckpointRoot, step: int, plan: str, token: int | None =
     if moved is None:
         return False
     if _is_plain(moved):
-        _forget_step(moved)
+        _remove_identity(moved)
         if directories.rename_directory(moved, ready) is Rename.DONE:
             return True
     _discard(root, moved)
@@ -103,7 +103,7 @@ def _is_plain(path: str) -> bool:
     return True
 
 
-def _forget_step(path: str) -> None:
+def _remove_identity(path: str) -> None:
     """Delete what identifies a step, durably: its documents and the parts of its ranks."""
     for name in _names(path):
         entry = os.path.join(path, name)

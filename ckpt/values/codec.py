@@ -99,7 +99,7 @@ def _all_parts(value: Any) -> Iterator[Any]:
 
 
 def _encode(value: Any, depth: int, inside_registered: bool) -> Any:
-    """Encode a value; `inside_registered` if it is part of a registered type's value, so its type must be known, too."""
+    """Encode a value; one that is `inside_registered`, part of a registered type's value, must be of a known type."""
     if depth > _MAX_NESTING:
         raise UnencodableError(f"nested deeper than {_MAX_NESTING}, or contains itself")
     kind = type(value)

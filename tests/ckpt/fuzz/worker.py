@@ -91,8 +91,9 @@ def _read(step: Path) -> Contents:
 
 
 def _check(step: Path, before: Contents) -> str:
-    """What came of reading a step that was changed. AssertionError, or any error but those of the package, if it is
-    neither refused nor what the step holds."""
+    """Read a changed step, and return the outcome.
+
+    Raises AssertionError, or an error that is not of the package, unless the step is refused or read correctly."""
     found, refused = _outcome(lambda: _read(step))
     report, not_judged = _outcome(lambda: validate(str(step), jobs=2))
     if report is None:

@@ -70,8 +70,9 @@ def save_many_dtypes(rank: int, world_size: int, folder: Path) -> None:
 
 
 def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | int, ...], tuple[str, list[int], bytes]]:
-    """``layouts``: tensors divided over ranks in every way; ``layouts_packed``: the same, all packed. Returns each
-    whole tensor: its dtype, shape and bytes.
+    """Save tensors divided over ranks in every way, and return the dtype, shape and bytes of each whole tensor.
+
+    ``layouts`` has an array for each tensor; in ``layouts_packed`` all are packed.
 
     ``values`` has what is no tensor.
     """

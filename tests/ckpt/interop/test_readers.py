@@ -1,5 +1,6 @@
-"""A published step is plain Zarr: three readers that share no code with this package, nor with each other, see the same
-bits, and none of them takes a changed bit for data.
+"""A published step is plain Zarr: three independent readers see the same bits, and detect every changed bit.
+
+They share no code with this package or with each other.
 
 The readers are tensorstore (C++), zarr-python, and zarrs (Rust). Each runs in a process of its own, once for all tests.
 """

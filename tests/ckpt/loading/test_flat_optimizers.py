@@ -26,8 +26,9 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 
 class Container(torch.optim.Optimizer):
-    """One optimizer for each part of a model; its state dict is flat, by names of parameters. It has no step of its
-    own before the first one."""
+    """One optimizer for each part of a model, with a flat state dict by names of parameters.
+
+    It has no state before its first step."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.parts = parts

@@ -136,8 +136,9 @@ class Recorder:
 
 
 def crash(before: Tree, changes: list[Change], kept: random.Random | bool) -> Tree:
-    """The tree after a loss of power behind these changes. What is not durable is there (True), is not (False), or some
-    of it is (a source of random numbers)."""
+    """Return the tree after a loss of power that follows these changes.
+
+    What is not durable survives (True), does not (False), or survives in part (a source of random numbers)."""
     tree = before.copy()
     for change in _surviving(changes, kept):
         tree.apply(change)
@@ -156,8 +157,7 @@ def crash(before: Tree, changes: list[Change], kept: random.Random | bool) -> Tr
 
 
 def _surviving(changes: list[Change], kept: random.Random | bool) -> list[Change]:
-    """The changes of names that are found after the crash: the durable ones, and of the others the first few of each
-    directory."""
+    """Return the changes of names that survive the crash: durable ones, and the first few others of each directory."""
     named = [(at, change) for at, change in enumerate(changes) if change.places]
     synced = {(at, change.inode) for at, change in enumerate(changes) if change.kind == "sync"}
     last_sync: dict[int, int] = {}

@@ -36,8 +36,9 @@ def save(checkpointer: ckpt.Checkpointer, step: int) -> None:
 
 
 def assert_whole(root: Path, *, strays: bool = False) -> list[int]:
-    """Every published step has its own bytes, and is valid; returns the steps. With `strays` there may be temporary
-    files in it."""
+    """Check that every published step is valid and has its own bytes, and return the steps.
+
+    With `strays` they may contain temporary files."""
     steps = CheckpointRoot(str(root)).steps()
     with ckpt.Checkpointer(root, read_only=True) as checkpointer:
         for step in steps:
