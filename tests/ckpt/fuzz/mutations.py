@@ -1,7 +1,7 @@
-"""Changes of a published step that a bad disk, a careless tool or an enemy could make, chosen by a random generator.
+"""Random changes of a published step, as a bad disk, a broken tool or an attacker could make them.
 
 A document that is changed gets a new checksum in most cases, and so does the document that records it: otherwise the
-checksums would hide everything behind them.
+checksums would hide all other checks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RAW += (b"[" * 100_000 + b"]" * 100_000, b"9" * 10_000, b"[1]]", b'"\\"')
 
 
 def mutate(step: Path, rng: random.Random) -> str:
-    """Change something in the step, and say what."""
+    """Change something in the step, and return a description of the change."""
     kinds: tuple[Callable[[Path, random.Random], str], ...] = (_document, _document, _document, _file, _chunk)
     return rng.choice(kinds)(step, rng)
 
@@ -82,7 +82,7 @@ def _put(step: Path, name: str, data: bytes) -> None:
 
 
 def _places(node: Any) -> list[tuple[Any, Any]]:
-    """Every container of the document with every key or number in it."""
+    """Return every container of the document with each of its keys or indices."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     found = [(node, key) for key in keys]
     for key in keys:
@@ -164,7 +164,7 @@ def _file(step: Path, rng: random.Random) -> str:
         case "socket":
             with socket.socket(socket.AF_UNIX) as listener:
                 here = os.getcwd()
-                os.chdir(file.parent)  # the path of a socket is short
+                os.chdir(file.parent)  # the path of a socket must be short
                 listener.bind(file.name)
                 os.chdir(here)
         case "sparse":

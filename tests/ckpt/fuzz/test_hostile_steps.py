@@ -1,4 +1,4 @@
-"""Steps that an enemy made: sealed as they should be, and still refused as damaged, at once, by whoever reads them."""
+"""Malicious steps with correct checksums are rejected as damaged, quickly, by every way to read them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DEEP = "here goes what json cannot write"
 
 
 def in_root(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Of the array `weight`."""
+    """Change the metadata of the array `weight` in the root."""
     return lambda step: reseal_root(step, lambda d: change(d["consolidated_metadata"]["metadata"]["weight"]))
 
 
@@ -68,7 +68,7 @@ def _vouched(step: Path, data: bytes) -> None:
 
 
 def deep_value(step: Path) -> None:
-    """900 levels: json.loads takes them, and what walks through them by recursion does not."""
+    """Nest a value 900 levels deep, which json.loads accepts but a recursive reader does not."""
     document = decode_document((step / "state.json").read_bytes(), "state.json")
     document["values"][0][2] = _DEEP
     data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
@@ -86,7 +86,7 @@ def deep_root(step: Path) -> None:
 
 
 def two_boxes(first: int, second: int) -> Change:
-    """`weight` as two arrays of 16 rows, from these rows on; sealed, and every chunk is there."""
+    """Store `weight` as two arrays of 16 rows, from these rows on, with correct checksums and all chunks."""
 
     def change(document: dict[str, Any]) -> None:
         nodes = document["consolidated_metadata"]["metadata"]
@@ -214,13 +214,13 @@ def test_whoever_reads_it_says_damaged(
     assert main(["validate", str(step)]) == 1
     assert main(["diff", str(step), str(step)]) == 2
     assert main(["export", str(step), str(tmp_path / "exported")]) == 1
-    assert main(["show", str(step)]) in (0, 1)  # it does not look at chunks
+    assert main(["show", str(step)]) in (0, 1)  # it does not read chunks
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
 
 
-def test_boxes_that_do_make_up_the_tensor(saved: tuple[Path, AsyncCallsQueue], tmp_path: Path) -> None:
-    """So the two above are refused for their overlap and their hole."""
+def test_boxes_that_tile_the_tensor(saved: tuple[Path, AsyncCallsQueue], tmp_path: Path) -> None:
+    """The two cases above are rejected because of the overlap and the gap."""
     shutil.copytree(saved[0] / "plain" / "step_00000002", tmp_path / "step_00000002")
     two_boxes(0, 16)(tmp_path / "step_00000002")
     opened = ckpt.open(tmp_path / "step_00000002")

@@ -1,4 +1,4 @@
-"""Tries mutations of a step in a process of bounded memory, and says what came of them.
+"""Try mutations of a step in a process with bounded memory, and print the outcomes.
 
     python -m tests.ckpt.fuzz.worker STEP SEED FIRST COUNT
 
@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 T = TypeVar("T")
 
-_DEADLINE_S = 40.0  # of wall time, on a machine that may be busy
+_DEADLINE_S = 40.0  # wall time, on a machine that may be busy
 _CPU_S = 5.0
 _MEMORY_BYTES = 1 << 30
 
@@ -43,7 +43,7 @@ def main(source: Path, seed: int, first: int, count: int) -> None:
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
     before = _read(_fresh(source, folder))
-    _check(_fresh(source, folder), before)  # also starts every thread that there will be
+    _check(_fresh(source, folder), before)  # also starts all threads
     with open("/proc/self/statm") as stream:
         limit = int(stream.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -79,7 +79,7 @@ def _cpu_s() -> float:
 
 
 def _read(step: Path) -> Contents:
-    """All that `ckpt.open` finds."""
+    """Return everything that `ckpt.open` reads."""
     opened = ckpt.open(step)
     tensors = {}
     for name, tensor in opened.items():

@@ -1,4 +1,4 @@
-"""`ckpt.open`: lazy arrays by name, in a process that cannot import torch."""
+"""`ckpt.open`: tensors by name, in a process that cannot import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bad input gets: an error that says what and where, on every rank, before anything was changed."""
+"""Invalid input raises an error that says what and where, on every rank, before anything is changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_leaf_that_cannot_be_stored(tmp_path: Path, leaf: object, leak_check: 
     for state in ({"model": {"layers": [torch.ones(3), {"bad": leaf}]}}, {"model": {"layers": [0, {"bad": leaf}]}}):
         with pytest.raises(StateError, match=r"model/layers/1/bad(/\(in a set\))?: "):
             checkpointer.save_request(state, 1)
-    leak_check.check(timeout=0)  # so no process was started, and no memory mapped
+    leak_check.check(timeout=0)  # no process was started, no memory mapped
     assert not root.exists()
     checkpointer.close()
 
@@ -158,7 +158,7 @@ def test_a_mismatch_on_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 def _stages(rank: int, world_size: int, root: Path) -> None:
-    """Pipeline parallelism: every rank has other names, and an optimizer of its own."""
+    """Pipeline parallelism: every rank has different names, and its own optimizer."""
     with Checkpointer(root) as checkpointer:
         for seed in (1, 2):
             torch.manual_seed(seed + 10 * rank)
@@ -209,7 +209,7 @@ def two_steps(queue: AsyncCallsQueue, tmp_path: Path) -> Iterator[tuple[Checkpoi
             checkpointer.save(_state(float(step)), step)
     with Checkpointer(
         root, queue=queue, pack_below_bytes=64, inner_bytes=256, file_bytes=512
-    ) as checkpointer:  # another one: its memory holds nothing
+    ) as checkpointer:  # another queue, which has nothing in memory
         yield checkpointer, root / "step_00000002"
 
 
@@ -270,7 +270,7 @@ def _damaged_for_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
             state = {"shared": torch.full((300,), step), "own": PerRank(torch.full((100,), 10 * step + rank))}
             checkpointer.save(state, step)
     torch.distributed.barrier()
-    with Checkpointer(root) as checkpointer:  # another one: its memory holds nothing
+    with Checkpointer(root) as checkpointer:  # another queue, which has nothing in memory
         if rank == 0:
             _flip(root / "step_00000002" / "own" / "__rank_00001" / "c.0")
         torch.distributed.barrier()

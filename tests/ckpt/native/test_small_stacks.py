@@ -1,4 +1,4 @@
-"""The C code runs in any thread, also in one with the smallest stack that Python allows."""
+"""The C code runs in a thread with the smallest stack that Python allows."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def work():
     run["to"], run["from"], run["bytes"] = address(copied), address(content), len(content)
     native.copy_runs(run)
 
-threading.stack_size(int(sys.argv[1]))
-threads = [threading.Thread(target=work) for _ in range(8)]  # side by side: what leaves one stack is in another
-for thread in threads:
+threading.stack_size(int(sys.argv[1])) threads = [threading.Thread(target=work) for _ in range(8)]  # adjacent, so that
+an overflow of one stack writes to another for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()

@@ -1,4 +1,4 @@
-"""The boxes of a sharded tensor are those that torch.chunk and DTensor give."""
+"""The boxes of a sharded tensor are those of torch.chunk and DTensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _sharding(mesh: tuple[int, ...], placements: list[Placement]) -> Sharding:
 
 
 def _held(tensor: torch.Tensor, sharding: Sharding, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """The local tensor, put together from its boxes."""
+    """Return the local tensor, assembled from its boxes."""
     boxes = local_boxes(tuple(tensor.shape), sharding, coordinate)
     ends = [[at[dim] + box.shape[dim] for box, at in boxes] for dim in range(tensor.dim())]
     local = torch.full([max(dim, default=0) for dim in ends], -1, dtype=tensor.dtype)
@@ -59,7 +59,7 @@ def test_boxes_are_those_of_dtensor(shape: tuple[int, ...], mesh: tuple[int, ...
 
 
 def _strided(tensor: torch.Tensor, dim: int, ways: int, factor: int) -> list[torch.Tensor]:
-    """What DTensor itself cuts a tensor into."""
+    """Return the shards that DTensor makes."""
     parts, _ = _StridedShard(dim, split_factor=factor)._split_tensor(tensor, ways, with_padding=False)
     return list(parts)
 
@@ -127,7 +127,7 @@ def test_coordinates_are_in_c_order_of_the_mesh(ranks: tuple[int, ...]) -> None:
 
 
 def _cut(box: Box, cuts: list[tuple[int, int]]) -> list[Box]:
-    """Parts of a box, cut in two again and again: which part, and where in all of its dimensions counted together."""
+    """A strategy for cuts of a box: which part to split, and where, over all of its dimensions."""
     parts = [box]
     for which, where in cuts:
         part = parts.pop(which % len(parts))
@@ -147,10 +147,10 @@ def _cut(box: Box, cuts: list[tuple[int, int]]) -> list[Box]:
     cuts=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8),
     change=st.none() | st.tuples(st.integers(0, 50), st.integers(-2, 2), st.integers(0, 2), st.integers(0, 50)),
 )
-def test_boxes_make_up_a_tensor_exactly(
+def test_boxes_tile_a_tensor_exactly(
     shape: tuple[int, ...], cuts: list[tuple[int, int]], change: tuple[int, int, int, int] | None
 ) -> None:
-    """As counted element by element."""
+    """The result is the same as by counting elements."""
     boxes = _cut(Box.whole(shape), cuts)
     if change is not None and shape:
         which, by, how, dim = change

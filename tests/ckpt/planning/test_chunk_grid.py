@@ -1,4 +1,4 @@
-"""Chunk grids: every boundary between boxes lies on them, and their files have sizes that a file system likes."""
+"""Chunk grids have every boundary between boxes on them, and files of reasonable sizes."""
 
 from __future__ import annotations
 

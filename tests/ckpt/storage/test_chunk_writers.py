@@ -1,4 +1,4 @@
-"""The conformance of both ways to write, and that standard readers read what they wrote."""
+"""Both chunk writers conform, and standard readers read what they write."""
 
 import os
 import subprocess
