@@ -139,7 +139,7 @@ def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
     queue: AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is tried with the values of the checkpoint and its own tensors."""
-    import ckpt.loading.placement
+    import ckpt.loading.state_update
 
     class Large(_Loader):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
             if self.position > self.limit:
                 raise ValueError("too far")
 
-    monkeypatch.setattr(ckpt.loading.placement, "_KEPT_BYTES", 10)
+    monkeypatch.setattr(ckpt.loading.state_update, "_KEPT_BYTES", 10)
     with Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"object": Large(7)}, 1)
         state = {"object": Large(3, limit=5)}
@@ -173,7 +173,7 @@ def test_a_step_that_turns_out_to_be_damaged_leaves_numbers_and_objects(queue: A
         with pytest.raises(CheckpointCorruptError, match="tensor big") as caught:
             checkpointer.restore(state, 1)
         assert (state["loader"].content(), state["n"]) == (_Loader(3).content(), 3)
-        assert "tensors of the state are perhaps overwritten in part" in caught.value.__notes__[0]
+        assert "tensors of the state may be partly overwritten" in caught.value.__notes__[0]
 
 
 def _one_refuses(rank: int, world_size: int, root: Path) -> str:
@@ -401,7 +401,7 @@ def test_a_container_that_takes_no_other_value_leaves_everything_as_it_was(
     with Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"t": torch.ones(3), "n": 7, "d": {"x": 7}}, 1)
         state = {"t": torch.zeros(3), "n": 3, "d": Frozen(x=3)}
-        with pytest.raises(StateError, match="d/x: the container does not take 7: KeyError"):
+        with pytest.raises(StateError, match="d/x: the container does not accept 7: KeyError"):
             checkpointer.restore(state)
     assert (state["n"], state["d"]) == (3, {"x": 3})
     assert not state["t"].any()

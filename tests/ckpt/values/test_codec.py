@@ -195,7 +195,7 @@ def test_damaged_values(encoded: Any) -> None:
     ids=str,
 )
 def test_damaged_standard_values(encoded: Any) -> None:
-    with pytest.raises(CheckpointCorruptError, match="not the form of a value of type"):
+    with pytest.raises(CheckpointCorruptError, match="invalid value of type"):
         decode_value(encoded)
 
 
