@@ -13,10 +13,27 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
 from ckpt.planning.description import TensorSpec
 
-__all__ = ["DTensors", "LocalBox", "local_tensor", "without_graph"]
+__all__ = [
+    "PLAIN_TENSORS",
+    "DTensors",
+    "LocalBox",
+    "check_storable",
+    "local_tensor",
+    "shares_elements",
+    "tensor_over",
+    "tensor_spec",
+    "whole_box",
+    "without_graph",
+]
 
 LocalBox = tuple[Box, tuple[int, ...]]
 """A box of a global tensor, and its offset in the local one."""
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""The types of tensors that can be stored, besides DTensor."""
+
+# One object for equal shardings, so that comparing them does not compare all their ranks.
+_shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
 
 
 class DTensors:
@@ -88,16 +105,13 @@ def _placement(path: Path, placement: Any) -> Placement:
     return Placement(placement.dim, int(getattr(placement, "split_factor", 1)))
 
 
-# One object for equal shardings, so that comparing them does not compare all their ranks.
-_shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
 def shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether several elements are the same memory, as in an expanded tensor."""
     return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
 
 
 def check_storable(path: Path, tensor: torch.Tensor) -> None:
+    """Raise StateError for a tensor that cannot be stored."""
     problem = None
     if tensor.layout != torch.strided:
         problem = f"has the layout {tensor.layout}; save its to_dense() or its parts"
@@ -114,11 +128,13 @@ def check_storable(path: Path, tensor: torch.Tensor) -> None:
 # One object for equal specs, so that comparing them does not compare their fields.
 @functools.lru_cache(maxsize=4096)
 def tensor_spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
+    """Return the description of a tensor."""
     return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
 
 
 @functools.lru_cache(maxsize=4096)
 def whole_box(shape: tuple[int, ...]) -> LocalBox:
+    """Return the box that covers a tensor of `shape`, which is local as a whole."""
     return Box.whole(shape), (0,) * len(shape)
 
 

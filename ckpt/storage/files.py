@@ -23,8 +23,10 @@ from ckpt.errors import StorageError
 __all__ = [
     "append",
     "create_exclusive",
+    "fsync",
     "holds",
     "remove",
+    "rename_no_replace",
     "storage_errors",
     "sync_files",
     "touch",

@@ -25,10 +25,15 @@ from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["PACK_DIRECTORY", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
+__all__ = ["PACK_DIRECTORY", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
 
 PACK_DIRECTORY = "packed"
 """The array of packed tensors; no key is stored under this name."""
+
+PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
+"""The directory of a published step; group 1 is the step."""
+
+_SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
 _RESERVED = frozenset({"zarr.json", "state.json", "intent.json", "reason.json", "parts", PACK_DIRECTORY, "c"})
@@ -76,10 +81,6 @@ def _escaped_bytes(raw: bytes) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
-
-
-PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
-_SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
 
 @dataclass(frozen=True, slots=True)
