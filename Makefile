@@ -35,7 +35,7 @@ NODES_SCHEDULES ?= 300
 test-faults: export TESTS = full
 test-faults: $(INSTALLED)
 	$(PYTEST) -v tests/ckpt/crash tests/ckpt/storage tests/ckpt/shared_fs tests/ckpt/test_interrupted_anywhere.py $(PYTEST_ARGS)
-	CKPT_PORTABLE=1 $(PYTEST) tests/ckpt/native tests/ckpt/staging tests/ckpt/storage/test_reader.py tests/ckpt/test_state.py tests/ckpt/loading $(PYTEST_ARGS)
+	CKPT_PORTABLE=1 $(PYTEST) tests/ckpt/native tests/ckpt/staging tests/ckpt/storage/test_chunk_reader.py tests/ckpt/test_state.py tests/ckpt/loading $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
 	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/inprocess/nodes $(PYTEST_ARGS)
 	$(PYTEST) -v -rA tests/ckpt/native/test_sanitizers.py tests/ckpt/fuzz $(PYTEST_ARGS)

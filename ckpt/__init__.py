@@ -26,8 +26,8 @@ from ckpt.errors import (
 if TYPE_CHECKING:
     from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
     from ckpt.checkpointer import Checkpointer
-    from ckpt.loading.opened import open_checkpoint as open
-    from ckpt.planning.leaves import PerRank, RngState
+    from ckpt.loading.lazy import open_checkpoint as open
+    from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.values.registry import Unregistered, register_encoder
 
 __all__ = [
@@ -61,11 +61,11 @@ _LAZY = {
     "DistributedAsyncCaller": "ckpt.async_calls",
     "WriterConfig": "ckpt.async_calls",
     "Checkpointer": "ckpt.checkpointer",
-    "PerRank": "ckpt.planning.leaves",
-    "RngState": "ckpt.planning.leaves",
+    "PerRank": "ckpt.planning.state_dict",
+    "RngState": "ckpt.planning.state_dict",
     "Unregistered": "ckpt.values.registry",
     "register_encoder": "ckpt.values.registry",
-    "open": "ckpt.loading.opened",
+    "open": "ckpt.loading.lazy",
 }
 
 

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
-from ckpt.loading.load import restore
-from ckpt.loading.sources import Alone, RestoreReport
+from ckpt.loading.all_or_none import Alone
+from ckpt.loading.restore import restore
+from ckpt.loading.restore_step import RestoreReport
 from ckpt.native import warn_if_portable
-from ckpt.planning.grid import GridOptions
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
 from ckpt.saving.publish import Retention
 from ckpt.saving.recover import Branch, recover_for_restore
 from ckpt.saving.save import Saver, StagingOptions
 from ckpt.saving.write import SaveOptions
-from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.retired import discard_retired
+from ckpt.storage.recycled import discard_recycled
+from ckpt.storage.root import CheckpointRoot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -349,7 +350,7 @@ class Checkpointer:
         finally:
             self._saver.close()
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
-            discard_retired(self._root)
+            discard_recycled(self._root)
 
     def _drain(self) -> None:
         """Finalize all calls of a queue that stays open."""

@@ -1,4 +1,4 @@
-"""Read boxes of stored tensors into arrays in memory, through one reader, many at a time. Free of torch."""
+"""Read boxes of stored tensors into arrays in memory, many at a time. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import numpy as np
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.loading.index import CheckpointIndex, StoredBox, StoredTensor
 from ckpt.planning.boxes import Box
+from ckpt.storage.chunk_reader import ArrayRead, ArrayReader
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import PACK_DIRECTORY
-from ckpt.storage.reader import ArrayRead, ArrayReader
 
-__all__ = ["Fetch", "Wanted"]
+__all__ = ["Fetch", "BoxRead"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK_BYTES = 4 << 20
-_WINDOW_BLOCKS = 2  # for each thread
+_WINDOW_BLOCKS = 2  # per thread
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The elements `box` of a stored tensor, to be put into `destination`.
+class BoxRead:
+    """A request to read the elements `box` of a stored tensor into `destination`.
 
-    `destination` has the shape of the box (and the trailing dimension of a raw dtype) and the stored dtype; any
-    strides.
+    `destination` has the shape of the box (followed by the trailing dimension of a raw dtype), the stored dtype, and
+    any strides.
     """
 
     name: str
@@ -43,7 +43,9 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class _PackedRead:
+    """A request for (part of) a box in the pack."""
+
     name: str
     stored: StoredBox
     dtype: str
@@ -61,18 +63,18 @@ class _Packed:
 
     @property
     def in_place(self) -> bool:
-        """Whether all of it is wanted, in one run of memory."""
+        """Whether all of the box is wanted, in contiguous memory."""
         return self.destination.nbytes == self.end - self.start and self.destination.flags.c_contiguous
 
     def memory(self) -> Array:
-        """Where to read it to."""
+        """Return the memory to read the box into: its destination, or a temporary buffer."""
         return (
             self.destination.reshape(-1).view(np.uint8) if self.in_place else np.empty(self.end - self.start, np.uint8)
         )
 
 
 class Fetch:
-    """All reads of one restore. `bytes_read` counts the bytes put into destinations."""
+    """The reads of one restore. `bytes_read` counts the bytes written to destinations."""
 
     def __init__(self, index: CheckpointIndex, *, threads: int = 4, timeout_s: float = 1800.0) -> None:
         self._index = index
@@ -84,7 +86,7 @@ class Fetch:
     def array(self, name: str, tensor: StoredTensor, box: Box) -> Array:
         """Return the elements `box` of a stored tensor as a new array of its stored dtype. Raises as `read` does.
 
-        MemoryError if there is no room for it and its files are of the size that they should have.
+        MemoryError if there is no memory for it, unless its files show that the metadata are damaged.
         """
         how = stored(tensor.dtype)
         try:
@@ -96,25 +98,27 @@ class Fetch:
                     inside = tuple(o - b for o, b in zip(overlap.offset, part.box_offset, strict=True))
                     offset, shape = (inside, overlap.shape) if part.pack_offset is None else ((0,), part.meta.shape)
                     self._reader.check_sizes(part.meta, part.directory, name, offset, shape)
-            raise MemoryError(f"{name}: no room for {list(box.shape)} elements of {tensor.dtype}") from None
-        self.read([Wanted(name, tensor, box, result)])
+            raise MemoryError(f"{name}: no memory for {list(box.shape)} elements of {tensor.dtype}") from None
+        self.read([BoxRead(name, tensor, box, result)])
         return result
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        """Fill every destination. Raises CheckpointCorruptError naming tensor, chunk and file; destinations are
-        undefined then. Nothing writes to them any more when this returns or raises."""
-        packed: list[_Packed] = []
+    def read(self, wanted: Sequence[BoxRead]) -> None:
+        """Fill every destination. No read is pending when this returns or raises.
+
+        Raises CheckpointCorruptError, naming tensor, chunk and file; the destinations are undefined then.
+        """
+        packed: list[_PackedRead] = []
         window = _Window(self._window_bytes, self._timeout_s)
         try:
             for want in wanted:
                 self._start(want, window, packed)
             self._read_packed(packed, window)
         except BaseException:
-            window.give_up()
+            window.drain()
             raise
         window.finish()
 
-    def _start(self, want: Wanted, window: _Window, packed: list[_Packed]) -> None:
+    def _start(self, want: BoxRead, window: _Window, packed: list[_PackedRead]) -> None:
         covered = 0
         for box in want.tensor.boxes:
             overlap = want.box.intersection(Box(box.box_offset, box.shape))
@@ -124,7 +128,7 @@ class Fetch:
             destination = _part(want.destination, overlap.slices(want.box.offset))
             self.bytes_read += destination.nbytes
             if box.pack_offset is not None:
-                packed.append(_Packed(want.name, box, want.tensor.dtype, overlap, destination))
+                packed.append(_PackedRead(want.name, box, want.tensor.dtype, overlap, destination))
                 continue
             inside = Box(tuple(o - b for o, b in zip(overlap.offset, box.box_offset, strict=True)), overlap.shape)
             unit = box.meta.inner_chunk_shape or box.meta.chunk_shape
@@ -138,10 +142,10 @@ class Fetch:
                 f"{self._index.path}: {want.name} has {covered} of {want.box.elements} elements stored"
             )
 
-    def _read_packed(self, packed: list[_Packed], window: _Window) -> None:
-        """Read what is wanted of the pack, all of a few MB of it at once, so that nothing is read twice.
+    def _read_packed(self, packed: list[_PackedRead], window: _Window) -> None:
+        """Read boxes in the pack, those within a few MB of it at once, so that no inner chunk is read twice.
 
-        No tensor lies across two inner chunks.
+        No box crosses the boundary of an inner chunk.
         """
         packed = sorted((entry for entry in packed if entry.end > entry.start), key=lambda entry: entry.start)
         if not packed:
@@ -150,47 +154,47 @@ class Fetch:
         (unit,) = meta.inner_chunk_shape or meta.chunk_shape
         block_bytes = max(1, _BLOCK_BYTES // unit) * unit
         for _, group in groupby(packed, key=lambda entry: entry.start // block_bytes):
-            for entries in _apart(list(group)):
+            for entries in _without_overlaps(list(group)):
                 runs = [(entry.start, entry.memory()) for entry in entries]
                 others = f" and {len(entries) - 1} more tensors" if len(entries) > 1 else ""
                 nbytes = entries[-1].end - entries[0].start
                 window.make_room(nbytes)
                 read = self._reader.read_runs(meta, PACK_DIRECTORY, entries[0].name + others, runs)
-                window.add(read, nbytes, functools.partial(_take, entries, [memory for _, memory in runs]))
+                window.add(read, nbytes, functools.partial(_copy_out, entries, [memory for _, memory in runs]))
 
 
 class _Window:
-    """The reads under way, oldest first; so many bytes at most, for each takes as much memory until it is done."""
+    """The pending reads, oldest first, with a limit of bytes: a read takes that much memory until it is done."""
 
-    def __init__(self, most_bytes: int, timeout_s: float) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._reads: deque[tuple[ArrayRead, int, Callable[[], None] | None]] = deque()
         self._bytes = 0
-        self._given_up = False
+        self._draining = False
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until `nbytes` more may be read. Raises what a read raises."""
-        while self._reads and self._bytes + nbytes > self._most_bytes:
+        """Wait until `nbytes` more may be read. Raises as a read does."""
+        while self._reads and self._bytes + nbytes > self._max_bytes:
             self._wait_for_oldest()
 
     def add(self, read: ArrayRead, nbytes: int, then: Callable[[], None] | None = None) -> None:
-        """A read has begun; `then` is called when it is done."""
+        """Add a pending read; `then` is called when it is done."""
         self._reads.append((read, nbytes, then))
         self._bytes += nbytes
 
     def finish(self) -> None:
-        """Wait for all; when one fails, wait for the others too, then raise its error."""
+        """Wait for all reads; if one fails, wait for the others, too, then raise its error."""
         try:
             while self._reads:
                 self._wait_for_oldest()
         except BaseException:
-            self.give_up()
+            self.drain()
             raise
 
-    def give_up(self) -> None:
-        """Wait until nothing is under way, whatever becomes of it."""
-        self._given_up = True
+    def drain(self) -> None:
+        """Wait until no read is pending, and ignore errors."""
+        self._draining = True
         while self._reads:
             with contextlib.suppress(CheckpointError):
                 self._wait_for_oldest()
@@ -200,19 +204,19 @@ class _Window:
         try:
             read.result(self._timeout_s)
         except CheckpointError:
-            self._forget(nbytes)
+            self._remove_oldest(nbytes)
             raise
-        self._forget(nbytes)  # not after an interrupt: then it is still under way
-        if then is not None and not self._given_up:
+        self._remove_oldest(nbytes)  # not after an interrupt: then it is still pending
+        if then is not None and not self._draining:
             then()
 
-    def _forget(self, nbytes: int) -> None:
+    def _remove_oldest(self, nbytes: int) -> None:
         self._reads.popleft()
         self._bytes -= nbytes
 
 
 def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:
-    """Cut a box, only between units of a grid, into parts of at most so many elements (or one unit)."""
+    """Split a box at the boundaries of a grid of `unit`s, into parts of at most `elements` elements (or one unit)."""
     if box.elements > elements:
         for dim, (start, size, step) in enumerate(zip(box.offset, box.shape, unit, strict=True)):
             middle = max((start + size // 2) // step, start // step + 1) * step
@@ -224,8 +228,8 @@ def _blocks(box: Box, unit: tuple[int, ...], elements: int) -> Iterator[Box]:
     yield box
 
 
-def _apart(entries: list[_Packed]) -> Iterator[list[_Packed]]:
-    """Divide sorted entries such that none overlap: what is tied in the checkpoint may be wanted in two places."""
+def _without_overlaps(entries: list[_PackedRead]) -> Iterator[list[_PackedRead]]:
+    """Divide sorted entries into groups without overlaps: two requests may be for the same box."""
     while entries:
         chosen, rest = entries[:1], entries[:0]
         for entry in entries[1:]:
@@ -234,8 +238,8 @@ def _apart(entries: list[_Packed]) -> Iterator[list[_Packed]]:
         entries = rest
 
 
-def _take(entries: list[_Packed], memory: list[Array]) -> None:
-    """Put what was read beside its place there."""
+def _copy_out(entries: list[_PackedRead], memory: list[Array]) -> None:
+    """Copy what was read into temporary buffers to its destinations."""
     for entry, data in zip(entries, memory, strict=True):
         if not entry.in_place:
             how = stored(entry.dtype)
@@ -244,6 +248,6 @@ def _take(entries: list[_Packed], memory: list[Array]) -> None:
 
 
 def _part(array: Array, slices: tuple[slice, ...]) -> Array:
-    """A view of a part of `array`, of all of its trailing dimensions; also where there is no dimension."""
+    """Return a view of a part of `array`, with all of its trailing dimensions; also if it has no dimensions."""
     key: tuple[slice | EllipsisType, ...] = (*slices, ...)
     return array[key]

@@ -1,4 +1,4 @@
-"""Pair every leaf of a state with what is stored under its name, and say what does not fit."""
+"""Pair every leaf of a state with what is stored under its name, and report what does not fit."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.loading.all_or_none import Alone
 from ckpt.loading.index import CheckpointIndex, StoredTensor
-from ckpt.loading.sources import Alone, Gather
 from ckpt.paths import Path, display
+from ckpt.planning.description import Gather
 from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
 from ckpt.values.codec import encode_value, resolve, unregistered_in
 
-__all__ = ["Assignment", "Match", "Problem", "Read", "is_below", "known_to_nobody", "match_state"]
+__all__ = ["Assignment", "Match", "Problem", "Read", "is_below", "unknown_on_all_ranks", "match_state"]
 
 Read = tuple[Path, StoredTensor, TensorLeaf]
-"""A tensor to be read: its name, what is stored, and where it goes."""
+"""A tensor to be read: its name, what is stored, and the leaf to fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that does not fit. `text` begins with its kind and names the path."""
+    """A mismatch. `text` begins with its kind and names the path."""
 
     path: Path
     text: str
@@ -30,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A value that is to be put in the place of the one that `leaf` has."""
+    """A value to be assigned in place of the one in `leaf`."""
 
     path: Path
     leaf: ValueLeaf
@@ -39,8 +40,11 @@ class Assignment:
 
 @dataclass
 class Match:
-    """What to do, and what does not fit. `unknown` are the stored names that this rank's state does not have; another
-    rank's may have them. `left_out` would fit, but belong to something that does not."""
+    """What to restore, and what does not fit.
+
+    `unknown` are the stored names that this rank's state does not have, although another rank's may. `left_out` are
+    names that would fit but are restored only together with one that does not.
+    """
 
     reads: list[Read] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
@@ -56,10 +60,10 @@ def match_state(
     ignored: Collection[Path] = (),
     unit: Callable[[Path], Hashable | None] = lambda path: None,
 ) -> Match:
-    """Compare names, shapes, dtypes and types; changes nothing.
+    """Compare names, shapes, dtypes and types. Changes nothing.
 
-    What is below a path in `ignored` is passed over. Leaves with one `unit`, which is not None, are restored together
-    or not at all.
+    Paths in or below `ignored` are skipped. Leaves with the same `unit`, if it is not None, are restored together or
+    not at all.
     """
     match = Match()
     for path, leaf in flat.tensors.items():
@@ -85,14 +89,14 @@ def match_state(
 
 
 def is_below(path: Path, prefixes: Collection[Path]) -> bool:
-    """Whether `path` is one of the `prefixes`, or below one."""
+    """Return whether `path` is one of the `prefixes`, or below one."""
     return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
 
 
-def known_to_nobody(unknown: list[Path], ranks: Gather) -> list[Path]:
-    """Those of the names a rank does not know that no other rank knows either. Collective.
+def unknown_on_all_ranks(unknown: list[Path], ranks: Gather) -> list[Path]:
+    """Return the names that no rank's state has, of those that this rank's does not have. Collective.
 
-    A rank alone cannot tell: none.
+    A rank that is `Alone` cannot know: it returns none.
     """
     if isinstance(ranks, Alone):
         return []
@@ -107,7 +111,7 @@ def known_to_nobody(unknown: list[Path], ranks: Gather) -> list[Path]:
 def _match_tensor(match: Match, index: CheckpointIndex, path: Path, leaf: TensorLeaf, rank: int) -> None:
     spec = leaf.spec
     if spec.per_rank and rank >= index.world_size:
-        return  # the checkpoint is of fewer ranks; this one keeps what it has
+        return  # fewer ranks wrote the checkpoint; this one keeps its tensor
     tensor = index.tensor(path, rank if spec.per_rank else None)
     problem = None
     if tensor is None:
@@ -137,13 +141,14 @@ def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLe
     value = resolve(values[rank], leaf.value)
     if _form(encode_value(value)) == _form(leaf.encoded):
         return
-    stand_in = next(unregistered_in(value), None)
-    if stand_in is not None:
+    placeholder = next(unregistered_in(value), None)
+    if placeholder is not None:
         match.problems.append(
             Problem(
                 path,
-                f"type: {display(path)} holds {stand_in.data!r:.100} of the {stand_in.form} type {stand_in.name}, "
-                f"which this program has not registered (see ckpt.register_encoder), or which cannot be this any more",
+                f"type: {display(path)} holds {placeholder.data!r:.100} of the {placeholder.form} type "
+                f"{placeholder.name}, which this program has not registered (see ckpt.register_encoder), or which no "
+                "longer has this value",
             )
         )
     elif leaf.assign is None:
@@ -155,7 +160,7 @@ def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLe
 
 
 def _form(encoded: Any) -> str:
-    """Differs also for values that Python calls equal, like 1 and True."""
+    """Return a form that differs even for values that compare equal, such as 1 and True."""
     return json.dumps(encoded, sort_keys=True)
 
 

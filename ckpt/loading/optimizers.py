@@ -1,7 +1,7 @@
-"""What an optimizer of the state can take from a checkpoint, found out before anything is changed.
+"""Prepare the optimizers of a state for a restore: create missing state, find what does not fit.
 
-An optimizer creates its state in its first step; a restore into one that has not stepped must create it before. The
-tensors are made from what the checkpoint says, like the parameter they belong to where the shapes are the same. No
+An optimizer creates its state in its first step, so a restore into one that has not stepped must create it before. The
+tensors are made as the checkpoint describes them, and like the parameter they belong to where the shapes are equal. No
 step is run.
 """
 
@@ -24,10 +24,10 @@ _T = TypeVar("_T")
 
 
 class Optimizers:
-    """The optimizers of a state, met while it is flattened.
+    """The optimizers of a state, collected while it is flattened.
 
-    A state dict has PyTorch's form (`state` by parameter, `param_groups`), or another one, of an optimizer class that
-    has its own idea of it. `problems` is what does not fit, `ignored` are paths below which nothing is to be restored.
+    A state dict has PyTorch's form (`state` by parameter, `param_groups`), or that of an optimizer class with another
+    one. `problems` are mismatches; nothing is restored below the paths in `ignored`.
     """
 
     def __init__(self, index: CheckpointIndex, rank: int) -> None:
@@ -40,8 +40,10 @@ class Optimizers:
         self.not_loaded: set[Path] = set()
 
     def expand(self, path: Path, owner: Any, state_dict: Any, per_rank: bool) -> Any:
-        """The state dict of an optimizer without state, with uninitialized tensors where the checkpoint at `path` has
-        some. `per_rank`: where it has some of this rank alone. Anything else comes back as it is."""
+        """Return a state dict with uninitialized tensors for the state that the checkpoint has and the optimizer lacks.
+
+        With `per_rank`, for state of this rank alone. Any other `state_dict` is returned unchanged.
+        """
         if not isinstance(owner, torch.optim.Optimizer) or not isinstance(state_dict, dict):
             return state_dict
         tensors, values = self._stored(path, per_rank)
@@ -59,16 +61,16 @@ class Optimizers:
         return _filled(state_dict, owner, _by_name(tensors), _by_name(values))
 
     def unit(self, path: Path) -> Hashable | None:
-        """Equal for leaves that are one parameter's state, which is restored as a whole or not at all."""
+        """Return a key that the leaves of one parameter's state share: they are restored together or not at all."""
         for length in range(len(path) - 1, -1, -1):
             if path[:length] in self._usual and path[length] == "state" and len(path) > length + 1:
                 return path[: length + 2]
-            if path[:length] in self._other:  # with names like "state.layer.weight.exp_avg"
+            if path[:length] in self._other:  # names like "state.layer.weight.exp_avg"
                 return path[:length], str(path[length]).rpartition(".")[0] or path
         return None
 
     def _stored(self, path: Path, per_rank: bool) -> tuple[dict[Path, StoredTensor], dict[Path, Any]]:
-        """What the checkpoint has below `path`, by the rest of its name."""
+        """Return the tensors and values of the checkpoint below `path`, by the rest of their paths."""
         index, at = self._index, len(path)
         names = (*(index.per_rank_tensors if per_rank else index.tensors), *index.aliases)
         found = {name[at:]: index.tensor(name, self._rank if per_rank else None) for name in names if name[:at] == path}
@@ -81,15 +83,15 @@ class Optimizers:
         )
 
     def _groups_fit(self, path: Path, state_dict: Any, values: Mapping[Path, Any]) -> bool:
-        """Whether the checkpoint has the same parameters in the same groups, so that `load_state_dict` takes them."""
+        """Return whether the checkpoint has the same parameters in the same groups, as `load_state_dict` needs."""
         stored = _stored_groups(values)
         own = [group["params"] for group in state_dict["param_groups"]]
         if stored is None or stored == own:
             return True
         if list(map(len, stored)) == list(map(len, own)):
-            text = f"numbers its parameters {_cut(stored)} in the checkpoint, {_cut(own)} in the state"
+            text = f"numbers its parameters {_shortened(stored)} in the checkpoint, {_shortened(own)} in the state"
         else:
-            text = f"has {_said(stored)} in the checkpoint, {_said(own)} in the state"
+            text = f"has {_group_sizes(stored)} in the checkpoint, {_group_sizes(own)} in the state"
         self.problems.append(Problem(path, f"parameter groups: {display(path)} {text}"))
         self.ignored.add(path)
         self.not_loaded.add(path)
@@ -98,7 +100,7 @@ class Optimizers:
     def _state(
         self, path: Path, owner: Any, tensors: Mapping[Path, StoredTensor], values: Mapping[Path, Any]
     ) -> dict[int, Any]:
-        """New state for the parameters that the checkpoint has some of, and that it fits."""
+        """Create state for the parameters that the checkpoint has state of, where the shapes fit."""
         parameters = _parameters(owner)
         state: dict[int, Any] = {}
         entries: dict[int, dict[Path, StoredTensor]] = {}
@@ -128,8 +130,7 @@ class Optimizers:
 
 
 def keep_dtypes(owner: Any, state_dict: Any) -> None:
-    """`Optimizer.load_state_dict` casts state to the dtype of its parameter; put back what was restored in another
-    dtype."""
+    """Undo the casts of `Optimizer.load_state_dict`, which casts state to the dtype of its parameter."""
     if not isinstance(owner, torch.optim.Optimizer) or not _is_usual(state_dict):
         return
     parameters = _parameters(owner)
@@ -145,7 +146,7 @@ def keep_dtypes(owner: Any, state_dict: Any) -> None:
 
 
 def _is_usual(state_dict: Any) -> bool:
-    """Whether it has PyTorch's form."""
+    """Return whether a state dict has PyTorch's form."""
     if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), dict):
         return False
     groups = state_dict.get("param_groups")
@@ -159,8 +160,10 @@ def _parameters(owner: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _stored_groups(values: Mapping[Path, Any]) -> list[list[Any]] | None:
-    """The parameters of each group, by number; None where the checkpoint has none. With a tensor in them groups are
-    not one value."""
+    """Return the numbers of the parameters of each group; None if the checkpoint has none.
+
+    The groups are one value, unless there is a tensor in them.
+    """
     groups = values.get(("param_groups",))
     if isinstance(groups, list):
         found = {number: group.get("params") for number, group in enumerate(groups) if isinstance(group, dict)}
@@ -174,41 +177,41 @@ def _stored_groups(values: Mapping[Path, Any]) -> list[list[Any]] | None:
     return groups if groups and all(isinstance(params, list) for params in groups) else None
 
 
-def _said(groups: list[list[Any]]) -> str:
+def _group_sizes(groups: list[list[Any]]) -> str:
     counts = [str(len(group)) for group in groups]
     more = ", ..." if len(counts) > _SHOWN else ""
     plural = "" if len(counts) == 1 else "s"
     return f"{len(counts)} parameter group{plural} with {', '.join(counts[:_SHOWN])}{more} parameter(s)"
 
 
-def _cut(groups: list[list[Any]]) -> str:
+def _shortened(groups: list[list[Any]]) -> str:
     text = str(groups)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _is_state(name: Path, parameters: int) -> bool:
-    """Whether it is a name like ``state/3/exp_avg``, of one of so many parameters."""
+    """Return whether a path is like ``state/3/exp_avg``, for one of `parameters` parameters."""
     return len(name) > 2 and name[0] == "state" and isinstance(name[1], int) and 0 <= name[1] < parameters
 
 
 def _by_name(stored: Mapping[Path, _T]) -> dict[Path, _T]:
-    """State of parameters that are not numbered."""
+    """Return the state of parameters with names instead of numbers."""
     return {
         name: item for name, item in stored.items() if len(name) > 2 and name[0] == "state" and type(name[1]) is str
     }
 
 
 def _shapes(owner: Any, parameters: list[torch.Tensor], number: int) -> list[tuple[int, ...]]:
-    """Those of what the state of this parameter is about: all of a DTensor, or this rank's part."""
-    if isinstance(owner, torch.optim.LBFGS):  # keeps the state of all parameters, in a row, at the first one
+    """Return the shapes that state of this parameter may have: of the whole DTensor, or of this rank's part."""
+    if isinstance(owner, torch.optim.LBFGS):  # keeps the concatenated state of all parameters at the first one
         return [(sum(_shard(parameter).numel() for parameter in parameters),)]
     return [tuple(parameters[number].shape), tuple(_shard(parameters[number]).shape)]
 
 
 def _misfits(entry: Mapping[Path, StoredTensor], shapes: list[tuple[int, ...]]) -> list[Path]:
-    """The tensors that were made for a parameter of another shape. If one has just the parameter's shape, none was.
+    """Return the tensors made for a parameter of another shape; none if one of them has the parameter's shape.
 
-    What has another number of dimensions says nothing: optimizers keep statistics of rows, blocks and much else.
+    A tensor with another number of dimensions tells nothing: optimizers keep statistics of rows, blocks and more.
     """
     if any(tensor.shape in shapes for tensor in entry.values() if tensor.shape):
         return []
@@ -225,7 +228,7 @@ def _misfits(entry: Mapping[Path, StoredTensor], shapes: list[tuple[int, ...]]) 
 def _filled(
     state_dict: dict[Any, Any], owner: Any, tensors: Mapping[Path, StoredTensor], values: Mapping[Path, Any]
 ) -> Any:
-    """A state dict of another form, with what the checkpoint has and it has not, if it has no state yet."""
+    """Return a state dict of another form, completed from the checkpoint if it has no state yet."""
     leaves = dict(_leaves((), state_dict))
     if any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in leaves.values()):
         return state_dict
@@ -259,7 +262,7 @@ def _put(tree: Any, path: Path, leaf: Any) -> None:
 
 
 def _with_lists(node: Any) -> Any:
-    """Names do not tell a list from a dict: what has the keys 0, 1, ... is taken for a list."""
+    """Turn dicts with the keys 0, 1, ... into lists: paths do not tell them apart."""
     if not isinstance(node, dict):
         return node
     items = {key: _with_lists(item) for key, item in node.items()}
@@ -269,7 +272,7 @@ def _with_lists(node: Any) -> Any:
 
 
 def _shard(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor."""
+    """Return this rank's part of a DTensor."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
@@ -282,6 +285,6 @@ def _like(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 
 
 def _like_any(parameters: list[torch.Tensor], stored: StoredTensor) -> torch.Tensor:
-    """Like a parameter of that shape, if there is one: then it is sharded as that is."""
+    """Return a tensor sharded like a parameter of the same shape, if there is one."""
     same = (parameter for parameter in parameters if tuple(parameter.shape) == stored.shape)
     return _like(next(same, parameters[0]), stored)

@@ -1,8 +1,8 @@
-"""Moves bytes at the speed of memory, with their CRC-32C made on the way.
+"""Copies, CRC-32C checksums and checked reads, at the speed of memory.
 
 `compiled` does the work, in C, if there was a C compiler when the package was installed; otherwise, or with
-CKPT_PORTABLE=1 in the environment, `portable`, slower.
-Nothing here checks an address: the callers hand over memory that they keep alive. Any thread, any process.
+CKPT_PORTABLE=1 in the environment, `portable` does, slower. Addresses are not checked: the callers pass memory that
+they keep alive. Any thread, any process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "copy_runs",
     "crc32c",
     "crc32c_joined",
-    "read_pieces",
+    "read_checked",
     "warn_if_portable",
 ]
 
@@ -35,19 +35,19 @@ _engine: Any = portable if _compiled is None else _compiled
 
 @functools.cache
 def warn_if_portable() -> None:
-    """Say in the log, once, that the compiled functions are missing."""
+    """Log once that the compiled functions are missing."""
     if _compiled is None:
         logging.getLogger("ckpt").warning(
-            "the compiled part of ckpt is not installed: saves stall longer and restores take longer. To have it, "
-            "install a C compiler and then the package again (`pip install --force-reinstall --no-deps .`)"
+            "the compiled part of ckpt is not installed: saves stall longer and restores take longer. Install "
+            "a C compiler and then the package again (`pip install --force-reinstall --no-deps .`)"
         )
 
 
 def choose(most: int) -> int:
-    """Use the best way that this machine has to make checksums, but none above `most`; returns which it is.
+    """Select the fastest implementation of checksums on this machine up to `most`, and return which it is.
 
-    -1 is without compiled code, 0 is C for any processor; on x86-64, 1 uses 128 bits at a time and 2 uses 512. It is
-    the best from the start: this is for tests. Not while other threads use this module.
+    -1 is without compiled code, 0 is C for any processor; on x86-64, 1 uses 128 bits at a time and 2 uses 512. The
+    fastest is the default: this is for tests. Not while other threads use this module.
     """
     global _engine
     if _compiled is None or most < 0:
@@ -58,10 +58,10 @@ def choose(most: int) -> int:
 
 
 def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
-    """Do all copies of `runs`, a 1-d array of RUN, one after the other.
+    """Make all copies of `runs`, a 1-d array of RUN, one after the other.
 
-    The checksums are of the bytes that were stored, whatever becomes of the source meanwhile. The memory of a run must
-    not overlap. Large runs go past the caches.
+    The checksums are those of the copied bytes, even if the source changes meanwhile. Source and target of a run must
+    not overlap. Large runs bypass the caches.
     """
     if runs.dtype != RUN or runs.ndim != 1 or not runs.flags.c_contiguous:
         raise ValueError("runs must be a contiguous 1-d array of RUN")
@@ -71,27 +71,29 @@ def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
 
 
 def crc32c(data: bytes | bytearray | memoryview, initial: int = 0) -> int:
-    """Return the CRC-32C (Castagnoli) of `data`, any contiguous buffer, continuing a stream that has the checksum
-    `initial`. No copy."""
+    """Return the CRC-32C (Castagnoli) of `data`, any contiguous buffer, without copying it.
+
+    `initial` is the checksum of the bytes before, if `data` continues a stream.
+    """
     return int(
         _engine.crc32c(data if isinstance(data, bytes) else np.asarray(data).reshape(-1).view(np.uint8), initial)
     )
 
 
 def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
-    """Return the checksum of what has the checksum `first`, followed by so many bytes that have `second`."""
+    """Return the checksum of data with the checksum `first` followed by `second_bytes` bytes with `second`."""
     return int(_engine.crc32c_joined(first, second, second_bytes))
 
 
-def read_pieces(fd: int, piece_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
-    """Read `segments`, a 1-d array of SEGMENT, of a file that begins with pieces of `piece_bytes` bytes, each with its
-    checksum behind it. They are in order and do not overlap. Each piece that they touch is read once, as a whole.
+def read_checked(fd: int, block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    """Read `segments`, a 1-d array of SEGMENT, from a file of blocks of `block_bytes` bytes with a checksum after each.
 
-    Returns whether these are all there, and as their checksums say. If not, some of the memory may have been written.
-    OSError if the file cannot be read.
+    Segments are in order and do not overlap. Each block that they touch is read once, as a whole. Returns whether all
+    these blocks are complete and match their checksums. If not, some of the memory may have been written. OSError if
+    the file cannot be read.
     """
-    if segments.dtype != SEGMENT or segments.ndim != 1 or not segments.flags.c_contiguous or piece_bytes < 1:
-        raise ValueError("segments must be a contiguous 1-d array of SEGMENT, and pieces have bytes")
+    if segments.dtype != SEGMENT or segments.ndim != 1 or not segments.flags.c_contiguous or block_bytes < 1:
+        raise ValueError("segments must be a contiguous 1-d array of SEGMENT, and block_bytes positive")
     if len(segments) > 1 and (segments["at"][:-1] + segments["bytes"][:-1] > segments["at"][1:]).any():
         raise ValueError("segments must be in order and not overlap")
-    return bool(_engine.read_pieces(fd, piece_bytes, segments))
+    return bool(_engine.read_checked(fd, block_bytes, segments))

@@ -1,4 +1,4 @@
-"""The functions of `ckpt.native` in C (crc32c.c, moves.c), called without the interpreter's lock."""
+"""The functions of `ckpt.native` in C (crc32c.c, moves.c), called without the global interpreter lock."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ckpt.native.records import RUN, SEGMENT
 __all__ = ["Compiled", "load"]
 
 _OLD = "was compiled from another version of its source; install the package again (`pip install .`)"
-_BLOCK_BYTES = 256 << 10  # stays in a core's cache
+_BUFFER_BYTES = 256 << 10  # stays in a core's cache
 
 
 def load() -> Compiled | None:
-    """Return the functions; None if they were not compiled when the package was installed.
+    """Return the compiled functions; None if they were not compiled when the package was installed.
 
-    ImportError if they are there and not of this version.
+    ImportError if they were compiled from another version.
     """
     path = os.path.join(os.path.dirname(__file__), "_library.abi3.so")  # one file for every version of Python
     return Compiled(path) if os.path.exists(path) else None
 
 
-class _Block(threading.local):
-    """What the pieces that this thread reads go through."""
+class _Buffer(threading.local):
+    """The buffer of this thread for reads."""
 
     def __init__(self) -> None:
-        self.memory = (ctypes.c_char * _BLOCK_BYTES)()
+        self.memory = (ctypes.c_char * _BUFFER_BYTES)()
 
 
 class Compiled:
-    """The library at a path."""
+    """The functions of the shared library at `path`."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -56,10 +56,10 @@ class Compiled:
             function.restype, function.argtypes = result, arguments
         if library.ckpt_record_bytes() != RUN.itemsize << 8 | SEGMENT.itemsize:
             raise ImportError(f"{path} {_OLD}")
-        self._block = _Block()
+        self._buffer = _Buffer()
 
     def choose(self, most: int) -> int:
-        """Use the best way that the processor has to make checksums, but none above `most`; returns which it is."""
+        """Select the fastest implementation of checksums up to `most`, and return which it is."""
         return int(self._library.ckpt_crc32c_choose(most))
 
     def copy_runs(self, runs: np.ndarray[Any, np.dtype[Any]]) -> None:
@@ -73,10 +73,10 @@ class Compiled:
     def crc32c_joined(self, first: int, second: int, second_bytes: int) -> int:
         return int(self._library.ckpt_crc32c_joined(first, second, second_bytes))
 
-    def read_pieces(self, fd: int, piece_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    def read_checked(self, fd: int, block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
         error = int(
             self._library.ckpt_read_pieces(
-                fd, piece_bytes, _address(segments), len(segments), self._block.memory, _BLOCK_BYTES
+                fd, block_bytes, _address(segments), len(segments), self._buffer.memory, _BUFFER_BYTES
             )
         )
         if error > 0:

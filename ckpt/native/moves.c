@@ -1,11 +1,11 @@
-/* What Python calls: many copies, or one read, in a single call without the interpreter's lock. */
+/* Copies and checked reads: many in a single call, without the global interpreter lock. */
 #include <errno.h>
 #include <stdint.h>
 #include <unistd.h>
 
 #include "crc32c.h"
 
-/* The same fields, in this order, as RUN in __init__.py. Addresses are numbers there. */
+/* The same fields, in this order, as RUN in records.py. Addresses are numbers there. */
 struct run {
     uint64_t to, from, bytes;
     uint64_t seal_at;   /* where the checksum of the bytes goes as well (little-endian), or 0 */
@@ -18,8 +18,8 @@ enum { CHECKSUM_BYTES = 4 };
 /* The checksum of a stream whose checksum was `crc`, followed by zeros: the complement is a product (see crc32c.c). */
 static uint32_t followed_by_zeros(uint32_t crc, uint64_t bytes) { return ~ckpt_crc32c_joined(~crc, 0, bytes); }
 
-/* Do `count` copies, one after the other. Where `to` is 0 only the checksum is made, where `from` is 0 that of zeros
- * only. The first one does not continue another. */
+/* Make `count` copies, one after the other. Where `to` is 0 only the checksum is computed, where `from` is 0 that of
+ * zeros. The first run does not continue another. */
 void ckpt_copy_runs(struct run *runs, uint64_t count) {
     for (struct run *run = runs; run < runs + count; run++) {
         uint32_t crc = run->continues ? (uint32_t)run[-1].crc32c : 0;
@@ -30,20 +30,20 @@ void ckpt_copy_runs(struct run *runs, uint64_t count) {
         else
             crc = to ? ckpt_crc32c_copy(crc, to, from, run->bytes) : ckpt_crc32c(crc, from, run->bytes);
         run->crc32c = crc;
-        uint8_t *seal = (uint8_t *)(uintptr_t)run->seal_at;
-        for (int n = 0; seal && n < CHECKSUM_BYTES; n++) seal[n] = (uint8_t)(crc >> (8 * n));
+        uint8_t *target = (uint8_t *)(uintptr_t)run->seal_at;
+        for (int n = 0; target && n < CHECKSUM_BYTES; n++) target[n] = (uint8_t)(crc >> (8 * n));
     }
 }
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* The same fields, in this order, as SEGMENT in __init__.py: `bytes` bytes of a file, from byte `at` of what is in its
- * pieces, go to `to`. */
+/* The same fields, in this order, as SEGMENT in records.py: `bytes` bytes go to `to`, from byte `at` of the blocks
+ * of a file, not counting checksums. */
 struct segment {
     uint64_t at, to, bytes;
 };
 
-/* Segments, the next one first, of which `done` bytes are read. */
+/* The segments that are left; `done` bytes of the next one are read. */
 struct segments {
     const struct segment *next, *end;
     uint64_t done;
@@ -53,8 +53,8 @@ static void skip_empty(struct segments *left) {
     while (left->next < left->end && !left->next->bytes) left->next++;
 }
 
-/* Take `bytes` bytes, which begin at `at` of what is in the pieces: put to their places what belongs to a segment.
- * Returns the checksum of a stream whose checksum was `crc`, and that they continue. */
+/* Copy what belongs to segments out of `bytes` bytes of data, which begin at `at` of the file's blocks. Returns the
+ * checksum `crc` continued by the data. */
 static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, uint64_t at, uint64_t bytes) {
     uint64_t end = at + bytes;
     while (at < end) {
@@ -78,40 +78,40 @@ static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, u
     return crc;
 }
 
-enum { PIECE_ENDS = -1, PIECE_DIFFERS = -2 };
+enum { BLOCK_ENDS = -1, BLOCK_DIFFERS = -2 };
 
-/* Read piece `number`, and the checksum (little-endian) behind it, in blocks that stay in a core's cache between the
- * kernel's copy and ours. */
-static int read_piece(int fd, uint64_t number, uint64_t piece_bytes, struct segments *left, uint8_t *block,
-                      uint64_t block_bytes) {
-    uint64_t all = piece_bytes + CHECKSUM_BYTES;
+/* Read block `number` and the checksum (little-endian) after it, in parts that stay in a core's cache between the copy
+ * by the kernel and the one here. */
+static int read_block(int fd, uint64_t number, uint64_t block_bytes, struct segments *left, uint8_t *buffer,
+                      uint64_t buffer_bytes) {
+    uint64_t all = block_bytes + CHECKSUM_BYTES;
     uint32_t found = 0, expected = 0;
     for (uint64_t at = 0; at < all;) {
-        ssize_t got = pread(fd, block, least(block_bytes, all - at), (off_t)(number * all + at));
+        ssize_t got = pread(fd, buffer, least(buffer_bytes, all - at), (off_t)(number * all + at));
         if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return got ? errno : PIECE_ENDS;
-        uint64_t end = at + (uint64_t)got, checked = at < piece_bytes ? least(piece_bytes, end) - at : 0;
-        found = take(left, found, block, number * piece_bytes + at, checked);
-        for (uint64_t n = checked; n < (uint64_t)got; n++) expected |= (uint32_t)block[n] << (8 * (at + n - piece_bytes));
+        if (got <= 0) return got ? errno : BLOCK_ENDS;
+        uint64_t end = at + (uint64_t)got, checked = at < block_bytes ? least(block_bytes, end) - at : 0;
+        found = take(left, found, buffer, number * block_bytes + at, checked);
+        for (uint64_t n = checked; n < (uint64_t)got; n++) expected |= (uint32_t)buffer[n] << (8 * (at + n - block_bytes));
         at = end;
     }
-    return found == expected ? 0 : PIECE_DIFFERS;
+    return found == expected ? 0 : BLOCK_DIFFERS;
 }
 
-/* Read `count` segments of a file that begins with pieces of `piece_bytes` bytes, each with its checksum behind it.
- * Segments are in order and do not overlap. Each piece that they touch is read once, as a whole. Returns 0, the number
- * of an error, PIECE_ENDS or PIECE_DIFFERS.
+/* Read `count` segments of a file that begins with blocks of `block_bytes` bytes, each followed by its checksum.
+ * Segments are in order and do not overlap. Each block that they touch is read once, as a whole. Returns 0, an errno,
+ * BLOCK_ENDS or BLOCK_DIFFERS.
  *
- * `block` is the caller's, one for each thread, and stays warm: it cannot be on the stack, of which a thread of Python
- * may have as little as 32 KiB, and to allocate it each time costs more than many a read. */
-int ckpt_read_pieces(int fd, uint64_t piece_bytes, const struct segment *segments, uint64_t count, uint8_t *block,
-                     uint64_t block_bytes) {
+ * `buffer` is the caller's, one for each thread. It cannot be on the stack, of which a Python thread may have as little
+ * as 32 KiB, and allocating it for each call takes longer than a small read. */
+int ckpt_read_pieces(int fd, uint64_t block_bytes, const struct segment *segments, uint64_t count, uint8_t *buffer,
+                     uint64_t buffer_bytes) {
     struct segments left = {segments, segments + count, 0};
     int error = 0;
     for (skip_empty(&left); !error && left.next < left.end;)
-        error = read_piece(fd, (left.next->at + left.done) / piece_bytes, piece_bytes, &left, block, block_bytes);
+        error = read_block(fd, (left.next->at + left.done) / block_bytes, block_bytes, &left, buffer, buffer_bytes);
     return error;
 }
 
-/* The sizes of the records that Python hands over: whether both are of the same version. */
+/* The sizes of the records, by which Python checks that it has the same version of them. */
 uint64_t ckpt_record_bytes(void) { return sizeof(struct run) << 8 | sizeof(struct segment); }

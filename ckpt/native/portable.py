@@ -1,7 +1,7 @@
-"""The functions of `ckpt.native` without compiled code of ours: numpy copies, and google_crc32c makes the checksums.
+"""The functions of `ckpt.native` in Python: numpy copies, and google_crc32c (which comes with zarr) for checksums.
 
-google_crc32c comes with zarr. The results are the same, byte for byte; each run and each piece costs some microseconds
-more, and a copy and its checksum are two passes over the memory.
+The results are the same, byte for byte. Each run and each block costs some microseconds more, and a copy and its
+checksum are two passes over the memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt.native.records import CHECKSUM_BYTES
 
-__all__ = ["copy_runs", "crc32c", "crc32c_joined", "read_pieces"]
+__all__ = ["copy_runs", "crc32c", "crc32c_joined", "read_checked"]
 
 _STRIDE = 256 << 10  # bytes that stay in a core's cache between the copy and the checksum
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, bits in reversed order
@@ -23,7 +23,7 @@ _ONE = 1 << 31  # the polynomial 1, in this order
 
 
 class _Memory:
-    """So many bytes at an address, for numpy. Its owner keeps them alive."""
+    """Memory at an address, as numpy's array interface. The caller keeps it alive."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
@@ -34,7 +34,7 @@ def _at(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def crc32c(data: bytes | np.ndarray[Any, np.dtype[np.uint8]], initial: int) -> int:
-    """Return the CRC-32C of `data`, continuing a stream that has the checksum `initial`."""
+    """Return the CRC-32C of `data`, which continues a stream with the checksum `initial`."""
     crc = initial
     for start in range(0, len(data), _STRIDE):
         crc = google_crc32c.extend(crc, data[start : start + _STRIDE])
@@ -42,10 +42,10 @@ def crc32c(data: bytes | np.ndarray[Any, np.dtype[np.uint8]], initial: int) -> i
 
 
 def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
-    """Return the checksum of what has the checksum `first`, followed by so many bytes that have `second`.
+    """Return the checksum of data with the checksum `first` followed by `second_bytes` bytes with `second`.
 
-    Bytes that follow multiply the polynomial of a checksum by x to the power of their bits, modulo that of CRC-32C; the
-    power is made by squaring.
+    Each following bit multiplies the first polynomial by x, modulo that of CRC-32C; the power of x is computed by
+    squaring.
     """
     power, factor, count = _ONE, _ONE >> 8, second_bytes
     while count:
@@ -67,7 +67,7 @@ def _product(a: int, b: int) -> int:
 
 
 def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
-    """Do all copies of `runs`, as `ckpt.native.copy_runs`."""
+    """Make all copies of `runs`, as `ckpt.native.copy_runs`."""
     crc = 0
     sums = np.zeros(len(runs), np.uint64)
     for number, (to, source, nbytes, seal_at, continues, _) in enumerate(runs.tolist()):
@@ -83,7 +83,7 @@ def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
 
 
 def _copy(to: int, source: int, nbytes: int, crc: int) -> int:
-    """Copy, if there is a place to copy to, and return the checksum of what was stored."""
+    """Copy, unless `to` is 0, and return the checksum of the copied bytes, continuing `crc`."""
     for start in range(0, nbytes, _STRIDE):
         count = min(_STRIDE, nbytes - start)
         block = _at(source + start, count)
@@ -95,28 +95,28 @@ def _copy(to: int, source: int, nbytes: int, crc: int) -> int:
     return int(crc)
 
 
-def read_pieces(fd: int, piece_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
-    """Read `segments` of a file of pieces with checksums, as `ckpt.native.read_pieces`."""
-    for number, parts in _by_piece(piece_bytes, segments):
-        piece = _read_piece(fd, number, piece_bytes)
-        if piece is None:
+def read_checked(fd: int, block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    """Read `segments` of a file of checksummed blocks, as `ckpt.native.read_checked`."""
+    for number, parts in _by_block(block_bytes, segments):
+        block = _read_block(fd, number, block_bytes)
+        if block is None:
             return False
         for start, to, nbytes in parts:
-            np.copyto(_at(to, nbytes), piece[start : start + nbytes])
+            np.copyto(_at(to, nbytes), block[start : start + nbytes])
     return True
 
 
-def _by_piece(
-    piece_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]
+def _by_block(
+    block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]
 ) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-    """Yield each piece that is touched once: its number, and (where in it, to which address, how many bytes)."""
+    """Yield each block to read, once: its number, and (start in the block, target address, bytes) of its parts."""
     current = -1
     parts: list[tuple[int, int, int]] = []
     for at, to, nbytes in segments.tolist():
         done = 0
         while done < nbytes:
-            number, start = divmod(at + done, piece_bytes)
-            count = min(nbytes - done, piece_bytes - start)
+            number, start = divmod(at + done, block_bytes)
+            count = min(nbytes - done, block_bytes - start)
             if number != current and parts:
                 yield current, parts
                 parts = []
@@ -127,15 +127,15 @@ def _by_piece(
         yield current, parts
 
 
-def _read_piece(fd: int, number: int, piece_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-    """Return a piece; None if it is not all there, or its checksum is another one."""
-    size = piece_bytes + CHECKSUM_BYTES
-    block = np.empty(size, np.uint8)
+def _read_block(fd: int, number: int, block_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """Return a block; None if it is incomplete or does not match its checksum."""
+    size = block_bytes + CHECKSUM_BYTES
+    data = np.empty(size, np.uint8)
     done = 0
     while done < size:
-        count = os.preadv(fd, [block[done:].data], number * size + done)
+        count = os.preadv(fd, [data[done:].data], number * size + done)
         if count == 0:
             return None
         done += count
-    expected = int.from_bytes(block[piece_bytes:].tobytes(), "little")
-    return block[:piece_bytes] if crc32c(block[:piece_bytes], 0) == expected else None
+    expected = int.from_bytes(data[block_bytes:].tobytes(), "little")
+    return data[:block_bytes] if crc32c(data[:block_bytes], 0) == expected else None

@@ -1,1 +1,1 @@
-"""From a state dict to named tensors with boxes, and from there to who writes and who reads what. Pure functions."""
+"""From a state to named tensors with boxes, and to the plan of which rank writes what. No communication, no storage."""

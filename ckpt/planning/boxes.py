@@ -1,9 +1,9 @@
-"""Boxes: axis-aligned parts of a tensor, and which boxes the ranks of a device mesh hold of a sharded one.
+"""Boxes: axis-aligned parts of a tensor, and the boxes of a sharded tensor that each rank of a device mesh holds.
 
 The rules of sharding are those of PyTorch's ``DTensor``: a dimension is divided like ``torch.chunk`` (ceiling division,
 the last parts may be smaller or empty), mesh dimension by mesh dimension from left to right. A *strided* shard with
-split factor *f* first divides the dimension into *f* sections and takes the rank's chunk of each; that is how FSDP2
-describes a dimension that tensor parallelism had divided before.
+split factor *f* first divides the dimension into *f* sections and takes the rank's chunk of each; FSDP2 describes a
+dimension that tensor parallelism has divided before in this way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import product
 
-__all__ = ["Box", "Placement", "Sharding", "local_boxes", "make_up", "position_of"]
+__all__ = ["Box", "Placement", "Sharding", "local_boxes", "tile_exactly", "unravel_index"]
 
 _PRIME = (1 << 61) - 1
 
@@ -29,16 +29,16 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that is all of a tensor of `shape`."""
+        """Return the box that covers a tensor of `shape`."""
         return cls((0,) * len(shape), shape)
 
     @property
     def elements(self) -> int:
-        """How many elements the box has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """The elements that are in both; None when there are none. Two 0-d boxes meet in their one element."""
+        """Return the elements that are in both boxes; None if there are none. 0-d boxes share their one element."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -47,18 +47,18 @@ class Box:
         return Box(offset, shape) if all(size > 0 for size in shape) else None
 
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """Index this box in an array whose first element is at `origin`."""
+        """Return the slices of this box in an array whose first element is at `origin`."""
         return tuple(slice(o - a, o - a + n) for o, a, n in zip(self.offset, origin, self.shape, strict=True))
 
 
-def make_up(shape: tuple[int, ...], boxes: Collection[Box]) -> bool:
-    """Whether every element of a tensor of `shape` is in exactly one of `boxes`, and no other element is.
+def tile_exactly(shape: tuple[int, ...], boxes: Collection[Box]) -> bool:
+    """Return whether each element of a tensor of `shape` is in exactly one of `boxes`, and these have no others.
 
-    Takes time in proportion to the number of boxes. Give every coordinate of every dimension a random number r. The
-    product over the dimensions of r(end) - r(start) is a sum with one term for each corner of a box. Where boxes are
-    put together exactly, all terms but those of the whole cancel. Otherwise the sums differ as polynomials of the
-    random numbers, which modulo a prime of 61 bits are equal by chance at most once in 2**54 times (Schwartz and
-    Zippel). The sizes of the boxes must not be negative.
+    Takes time in proportion to the number of boxes. Assign a random number r to every coordinate of every dimension.
+    The product of r(end) - r(start) over the dimensions is a sum with one term for each corner of a box. Where the
+    boxes tile the tensor, all terms cancel but those of the whole. Otherwise the sums differ as polynomials of the
+    random numbers; modulo a prime of 61 bits they are equal with a probability of at most 2**-54 (Schwartz-Zippel
+    lemma). The sizes of the boxes must not be negative.
     """
     generator = random.SystemRandom()
     weights = [defaultdict[int, int](lambda: generator.randrange(_PRIME)) for _ in shape]
@@ -74,7 +74,7 @@ def make_up(shape: tuple[int, ...], boxes: Collection[Box]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one mesh dimension does to a tensor: nothing (`dim` None: replicated), or divide dimension `dim`."""
+    """The effect of one mesh dimension: the tensor is replicated (`dim` None) or divided along dimension `dim`."""
 
     dim: int | None = None
     split_factor: int = 1
@@ -82,8 +82,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A tensor over a mesh: `ranks` are the global ranks of the mesh in C order, one placement for each mesh
-    dimension."""
+    """The sharding of a tensor over a mesh: its global `ranks` in C order, and a placement for each mesh dimension."""
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -94,22 +93,22 @@ class Sharding:
         object.__setattr__(self, "_hash", hash((self.mesh_shape, self.ranks, self.placements)))
 
     def __hash__(self) -> int:
-        return self._hash  # made once: thousands of tensors share a mesh of thousands of ranks
+        return self._hash  # computed once: thousands of tensors share a mesh of thousands of ranks
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The mesh coordinate of a rank; None if it is not in the mesh."""
+        """Return the mesh coordinate of a rank; None if it is not in the mesh."""
         try:
-            return position_of(self.ranks.index(rank), self.mesh_shape)
+            return unravel_index(self.ranks.index(rank), self.mesh_shape)
         except ValueError:
             return None
 
     def coordinates(self) -> dict[int, tuple[int, ...]]:
-        """Map each rank of the mesh to its mesh coordinate."""
+        """Return the mesh coordinate of each rank of the mesh."""
         return dict(zip(self.ranks, product(*map(range, self.mesh_shape)), strict=True))
 
 
-def position_of(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of element `number`, counted in C order, of an array of this shape."""
+def unravel_index(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of element `number`, in C order, of an array of this shape."""
     position = []
     for size in reversed(shape):
         number, index = divmod(number, size)
@@ -120,10 +119,9 @@ def position_of(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 def local_boxes(
     shape: tuple[int, ...], sharding: Sharding, coordinate: tuple[int, ...]
 ) -> list[tuple[Box, tuple[int, ...]]]:
-    """The boxes of a tensor that the rank at `coordinate` holds, each with its offset in the rank's local tensor.
+    """Return the boxes of a tensor that the rank at `coordinate` holds, with their offsets in its local tensor.
 
-    Nearly always one; strided shards of dimensions that do not divide evenly may be several; none when the shard is
-    empty.
+    Nearly always one; several for some strided shards of dimensions that do not divide evenly; none for an empty shard.
     """
     runs_by_dim = [_runs(size, dim, sharding, coordinate) for dim, size in enumerate(shape)]
     boxes = []
@@ -134,7 +132,7 @@ def local_boxes(
 
 
 def _runs(size: int, dim: int, sharding: Sharding, coordinate: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """The runs (start, length, local start) of dimension `dim` that are at `coordinate`."""
+    """Return the runs (start, length, local start) of dimension `dim` at `coordinate`."""
     runs = [(0, size)] if size else []
     for placement, ways, position in zip(sharding.placements, sharding.mesh_shape, coordinate, strict=True):
         if placement.dim == dim:
@@ -147,7 +145,7 @@ def _runs(size: int, dim: int, sharding: Sharding, coordinate: tuple[int, ...]) 
 
 
 def _chunk(runs: list[tuple[int, int]], ways: int, position: int, sections: int) -> list[tuple[int, int]]:
-    """The part at `position` of `ways` of the concatenated runs; with several `sections`, of each section in turn."""
+    """Return part `position` of `ways` of the concatenated runs; with several `sections`, of each section."""
     total = sum(length for _, length in runs)
     section = -(-total // sections)
     picked: list[tuple[int, int]] = []
@@ -159,7 +157,7 @@ def _chunk(runs: list[tuple[int, int]], ways: int, position: int, sections: int)
 
 
 def _window(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Elements number `first` up to `last` of the concatenated runs, as runs."""
+    """Return elements `first` up to `last` of the concatenated runs, as runs."""
     result, seen = [], 0
     for start, length in runs:
         low, high = max(first - seen, 0), min(last - seen, length)

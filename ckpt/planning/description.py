@@ -1,7 +1,7 @@
-"""What a rank's state looks like, without its bytes: names, shapes, dtypes, shardings.
+"""The description of a rank's state, without its bytes: names, shapes, dtypes, shardings.
 
-Ranks that hold the same names in the same global shapes have *equal* descriptions, whatever shards they hold: so
-planning compares a digest of each, and exchanges a description only when there is more than one (pipeline parallelism).
+Ranks that hold the same names in the same global shapes have *equal* descriptions, whatever shards they hold. So
+planning compares digests, and exchanges descriptions only if they differ (pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["Gather", "StateDescription", "TensorSpec", "check_agreement", "excha
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor as the whole job sees it. `sharding` None: every rank that has the name has all of it.
+    """One tensor as the whole job sees it. Without `sharding`, every rank that has the name has the whole tensor.
 
-    `per_rank`: the tensor belongs to one rank alone, other ranks may have one of the same name in another shape.
+    A tensor that is `per_rank` belongs to one rank; other ranks may have one of the same name in another shape.
     """
 
     dtype: str
@@ -36,11 +36,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateDescription:
-    """All that planning needs to know of one rank's state.
+    """What planning needs to know of one rank's state.
 
-    `values` maps the path of each leaf that is not a tensor to whether it is per rank; `aliases` maps the path of a
-    tensor that is the same memory as an earlier one to that one's path. Tensors in `from_lowest` are written by the
-    lowest rank that has them, whatever others have.
+    `values` maps the path of each leaf that is not a tensor to whether it is per rank. `aliases` maps the path of a
+    tensor with the same memory as an earlier one to that one's path. Tensors in `from_lowest` are written by the lowest
+    rank that has them, even if others have different ones.
     """
 
     tensors: Mapping[Path, TensorSpec] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class StateDescription:
     from_lowest: frozenset[Path] = frozenset()
 
     def to_bytes(self) -> bytes:
-        """A canonical JSON form; equal descriptions have equal bytes."""
+        """Return a canonical JSON form: equal descriptions have equal bytes."""
         shardings: dict[Sharding, int] = {}
         tensors = []
         for path, spec in self.tensors.items():
@@ -66,7 +66,7 @@ class StateDescription:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StateDescription:
-        """The description that `to_bytes` turned into `data`."""
+        """Return the description that `to_bytes` has encoded."""
         document = json.loads(data)
         shardings = [
             Sharding(tuple(mesh), tuple(ranks), tuple(Placement(dim, factor) for dim, factor in placements))
@@ -82,12 +82,12 @@ class StateDescription:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ for different descriptions."""
+        """A digest of 16 bytes."""
         return hashlib.blake2b(self.to_bytes(), digest_size=16).digest()
 
 
 class Gather(Protocol):
-    """A collective over the ranks of the job: gives every rank the bytes of all ranks, by rank."""
+    """An all-gather over the ranks of the job: returns the bytes of all ranks, by rank. See `ckpt.ranks.Ranks`."""
 
     @property
     def rank(self) -> int: ...
@@ -96,10 +96,10 @@ class Gather(Protocol):
 
 
 def exchange(own: StateDescription, gather: Gather) -> list[StateDescription]:
-    """Every rank's description, by rank; equal ones are one object.
+    """Return every rank's description, by rank; equal ones are one object. Collective.
 
-    One collective when all descriptions are equal; else a second one, in which only the first rank of each kind sends
-    its own. Raises StateError, the same on all ranks, when ranks contradict each other.
+    One all-gather if all descriptions are equal; otherwise a second one, in which only the first rank with each
+    description sends it. Raises StateError, the same on all ranks, if they disagree about a tensor.
     """
     digests = gather(own.digest)
     first_rank = {digest: digests.index(digest) for digest in digests}
@@ -113,8 +113,7 @@ def exchange(own: StateDescription, gather: Gather) -> list[StateDescription]:
 
 
 def check_agreement(descriptions: list[StateDescription]) -> None:
-    """Raise StateError unless ranks that have a tensor of one name (not per rank) agree on its dtype, shape and
-    sharding."""
+    """Raise StateError unless ranks with a tensor of one name (not per rank) agree on dtype, shape and sharding."""
     first: dict[Path, tuple[int, TensorSpec]] = {}
     problems = []
     seen: set[int] = set()
@@ -124,8 +123,8 @@ def check_agreement(descriptions: list[StateDescription]) -> None:
         seen.add(id(description))
         for path, spec in description.tensors.items():
             other_rank, other = first.setdefault(path, (rank, spec))
-            if _essence(other) != _essence(spec) and not (other.per_rank and spec.per_rank):
-                problems.append(f"{display(path)}: {_said(other)} on rank {other_rank}, {_said(spec)} on rank {rank}")
+            if _agreed_properties(other) != _agreed_properties(spec) and not (other.per_rank and spec.per_rank):
+                problems.append(f"{display(path)}: {_shown(other)} on rank {other_rank}, {_shown(spec)} on rank {rank}")
     if problems:
         shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise StateError(
@@ -134,13 +133,13 @@ def check_agreement(descriptions: list[StateDescription]) -> None:
         )
 
 
-def _essence(spec: TensorSpec) -> tuple[object, ...]:
-    """What ranks must agree on: not the ranks of the mesh, for pipeline stages may hold one tensor on a mesh each."""
+def _agreed_properties(spec: TensorSpec) -> tuple[object, ...]:
+    """Return what ranks must agree on: not the mesh, since pipeline stages may each hold a tensor on their own mesh."""
     mesh = None if spec.sharding is None else (spec.sharding.mesh_shape, spec.sharding.placements)
     return spec.dtype, spec.shape, spec.per_rank, mesh
 
 
-def _said(spec: TensorSpec) -> str:
+def _shown(spec: TensorSpec) -> str:
     how = (
         "per rank"
         if spec.per_rank

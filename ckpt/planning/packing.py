@@ -1,31 +1,31 @@
-"""The pack: one array of bytes in which tensors lie one after the other, each rank's share in chunks of its own.
+"""The pack: one array of bytes that holds many tensors, one after the other. Each rank's part has its own chunks.
 
-No entry lies across two inner chunks, for these have a checksum each. A tensor that does not fit is cut, in leading
-dimensions, into boxes that fill one inner chunk after the other.
+No entry crosses the boundary of an inner chunk, since each has its own checksum. A tensor that does not fit is split,
+along leading dimensions, into boxes that fill one inner chunk after the other.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.paths import Path
-from ckpt.planning.balance import Balance
 from ckpt.planning.boxes import Box
+from ckpt.planning.chunk_grid import Grid, GridOptions
 from ckpt.planning.description import TensorSpec
-from ckpt.planning.grid import Grid, GridOptions
 
-__all__ = ["Pack", "PackedTensor", "Unit", "make_pack"]
+__all__ = ["LoadBalancer", "Pack", "PackedTensor", "PackItem", "make_pack"]
 
 _ALIGNMENT = 16
-_SMALLEST_INNER_BYTES = 64  # any element fits
-_WASTE = 16  # an inner chunk is left with a gap of at most one such part of it rather than cut a tensor for it
+_SMALLEST_INNER_BYTES = 64  # so that any element fits
+_WASTE = 16  # a gap of at most 1/16 of an inner chunk is left rather than split a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor, or a box of one, in its owner's part of the pack, `offset` bytes from the start of that part."""
+    """A tensor, or a box of one, `offset` bytes from the start of its owner's part of the pack."""
 
     path: Path
     dtype: str
@@ -39,8 +39,8 @@ class PackedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """A box that is to be packed, with the ranks that hold it."""
+class PackItem:
+    """A box to be packed, with the ranks that hold it."""
 
     path: Path
     spec: TensorSpec
@@ -50,75 +50,77 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """What is where. `owners` are those of the chunks of the `grid`; a rank's chunks, its part, are side by side.
-    Without anything to store there is no grid."""
+    """The layout of the pack. `owners` are the ranks that write the chunks of `grid`, those of one rank adjacent.
+
+    There is no grid if nothing is packed.
+    """
 
     entries: tuple[PackedTensor, ...]
     owners: tuple[int, ...]
     grid: Grid | None
 
 
-def make_pack(units: Sequence[Unit], balance: Balance, split_bytes: int, options: GridOptions) -> Pack:
-    """Give every unit to a rank that holds it, and lay each rank's out one after the other.
+def make_pack(items: Sequence[PackItem], balancer: LoadBalancer, split_bytes: int, options: GridOptions) -> Pack:
+    """Assign every item to a rank that holds it, and place the items of each rank one after the other.
 
-    What several ranks hold is cut into boxes of about `split_bytes`, so that their shares become even.
+    An item that several ranks hold is split into boxes of about `split_bytes`, so that their shares become even.
     """
     inner_bytes = max(options.inner_bytes, _SMALLEST_INNER_BYTES) // _ALIGNMENT * _ALIGNMENT
     parts: dict[int, _Part] = {}
     entries: list[PackedTensor] = []
-    for unit in units:
-        for box, holders in _shared_out(unit, split_bytes):
-            nbytes = box.elements * unit.spec.itemsize
-            own = unit.spec.per_rank
-            for owner in holders if own else (balance.give(holders, nbytes),):
+    for item in items:
+        for box, holders in _split_evenly(item, split_bytes):
+            nbytes = box.elements * item.spec.itemsize
+            own = item.spec.per_rank
+            for owner in holders if own else (balancer.assign(holders, nbytes),):
                 part = parts.setdefault(owner, _Part(inner_bytes))
                 entries += (
                     PackedTensor(
-                        unit.path,
-                        unit.spec.dtype,
+                        item.path,
+                        item.spec.dtype,
                         placed.shape,
-                        placed.elements * unit.spec.itemsize,
+                        placed.elements * item.spec.itemsize,
                         owner,
                         offset,
                         placed,
-                        unit.spec.shape,
+                        item.spec.shape,
                         owner if own else None,
                     )
-                    for placed, offset in part.place(box, unit.spec.itemsize)
+                    for placed, offset in part.place(box, item.spec.itemsize)
                 )
     return Pack(tuple(entries), *_chunks({owner: part.end for owner, part in parts.items()}, inner_bytes, options))
 
 
 def _chunks(sizes: dict[int, int], inner_bytes: int, options: GridOptions) -> tuple[tuple[int, ...], Grid | None]:
-    """The owners of the chunks, all of one size: at most that of files, and such that little is left over."""
+    """Return the owners of the chunks, and a grid that wastes little space in files of at most `file_bytes`."""
     most = max(sizes.values(), default=0)
     if not most:
         return (), None
     if most <= inner_bytes:
         return tuple(sorted(sizes)), Grid((most,))
-    pieces = -(-most // inner_bytes)
-    fewest = -(-pieces // max(1, options.file_bytes // inner_bytes))
-    files = min(range(fewest, 2 * fewest + 1), key=lambda files: files * -(-pieces // files))
-    chunk_bytes = -(-pieces // files) * inner_bytes
+    inner_chunks = -(-most // inner_bytes)
+    fewest = -(-inner_chunks // max(1, options.file_bytes // inner_bytes))
+    files = min(range(fewest, 2 * fewest + 1), key=lambda files: files * -(-inner_chunks // files))
+    chunk_bytes = -(-inner_chunks // files) * inner_bytes
     owners = tuple(owner for owner, size in sorted(sizes.items()) for _ in range(max(1, -(-size // chunk_bytes))))
     return owners, Grid((chunk_bytes,), (inner_bytes,))
 
 
-def _shared_out(unit: Unit, split_bytes: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    rest = [unit.box]
+def _split_evenly(item: PackItem, split_bytes: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    rest = [item.box]
     while rest:
         box = rest.pop()
-        if len(unit.holders) > 1 and not unit.spec.per_rank and box.elements * unit.spec.itemsize > split_bytes:
-            first, others = _cut(box, unit.spec.itemsize, split_bytes, split_bytes)
+        if len(item.holders) > 1 and not item.spec.per_rank and box.elements * item.spec.itemsize > split_bytes:
+            first, others = _cut(box, item.spec.itemsize, split_bytes, split_bytes)
             if first is not None:
                 rest += reversed(others)
                 box = first
-        yield box, unit.holders
+        yield box, item.holders
 
 
 @dataclass(slots=True)
 class _Part:
-    """One rank's part, as far as it is filled."""
+    """One rank's part of the pack, filled up to `end`."""
 
     inner_bytes: int
     end: int = 0
@@ -128,7 +130,7 @@ class _Part:
         self._least = self.inner_bytes // _WASTE
 
     def place(self, box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
-        """Append a box, in several if need be; yields each with its offset."""
+        """Append a box, split if necessary; yield each resulting box with its offset."""
         rest = [box]
         while rest:
             box = rest.pop()
@@ -150,9 +152,9 @@ class _Part:
 
 
 def _cut(box: Box, itemsize: int, room: int, least: int) -> tuple[Box | None, list[Box]]:
-    """The beginning of a box, as much as fits into `room` bytes, and boxes of the rest, in order.
+    """Split off the beginning of a box that fits into `room` bytes; return it, and boxes of the rest in order.
 
-    It is a run of the box in C order. A row is cut only if it is more than `least` bytes; None if nothing fits.
+    The beginning is contiguous in C order. A row is split only if it has more than `least` bytes; None if nothing fits.
     """
     dim = next((dim for dim, size in enumerate(box.shape) if size > 1), len(box.shape))
     if dim == len(box.shape):
@@ -169,3 +171,25 @@ def _cut(box: Box, itemsize: int, room: int, least: int) -> tuple[Box | None, li
 def _rows(box: Box, dim: int, first: int, last: int) -> Box:
     offset = (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :])
     return Box(offset, (*box.shape[:dim], last - first, *box.shape[dim + 1 :]))
+
+
+class LoadBalancer:
+    """Assigns work to the least loaded rank of a set. `loads`, by rank, is updated."""
+
+    def __init__(self, loads: list[int]) -> None:
+        self._loads = loads
+        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def assign(self, holders: tuple[int, ...], nbytes: int) -> int:
+        """Assign work of `nbytes` to one of `holders`, and return it."""
+        heap = self._heaps.get(holders)
+        if heap is None:
+            heap = self._heaps[holders] = [(self._loads[rank], rank) for rank in holders]
+            heapq.heapify(heap)
+        # Other sets have some of the same ranks, so an entry of this heap may be out of date.
+        while heap[0][0] != self._loads[heap[0][1]]:
+            heapq.heapreplace(heap, (self._loads[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        self._loads[rank] += nbytes
+        heapq.heapreplace(heap, (self._loads[rank], rank))
+        return rank

@@ -1,16 +1,16 @@
-"""Which tensors several ranks have, and what becomes of those that ranks have different.
+"""Replicas: tensors that several ranks have, and what happens if the ranks' copies differ.
 
-    kind        what it is                                                 written by        different ones are
-    parameter   parameters of modules, state of optimizers; of tensors     any of its ranks  an error
-                with no such owner those of more than 64 KiB
-    buffer      buffers of modules; running statistics, by their names     the lowest rank   as they should be
-    other       all other tensors                                          the lowest rank   said in a warning
+    kind        tensors                                                    written by        if copies differ
+    parameter   parameters of modules, state of optimizers; tensors of     any of its ranks  an error
+                more than 64 KiB without such an owner
+    buffer      buffers of modules; running statistics, by their names     the lowest rank   expected
+    other       all other tensors                                          the lowest rank   a warning
 
 A parameter is divided among its ranks, so that each writes a part. A buffer is not: ranks of data-parallel training
-have running statistics of their own, and those of one rank must not be mixed with those of another.
+have their own running statistics, and those of one rank must not be mixed with those of another.
 
-A dict of tensors, such as ``model.state_dict()``, does not say what is a parameter. What is small costs nothing if one
-rank writes it, so only large tensors are taken for parameters there.
+A dict of tensors, such as ``model.state_dict()``, does not tell which are parameters. Small tensors cost nothing if one
+rank writes them, so only large ones count as parameters there.
 
 Runs in the trainer, once for each structure.
 """
@@ -25,20 +25,20 @@ import torch
 
 from ckpt.paths import Path
 from ckpt.planning.description import TensorSpec
-from ckpt.planning.dtensors import local_tensor
 from ckpt.planning.state_dict import FlatState, TensorLeaf
+from ckpt.planning.tensors import local_tensor
 
 __all__ = ["Kind", "replica_kinds"]
 
 Kind = Literal["parameter", "buffer", "other"]
 
 _LARGE_BYTES = 64 << 10
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of all normalizations of PyTorch
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of the normalization layers of PyTorch
 _EXTRA_STATE = "_extra_state"
 
 
 def replica_kinds(flat: FlatState) -> dict[Path, Kind]:
-    """The kind of each tensor that other ranks may have, too: one that is neither per rank nor only sharded."""
+    """Return the kind of each tensor that other ranks may have, too: not per rank, and not only sharded."""
     owners = {owner.path: owner.stateful for owner in flat.owners}
     buffers = {path: _Buffers(owner) for path, owner in owners.items() if isinstance(owner, torch.nn.Module)}
     return {path: _kind(path, leaf, owners, buffers) for path, leaf in flat.tensors.items() if _has_replicas(leaf.spec)}
@@ -54,7 +54,7 @@ def _has_replicas(spec: TensorSpec) -> bool:
 
 
 def _kind(path: Path, leaf: TensorLeaf, owners: dict[Path, Any], buffers: dict[Path, _Buffers]) -> Kind:
-    for end in range(len(path) - 1, -1, -1):  # the innermost owner that says something
+    for end in range(len(path) - 1, -1, -1):  # from the innermost owner
         owner, name = path[:end], path[end:]
         if owner in buffers:
             if str(name[0]).endswith(_EXTRA_STATE):
@@ -68,7 +68,7 @@ def _kind(path: Path, leaf: TensorLeaf, owners: dict[Path, Any], buffers: dict[P
 
 
 class _Buffers:
-    """The buffers of a module, by name; and by memory, for wrappers change names in state dicts."""
+    """The buffers of a module, by name, and by memory because wrappers change names in state dicts."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._names: set[Path] = set()

@@ -1,5 +1,7 @@
-"""Who writes what: one plan for the whole job, the same on every rank, computed without communication from the
-descriptions."""
+"""The plan of a save: which rank writes which chunk.
+
+Every rank computes the same plan for the whole job, from the descriptions of all ranks and without communication.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,19 @@ import numpy as np
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.balance import Balance
 from ckpt.planning.boxes import Box, Sharding, local_boxes
+from ckpt.planning.chunk_grid import Grid, GridOptions, common_grid, refine
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.grid import Grid, GridOptions, common_grid, refine
-from ckpt.planning.packing import PackedTensor, Unit, make_pack
+from ckpt.planning.packing import LoadBalancer, PackedTensor, PackItem, make_pack
 
 __all__ = ["ArrayPlan", "SavePlan", "make_save_plan"]
 
-_BALANCE = 20  # a rank's share is cut into at least so many chunks, so ranks end within 1/20 of each other
+_BALANCE = 20  # the least number of chunks in a rank's share, so that ranks finish within 1/20 of each other
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """One array to write: a tensor, or one box of it where no common grid exists (`box`), or one rank's own (`rank`).
+    """One array to write: a tensor, one `box` of it where there is no common grid, or the tensor of one `rank`.
 
     `owners` are the ranks that write its chunks, in C order of the grid.
     """
@@ -45,7 +46,7 @@ class ArrayPlan:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Everything the ranks of a save agree on. `packed`, `pack_owners` and `pack_grid` are those of a `Pack`."""
+    """The plan of a save, the same on all ranks. `packed`, `pack_owners` and `pack_grid` are those of a `Pack`."""
 
     world_size: int
     arrays: tuple[ArrayPlan, ...]
@@ -57,7 +58,7 @@ class SavePlan:
     aliases: dict[Path, Path]
 
     def chunks_of(self, rank: int) -> Iterator[tuple[int, ArrayPlan, int]]:
-        """The chunks `rank` writes: array number, array, chunk number."""
+        """Yield the chunks that `rank` writes: array number, array, chunk number."""
         known: dict[int, list[int]] = {}  # many arrays share the tuple of their owners
         for number, array in enumerate(self.arrays):
             chunks = known.get(id(array.owners))
@@ -73,7 +74,7 @@ class SavePlan:
 
     @cached_property
     def digest(self) -> str:
-        """Differs between plans that differ."""
+        """A digest of the whole plan."""
         digest = hashlib.blake2b(digest_size=16)
         known: dict[int, bytes] = {}  # many arrays share the tuple of their owners
         for array in self.arrays:
@@ -89,12 +90,11 @@ class SavePlan:
 
 
 def make_save_plan(descriptions: Sequence[StateDescription], options: GridOptions) -> SavePlan:
-    """Cut every tensor into chunks and give each to one of the ranks that hold it, evenly by bytes.
+    """Divide every tensor into chunks and assign each to one of the ranks that hold it, evenly by bytes.
 
-    Of a tensor that is `from_lowest` on any rank, each box goes to the lowest rank that holds it.
-
-    `descriptions` are by rank, with equal ones being one object. Deterministic. Raises StateError when the ranks' boxes
-    of a tensor overlap partly or leave a gap.
+    Each box of a tensor that is `from_lowest` on any rank is assigned to the lowest rank that holds it. `descriptions`
+    are by rank, and equal ones are one object. Deterministic. Raises StateError if the ranks' boxes of a tensor overlap
+    partly or leave a gap.
     """
     world_size = len(descriptions)
     tensors = _holders(descriptions)
@@ -111,16 +111,16 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
     if world_size > 1:
         target = min(target, max(options.smallest_split_bytes, int(share / _BALANCE)))
     loads = [0] * world_size
-    cutter = _Cutter(target, options)
+    divider = _Divider(target, options)
     drafts: list[_Draft] = []
-    small: list[Unit] = []
+    small: list[PackItem] = []
     for path, spec, boxes in units:
         if math.prod(spec.shape) * spec.itemsize <= options.pack_below_bytes:
-            small += [Unit(path, spec, box, holders) for box, holders in boxes.items()]
+            small += [PackItem(path, spec, box, holders) for box, holders in boxes.items()]
         else:
-            drafts += cutter.cut(path, spec, boxes)
+            drafts += divider.divide(path, spec, boxes)
     arrays = _assign(drafts, loads)
-    pack = make_pack(small, Balance(loads), target, options)
+    pack = make_pack(small, LoadBalancer(loads), target, options)
     values, per_rank_values = _value_owners(descriptions)
     return SavePlan(world_size, arrays, pack.entries, pack.owners, pack.grid, values, per_rank_values, aliases)
 
@@ -129,10 +129,10 @@ _Holders = dict[Sharding | None, tuple[int, ...]]
 
 
 def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, TensorSpec], _Holders]:
-    """The ranks that name each tensor (whose spec is without sharding here), by how it is sharded over them.
+    """Return the ranks that have each tensor, by its sharding over them; the specs in the keys have no sharding.
 
-    There may be several shardings of one tensor, each over a mesh of its own: replicas of a tensor-parallel model have
-    one each. Tensors that are per rank are one entry for each rank's own shape.
+    A tensor may have several shardings, each over its own mesh, as replicas of a tensor-parallel model do. Tensors that
+    are per rank have one entry for each shape.
     """
     groups: dict[int, tuple[StateDescription, list[int]]] = {}
     for rank, description in enumerate(descriptions):
@@ -151,10 +151,10 @@ def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, Tenso
 def _aliases(
     descriptions: Sequence[StateDescription], tensors: dict[tuple[Path, TensorSpec], _Holders], boxes_of: _Boxes
 ) -> dict[Path, Path]:
-    """The names that are another tensor wherever anybody holds some of it.
+    """Return the names that are another tensor on all ranks that hold elements of it.
 
-    A rank with an empty shard cannot tell that two names are one tensor. A rank that holds a tensor by itself, whatever
-    others say, saves it.
+    A rank with an empty shard cannot tell whether two names are one tensor. If a name is an alias on one rank and a
+    tensor with elements on another, the tensor is saved.
     """
     aliases: dict[Path, Path] = {}
     for description in descriptions:
@@ -167,22 +167,26 @@ def _aliases(
 
 
 class _Boxes:
-    """Finds the boxes of tensors; only once for all that have the same shape and sharding.
+    """Finds the boxes of tensors, once for all tensors with the same shape and sharding.
 
-    What is found is told apart by identity, so this and all that was passed in must live as long as it is used.
+    Results are cached by the identity of the arguments, which must live as long as this object.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[dict[Box, tuple[int, ...]], int]] = {}  # and their elements
+        self._known: dict[
+            tuple[object, ...], tuple[dict[Box, tuple[int, ...]], int]
+        ] = {}  # with the number of their elements
         self._lowest: dict[int, dict[Box, tuple[int, ...]]] = {}
 
     def all_of(
         self, path: Path, spec: TensorSpec, holders: _Holders, *, only_lowest: bool
     ) -> dict[Box, tuple[int, ...]]:
-        """The distinct boxes of a tensor with the ranks that hold each, or with the lowest one alone. A per-rank tensor
-        is a whole one, for each of its ranks."""
+        """Return the distinct boxes of a tensor with the ranks that hold each, or with the lowest of these ranks.
+
+        A per-rank tensor is one box, held by all of its ranks.
+        """
         if spec.per_rank:
-            return {Box.whole(spec.shape): _everyone(holders)}
+            return {Box.whole(spec.shape): _all_ranks(holders)}
         boxes, covered = self._find(spec, holders)
         if covered != math.prod(spec.shape):
             raise StateError(
@@ -190,7 +194,7 @@ class _Boxes:
                 "elements; every rank of its mesh must save it"
             )
         if not boxes:
-            return {Box.whole(spec.shape): _everyone(holders)}
+            return {Box.whole(spec.shape): _all_ranks(holders)}
         if not only_lowest:
             return boxes
         if id(boxes) not in self._lowest:
@@ -198,7 +202,7 @@ class _Boxes:
         return self._lowest[id(boxes)]
 
     def distinct(self, spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int, ...]]:
-        """The boxes that have elements, in order."""
+        """Return the boxes with elements, in order."""
         return self._find(spec, holders)[0]
 
     def _find(self, spec: TensorSpec, holders: _Holders) -> tuple[dict[Box, tuple[int, ...]], int]:
@@ -209,7 +213,7 @@ class _Boxes:
         return self._known[key]
 
 
-def _everyone(holders: _Holders) -> tuple[int, ...]:
+def _all_ranks(holders: _Holders) -> tuple[int, ...]:
     return tuple(sorted({rank for ranks in holders.values() for rank in ranks}))
 
 
@@ -231,16 +235,16 @@ _Candidates = tuple[tuple[int, ...], ...]
 _Draft = tuple[ArrayPlan, _Candidates]
 
 
-class _Cutter:
-    """Cuts tensors into the chunks of arrays; only once for all that have the same shape and the same boxes."""
+class _Divider:
+    """Divides tensors into arrays and chunks, once for all tensors with the same shape and boxes."""
 
     def __init__(self, target: int, options: GridOptions) -> None:
         self._target = target
         self._options = options
         self._known: dict[tuple[object, ...], list[tuple[int | None, Box, Grid, _Candidates]]] = {}
 
-    def cut(self, path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> list[_Draft]:
-        """The arrays of one tensor, each with the possible owners of its chunks. `boxes` are told by identity."""
+    def divide(self, path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> list[_Draft]:
+        """Return the arrays of a tensor with the possible owners of their chunks. Caches by the identity of `boxes`."""
         if spec.per_rank:
             shape, inner_bytes = spec.shape, self._options.inner_bytes
             grid = refine(shape, _at_least_one(shape), spec.itemsize, self._options.file_bytes, inner_bytes)
@@ -275,7 +279,7 @@ def _array(
 
 
 def _candidates(box: Box, grid: Grid, boxes: dict[Box, tuple[int, ...]]) -> _Candidates:
-    """The ranks that hold each chunk of an array, in C order of the grid."""
+    """Return the ranks that hold each chunk of an array, in C order of the grid."""
     counts = tuple(-(-size // part) for size, part in zip(box.shape, grid.chunk_shape, strict=True))
     if len(boxes) == 1:
         (holders,) = boxes.values()
@@ -303,8 +307,7 @@ def _at_least_one(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
-    """Give every chunk an owner: those with no choice first, then the biggest first, always to the least loaded
-    holder."""
+    """Assign every chunk to the least loaded rank that holds it: those with only one first, then the largest."""
     fixed: dict[int, tuple[int, ...] | None] = {}  # by the candidates, which many arrays share
     work = []
     for number, (array, candidates) in enumerate(drafts):
@@ -315,11 +318,11 @@ def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
         if fixed[id(candidates)] is None:
             work += [(len(holders) > 1, -nbytes, number, chunk, holders) for chunk, holders in enumerate(candidates)]
     _add_fixed(drafts, fixed, loads)
-    balance = Balance(loads)
+    balancer = LoadBalancer(loads)
     chosen: dict[int, list[int]] = {}
     for _, negative_bytes, number, chunk, holders in sorted(work):
         owners = chosen.setdefault(number, [0] * len(drafts[number][1]))
-        owners[chunk] = balance.give(holders, -negative_bytes)
+        owners[chunk] = balancer.assign(holders, -negative_bytes)
     return tuple(
         replace(array, owners=fixed[id(candidates)] or tuple(chosen.get(number, ())))
         for number, (array, candidates) in enumerate(drafts)
@@ -327,7 +330,7 @@ def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
 
 
 def _add_fixed(drafts: list[_Draft], fixed: dict[int, tuple[int, ...] | None], loads: list[int]) -> None:
-    """Count what ranks have to write in any case."""
+    """Add the bytes that only one rank can write to its load."""
     chunk_bytes: dict[int, int] = {}
     for array, candidates in drafts:
         nbytes = math.prod(array.grid.chunk_shape) * array.itemsize

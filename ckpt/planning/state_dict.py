@@ -1,14 +1,14 @@
-"""Flatten a state into tensors and values with stable names, and put a restored state back in place.
+"""Flatten a state into tensors and values with stable names; and the objects for users to put into a state.
 
 A state is any nesting of dicts, lists, deques, tuples and namespaces with tensors, numpy arrays, values, or objects
-with ``state_dict``/``load_state_dict``. All of these but a dict are one value if no tensor is in them. Runs in the
+with ``state_dict``/``load_state_dict``. A container other than a dict is one value if it holds no tensor. Runs in the
 trainer; imports torch.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
+import random
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
@@ -22,28 +22,97 @@ import torch
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, Sharding
+from ckpt.planning.boxes import Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.dtensors import DTensors, LocalBox, local_tensor, without_graph
-from ckpt.planning.leaves import PerRank, RngState
+from ckpt.planning.tensors import (
+    PLAIN_TENSORS,
+    DTensors,
+    LocalBox,
+    check_storable,
+    local_tensor,
+    shares_elements,
+    tensor_over,
+    tensor_spec,
+    whole_box,
+    without_graph,
+)
 from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.registry import encoder_of, form_of
 
-__all__ = ["Assign", "FlatState", "Owner", "TensorLeaf", "ValueLeaf", "flatten"]
+__all__ = ["Assign", "FlatState", "Owner", "PerRank", "RngState", "TensorLeaf", "ValueLeaf", "flatten"]
+
+
+@dataclass(slots=True)
+class PerRank:
+    """A part of the state that belongs to this rank alone, such as its position in the data.
+
+    `value` is anything that a state may hold. Each rank saves and restores its own. If fewer ranks wrote the
+    checkpoint, the additional ranks keep theirs. A restore replaces `value` itself if it is not a container. For random
+    number generators use `RngState`.
+    """
+
+    value: Any
+
+
+class RngState:
+    """The random number generators of this process, as a part of a state: ``state = {"rng": ckpt.RngState(), ...}``.
+
+    A save takes their current state, a restore sets it: the global generators of Python's `random`, of numpy
+    (``numpy.random.seed``), and of torch on the CPU and on all CUDA devices. It is `PerRank` by itself: each rank
+    restores its own, and if fewer ranks wrote the checkpoint, the additional ranks keep theirs. A restore sets the
+    generators after all other objects of the state have loaded.
+
+    CUDA generators are saved once the process has used CUDA. A process without CUDA keeps their state from a
+    checkpoint, to save it again. Missing devices are skipped, and additional ones keep their state. Generators that you
+    have made yourself (`torch.Generator`, `numpy.random.Generator`) are not included. Use it in the thread that trains.
+    """
+
+    def __init__(self) -> None:
+        self._cuda: list[bytes] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the generators, with the same structure on every machine."""
+        import numpy as np
+        import torch
+
+        version, numbers, gauss = random.getstate()
+        if torch.cuda.is_initialized():
+            self._cuda = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": list(self._cuda),
+            "numpy": np.random.get_state(legacy=False),
+            "python": {"version": version, "numbers": np.array(numbers, np.uint32), "gauss": gauss},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the generators to the state that `state_dict` returned, in this or another process."""
+        import numpy as np
+        import torch
+
+        python = state_dict["python"]
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        self._cuda = list(state_dict["cuda"])
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for device, state in enumerate(self._cuda[:devices]):
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
+
 
 _MAX_NESTING = 100
+
 Assign = Callable[[Any], None]
-"""Puts another value in the place of one that a state has."""
+"""Replaces a value in the state."""
 
 
 @dataclass(slots=True)
 class TensorLeaf:
-    """A tensor of the state: `local` is this rank's memory, made of `boxes` of the global tensor (each with its local
-    offset).
+    """A tensor of the state: `local` is this rank's memory, with `boxes` of the global tensor and their local offsets.
 
-    `after` runs when new bytes are in `local`; it is set where `local` is a stand-in for the user's object (a numpy
-    array that torch cannot alias). Not `writeable`: that object is read-only, or has elements
-    that share memory (an expanded tensor), and can only be saved.
+    `after` is to be called when new bytes are in `local`. It is set where `local` is a copy of the user's object, a
+    numpy array that torch cannot alias. If not `writeable`, that object is read-only, or has elements that share memory
+    (an expanded tensor), and can only be saved.
     """
 
     local: torch.Tensor
@@ -55,7 +124,7 @@ class TensorLeaf:
 
 @dataclass(slots=True)
 class ValueLeaf:
-    """A leaf that is not a tensor, with its JSON form; `assign` is None where nothing else can be put in its place."""
+    """A leaf that is not a tensor, with its JSON form; `assign` is None if it cannot be replaced."""
 
     value: Any
     per_rank: bool
@@ -65,8 +134,10 @@ class ValueLeaf:
 
 @dataclass(slots=True)
 class Owner:
-    """A stateful object of the state: `before` is the state dict that it gave, `state_dict` the one to load, whose
-    leaves are those of the flat state."""
+    """A stateful object: `before` is the state dict that it returned, `state_dict` the one to load.
+
+    The leaves of `state_dict` are those of the flat state.
+    """
 
     path: Path
     stateful: Any
@@ -74,7 +145,7 @@ class Owner:
     state_dict: Any
 
     def load(self, state_dict: Any) -> None:
-        """Have the object load it. StateError if it raises."""
+        """Have the object load a state dict. StateError if it raises."""
         try:
             self.stateful.load_state_dict(state_dict)
         except Exception as error:
@@ -84,7 +155,7 @@ class Owner:
 
 @dataclass(slots=True)
 class FlatState:
-    """A state as named leaves. `owners` are the stateful objects in it, innermost first."""
+    """The leaves of a state by path. `owners` are its stateful objects, innermost first."""
 
     tensors: dict[Path, TensorLeaf] = field(default_factory=dict)
     values: dict[Path, ValueLeaf] = field(default_factory=dict)
@@ -92,7 +163,7 @@ class FlatState:
     owners: list[Owner] = field(default_factory=list)
 
     def describe(self) -> StateDescription:
-        """The state without its bytes."""
+        """Return the description of the state."""
         return StateDescription(
             {path: leaf.spec for path, leaf in self.tensors.items()},
             {path: leaf.per_rank for path, leaf in self.values.items()},
@@ -101,11 +172,10 @@ class FlatState:
 
 
 def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None = None) -> FlatState:
-    """Name every leaf of `state`; the tensors alias the user's memory where that is possible.
+    """Name every leaf of `state`; the tensors alias the user's memory where possible.
 
-    `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object (a restore gives a
-    fresh optimizer the tensors it does not have yet). Raises StateError, naming the key path, for a leaf that cannot be
-    stored.
+    `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object: a restore creates
+    the missing tensors of a new optimizer. Raises StateError, naming the path, for a leaf that cannot be stored.
     """
     flat = FlatState()
     with without_collection(), torch.no_grad():
@@ -118,21 +188,18 @@ def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None 
 
 
 _Seen = tuple[Path, torch.Tensor, tuple[int, ...], Sharding | None, bool]
-"""A tensor, and how it is to be saved: path, memory, global shape, sharding, per rank."""
+"""A tensor and how it is saved: path, memory, global shape, sharding, per rank."""
 
 
 def _identity(seen: _Seen) -> tuple[Any, ...]:
-    """Equal for two tensors exactly if they are the same elements of the same memory, saved in the same way."""
+    """Return a key that is equal for tensors with the same elements of the same memory, saved in the same way."""
     local = seen[1]
     where = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
     return (*where, local.is_conj(), local.is_neg(), *seen[2:])
 
 
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
 class _Walk:
-    """One pass over a state. `_seen` finds tensors that are the same memory: first by its address, then exactly."""
+    """One pass over a state. `_seen` finds tensors with the same memory: first by its address, then exactly."""
 
     def __init__(self, flat: FlatState, expand: Callable[[Path, Any, Any, bool], Any] | None) -> None:
         self._flat = flat
@@ -173,7 +240,7 @@ class _Walk:
                 raise StateError(
                     f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file"
                 )
-            if isinstance(item, torch.Tensor):  # most are, and there are many
+            if isinstance(item, torch.Tensor):  # a shortcut for most items
                 self._tensor((*path, key), item, per_rank)
             else:
                 self.visit((*path, key), item, per_rank, partial(operator.setitem, node, key) if mutable else None)
@@ -206,41 +273,41 @@ class _Walk:
         self._flat.values[path] = ValueLeaf(value, per_rank, assign, encoded)
 
     def _array(self, path: Path, array: np.ndarray[Any, Any], per_rank: bool) -> None:
-        aliased = _tensor_over(array)
+        aliased = tensor_over(array)
         if aliased is not None:
             self._tensor(path, aliased, per_rank)
             return
         contiguous = np.array(array, order="C", copy=True)
-        local = _tensor_over(contiguous)
+        local = tensor_over(contiguous)
         if local is None:
             raise StateError(f"{display(path)}: numpy arrays of dtype {array.dtype} cannot be stored")
         self._tensor(path, local, per_rank)
         if path in self._flat.tensors:
             leaf = self._flat.tensors[path]
             leaf.after = lambda: np.copyto(array, contiguous)
-            leaf.writeable = array.flags.writeable and not _shares_elements(array.shape, array.strides)
+            leaf.writeable = array.flags.writeable and not shares_elements(array.shape, array.strides)
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
-        # A look at an attribute that is not there takes a microsecond.
-        sharding = None if type(tensor) in _PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
+        # Looking up a missing attribute takes a microsecond.
+        sharding = None if type(tensor) in PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
         local = without_graph(tensor) if sharding is None else local_tensor(tensor)
-        _check_tensor(path, local)
-        if per_rank or sharding is None:  # what this rank has of a DTensor that is per rank is its own
+        check_storable(path, local)
+        if per_rank or sharding is None:  # this rank's shard of a per-rank DTensor is a tensor of its own
             sharding, tensor = None, local
         shape = tuple(tensor.shape)
         earlier = self._seen_before(path, local, shape, sharding, per_rank)
         if earlier is not None:
             self._flat.aliases[path] = earlier
             return
-        boxes = [_whole(shape)] if sharding is None else self._dtensors.boxes(path, tensor, local, sharding)
-        spec = _spec(local.dtype, shape, sharding, per_rank)
-        writeable = local.is_contiguous() or not _shares_elements(local.shape, local.stride())
+        boxes = [whole_box(shape)] if sharding is None else self._dtensors.boxes(path, tensor, local, sharding)
+        spec = tensor_spec(local.dtype, shape, sharding, per_rank)
+        writeable = local.is_contiguous() or not shares_elements(local.shape, local.stride())
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
 
     def _seen_before(
         self, path: Path, local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
     ) -> Path | None:
-        """The path under which the same elements of the same memory were seen; None for a tensor without elements."""
+        """Return the path of an earlier tensor with the same elements of the same memory; None for an empty tensor."""
         if local.numel() == 0:
             return None
         this = path, local, shape, sharding, per_rank
@@ -253,16 +320,12 @@ class _Walk:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for half a surrogate pair, which no JSON reader but Python's takes."""
+    """Return False for a lone surrogate, which only Python's JSON reader accepts."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
-
-
 def _tuple_setter(node: tuple[Any, ...], assign: Assign | None) -> Callable[[int, Any], None] | None:
-    """Replaces an item by putting another tuple in the place of this one; None if there is no such tuple."""
+    """Return a function that replaces an item by replacing the whole tuple; None if that is impossible."""
     kind = type(node)
     if assign is None or (kind is not tuple and form_of(kind) != "namedtuple"):
         return None
@@ -276,7 +339,7 @@ def _tuple_setter(node: tuple[Any, ...], assign: Assign | None) -> Callable[[int
 
 
 def _holds_tensors(node: Any, depth: int = 0) -> bool:
-    """Whether a container must be walked: it has something in it that is not a plain value."""
+    """Return whether a container holds anything that is not a plain value."""
     if depth > _MAX_NESTING:
         return True
     if isinstance(node, Namespace):
@@ -286,44 +349,3 @@ def _holds_tensors(node: Any, depth: int = 0) -> bool:
     if isinstance(node, list | deque | tuple):
         return any(_holds_tensors(item, depth + 1) for item in node)
     return isinstance(node, torch.Tensor | np.ndarray | PerRank) or hasattr(node, "state_dict")
-
-
-def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
-    problem = None
-    if tensor.layout != torch.strided:
-        problem = f"has the layout {tensor.layout}; save its to_dense() or its parts"
-    elif tensor.is_quantized:
-        problem = "is quantized; save its int_repr() and scales"
-    elif tensor.is_meta:
-        problem = "is on the meta device and has no data"
-    elif type(tensor) not in _PLAIN_TENSORS:
-        problem = f"is a {type(tensor).__qualname__}; of tensor subclasses only DTensor can be stored"
-    if problem:
-        raise StateError(f"{display(path)}: this tensor {problem}")
-
-
-# One object for equal ones, so that comparing two descriptions takes a look at each, and not at all that is in it.
-@functools.lru_cache(maxsize=4096)
-def _spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
-    return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
-
-
-@functools.lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> LocalBox:
-    return Box.whole(shape), (0,) * len(shape)
-
-
-def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """A tensor over the memory of an array; None if torch cannot have one."""
-    if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
-        return None
-    try:
-        return torch.from_numpy(array)
-    except TypeError:
-        dtype = getattr(torch, array.dtype.name, None)  # ml_dtypes names its types as torch does
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
-        return None
-    if not array.flags.c_contiguous:
-        return None
-    as_integers = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize]
-    return torch.from_numpy(array.view(as_integers)).view(dtype)

@@ -24,7 +24,9 @@ from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError
 from ckpt.saving.publish import publish
-from ckpt.storage.commit import Abandoned, CheckpointRoot, Outcome, PendingSave, Reason, SaveId
+from ckpt.storage.commit import Abandoned, Outcome, PendingSave, Reason
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["InFlight", "refuse_others", "settle"]
 

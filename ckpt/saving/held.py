@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import CheckpointError
+from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
@@ -35,9 +36,9 @@ from ckpt.staging.copies import Copies
 from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.peers import exchange_slots
 from ckpt.staging.runs import checksums_of
-from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c
-from ckpt.storage.commit import SaveId, read_part_of_step
-from ckpt.storage.images import checksums_behind
+from ckpt.storage.chunk_codec import stored_checksums
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import read_part_of_step
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "HeldMemory"]
@@ -202,12 +203,12 @@ def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[i
     for image in plan.images:
         meta = plan.metas[image.array]
         layout = meta.layout(image.index)
-        behind = checksums_behind(layout, slot[image.offset :]).copy()
+        behind = stored_checksums(layout, slot[image.offset :]).copy()
         file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
         if recorded.get(file) != (layout.file_bytes, crc32c(behind.tobytes())):
             return None
         first.append(image.offset)
-        strides.append(layout.piece_bytes + CHECKSUM_BYTES)
+        strides.append(layout.inner_chunk_bytes + CHECKSUM_BYTES)
         counts.append(len(behind))
         checksums.append(behind)
     stride = np.repeat(strides, counts)

@@ -13,14 +13,15 @@ from typing import Any
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, position_of
+from ckpt.planning.boxes import Box, unravel_index
 from ckpt.planning.packing import PackedTensor
 from ckpt.planning.save_plan import ArrayPlan, SavePlan
 from ckpt.saving.part import Image, LocalBoxes, Part, PartPlan
 from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy_op import CopyOp
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_layout import FileLayout
 from ckpt.storage.documents import EncodedList
-from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
 __all__ = ["copies_from", "make_part"]
@@ -123,7 +124,7 @@ class _Builder:
         """`chunks` are the numbers of those that the rank writes, in C order."""
         meta = _array_meta(array, self._compression)
         number = self._add_meta(_array_directory(array), meta, described=array.owners[0] == self._rank)
-        for index in (position_of(chunk, meta.grid_shape) for chunk in chunks):
+        for index in (unravel_index(chunk, meta.grid_shape) for chunk in chunks):
             layout = meta.layout(index)
             offset = self._place(number, index, layout, array.path)
             if self._is_for_others(array.rank):
@@ -131,13 +132,13 @@ class _Builder:
             chunk = meta.box_of(index)
             if meta.first_byte(index, *chunk) == 0:
                 shape = tuple(high - low for low, high in zip(*chunk, strict=True))
-                self._copy(array, Box(chunk[0], shape), offset, shape, layout.piece_bytes)
-                padding = -math.prod(shape) * array.itemsize % layout.piece_bytes
-                end = offset + layout.pieces[-1].offset + layout.piece_bytes
+                self._copy(array, Box(chunk[0], shape), offset, shape, layout.inner_chunk_bytes)
+                padding = -math.prod(shape) * array.itemsize % layout.inner_chunk_bytes
+                end = offset + layout.inner_chunks[-1].offset + layout.inner_chunk_bytes
                 self._add_gap(end - padding, end)
                 continue
-            for piece in layout.pieces:
-                piece_bytes = layout.piece_bytes if piece.shape == layout.full_shape else None
+            for piece in layout.inner_chunks:
+                piece_bytes = layout.inner_chunk_bytes if piece.shape == layout.full_shape else None
                 box = Box(piece.origin, piece.shape)
                 self._copy(array, box, offset + piece.offset, layout.full_shape, piece_bytes)
 
@@ -153,9 +154,9 @@ class _Builder:
         for position in range(first, first + plan.pack_owners.count(self._rank)):
             layout = meta.layout((position,))
             offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
-            for piece in layout.pieces:
+            for piece in layout.inner_chunks:
                 start = piece.origin[0] - first * chunk_bytes
-                self._fill(entries, offset + piece.offset, start, start + layout.piece_bytes)
+                self._fill(entries, offset + piece.offset, start, start + layout.inner_chunk_bytes)
 
     def _fill(self, entries: deque[PackedTensor], offset: int, start: int, end: int) -> None:
         """Take those entries that are between `start` and `end` of this rank's part; that is at `offset` in the
@@ -194,12 +195,12 @@ class _Builder:
         return len(self._metas) - 1
 
     def _place(self, number: int, index: tuple[int, ...], layout: FileLayout, path: Path) -> int:
-        if self._limit is not None and self._next + layout.image_bytes > self._limit:
-            if layout.image_bytes > self._limit:
+        if self._limit is not None and self._next + layout.buffer_bytes > self._limit:
+            if layout.buffer_bytes > self._limit:
                 raise StateError(
-                    f"{display(path)}: a file of {layout.image_bytes} bytes does not fit a staging slot of "
+                    f"{display(path)}: a file of {layout.buffer_bytes} bytes does not fit a staging slot of "
                     f"{self._limit} "
-                    f"bytes; raise max_host_bytes to at least {2 * layout.image_bytes}, or lower file_bytes"
+                    f"bytes; raise max_host_bytes to at least {2 * layout.buffer_bytes}, or lower file_bytes"
                 )
             if self._next:
                 self._copies.append([])
@@ -207,9 +208,9 @@ class _Builder:
                 self._gaps.append([])
                 self._next = 0
         offset = self._next
-        self._next += layout.image_bytes
+        self._next += layout.buffer_bytes
         self._slot_bytes = max(self._slot_bytes, self._next)
-        self._images.append(Image(number, index, offset, layout.image_bytes, len(self._copies) - 1))
+        self._images.append(Image(number, index, offset, layout.buffer_bytes, len(self._copies) - 1))
         return offset
 
     def _copy(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ckpt.paths import Path
 from ckpt.planning.boxes import Box
 from ckpt.staging.copies import Copies
+from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.documents import EncodedList
-from ckpt.storage.metadata import ArrayMeta
 
 __all__ = ["Image", "LocalBoxes", "Part", "PartPlan"]
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
 from ckpt.paths import Path
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, exchange
-from ckpt.planning.grid import GridOptions
 from ckpt.planning.replicas import replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
@@ -28,7 +28,7 @@ from ckpt.ranks import Ranks
 from ckpt.saving.layout import make_part
 from ckpt.saving.part import LocalBoxes, Part
 from ckpt.saving.samples import Replicas
-from ckpt.storage.commit import SaveId
+from ckpt.storage.names import SaveId
 
 __all__ = ["Claims", "Planned", "Planner", "Prepared"]
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
+from ckpt.native import crc32c
 from ckpt.saving.replicas import Warn, all_names, check_replicas
 from ckpt.storage import files
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published
-from ckpt.storage.documents import EncodedList, canonical, seal, seal_root
-from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
-from ckpt.storage.retired import retire_step
+from ckpt.storage.array_metadata import ArrayMeta, group_document, groups, root_document
+from ckpt.storage.commit import Abandoned, PendingSave, Published
+from ckpt.storage.documents import EncodedList, canonical_json, encode_document, encode_root
+from ckpt.storage.recycled import recycle_step
+from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["PartFile", "Retention", "publish", "retain"]
 
@@ -73,11 +74,11 @@ def publish(
         return outcome
     summary, arrays, state = _merge(pending, intent, written or {}, tick, warn)
     tick()
-    state_bytes = seal(state)
+    state_bytes = encode_document(state)
     summary["state"] = {"bytes": len(state_bytes), "crc32c": crc32c(state_bytes)}
     directories = groups(arrays)
-    documents = {f"{directory}/zarr.json": canonical(group_document()) for directory in directories}
-    documents |= {"state.json": state_bytes, "zarr.json": seal_root(root_document(arrays, summary))}
+    documents = {f"{directory}/zarr.json": canonical_json(group_document()) for directory in directories}
+    documents |= {"state.json": state_bytes, "zarr.json": encode_root(root_document(arrays, summary))}
     for name, data in documents.items():
         path = os.path.join(pending.path, name)
         if not files.holds(path, data):  # groups of files that are used again
@@ -152,7 +153,7 @@ def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, 
     root.ownership.check(token)
     for step in retention.superfluous([step for step in root.steps() if step <= newest]):
         if retention.reuse_files:
-            retire_step(root, step, plan, token)
+            recycle_step(root, step, plan, token)
         else:
             root.remove_step(step, token)
     root.clean()

@@ -15,16 +15,10 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
 from ckpt.saving.publish import publish
-from ckpt.storage import files
-from ckpt.storage.commit import (
-    FORMAT_VERSION,
-    CheckpointRoot,
-    NotDurableError,
-    PendingSave,
-    Reason,
-    owner_of_step,
-)
+from ckpt.storage import directories
+from ckpt.storage.commit import NotDurableError, PendingSave, Reason
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.root import FORMAT_VERSION, CheckpointRoot, owner_of_step
 
 __all__ = ["Branch", "recover_for_restore", "supersede", "superseded", "take_over"]
 
@@ -115,9 +109,9 @@ def supersede(root: CheckpointRoot, token: int, branch: Branch, warn: Callable[[
 
 def _move_aside(root: CheckpointRoot, token: int, step: int, where: str, why: str, warn: Callable[[str], None]) -> None:
     root.ownership.check(token)
-    target = root.move_aside(step, where)
+    target = root.set_aside(step, where)
     if target is not None and owner_of_step(target) > token:  # a later owner has saved this step since that look
-        files.rename_directory(target, root.step_path(step))
+        directories.rename_directory(target, root.step_path(step))
         root.ownership.check(token)
     elif target is not None:
         warn(f"step {step} {why}; moved to {target}. `inspect_ckpt ls --all` lists it, `inspect_ckpt rm` removes it")
@@ -134,7 +128,7 @@ def _when_finished(root: CheckpointRoot, token: int, deadline: float) -> OwnerSt
 
 def _decide_pending(root: CheckpointRoot, token: int, timeout_s: float, warn: Callable[[str], None]) -> None:
     deadline = time.monotonic() + timeout_s
-    files.fresh_names(root.pending_path)  # of network file systems: what was begun before the claim is seen now
+    directories.fresh_names(root.pending_path)  # of network file systems: what was begun before the claim is seen now
     for save in root.pending():
         if save.owner >= token:
             continue

@@ -18,8 +18,8 @@ import numpy as np
 
 from ckpt.errors import StateError
 from ckpt.meeting import named
+from ckpt.native import crc32c
 from ckpt.paths import Path, display
-from ckpt.storage.checksums import crc32c
 
 __all__ = ["ENTRY", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
 

@@ -26,7 +26,7 @@ from ckpt.planning.state_dict import FlatState
 from ckpt.saving.replicas import ENTRY, Digests, InSlot, Tolerance, name_key
 from ckpt.staging.runs import checksums_of
 from ckpt.staging.strided import is_plain, memory_of, some_bytes
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 
 __all__ = ["SAMPLES_BYTES", "Replicas"]
 
@@ -157,7 +157,7 @@ def _queue(runs: list[_Run], slot: torch.Tensor, room: int, stream: torch.cuda.S
 
 def _digest(encoded: Any) -> int:
     is_container = isinstance(encoded, dict | list)
-    return zlib.crc32(canonical(encoded) if is_container else repr(encoded).encode())
+    return zlib.crc32(canonical_json(encoded) if is_container else repr(encoded).encode())
 
 
 def _first(order: Array, most: int) -> Array:

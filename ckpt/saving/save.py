@@ -20,7 +20,7 @@ import torch
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.planning.grid import GridOptions
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
@@ -33,8 +33,10 @@ from ckpt.saving.side_stream import SideStream
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, stage
-from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.commit import PendingSave, Reason
+from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import ClaimLease
+from ckpt.storage.root import CheckpointRoot
 from inprocess.ipc.process import Process
 
 __all__ = ["Saver", "StagingOptions"]

@@ -41,18 +41,13 @@ from ckpt.saving.part import Image, PartPlan
 from ckpt.saving.publish import PartFile, Retention, publish, retain
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.replicas import Digests
-from ckpt.storage.commit import (
-    Abandoned,
-    CheckpointRoot,
-    NotDurableError,
-    PendingSave,
-    Published,
-    Reason,
-    SaveId,
-)
+from ckpt.storage.chunk_codec import WrittenChunk
+from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
+from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published, Reason
 from ckpt.storage.leases import Lease, Leases
-from ckpt.storage.retired import discard_retired, take_retired
-from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter, WrittenChunk
+from ckpt.storage.names import SaveId
+from ckpt.storage.recycled import discard_recycled, take_recycled
+from ckpt.storage.root import CheckpointRoot
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 
@@ -257,9 +252,9 @@ class PartWriter:
                 take_over(pending.root, self.save.owner, self.branch, wait_s, _log.warning)
                 others = superseded(pending.root, self.save.owner, self.branch)
             if self.options.retention.reuse_files:
-                take_retired(pending, plan.plan_digest)
+                take_recycled(pending, plan.plan_digest)
             else:
-                discard_retired(pending.root)
+                discard_recycled(pending.root)
             continues = (self.branch or Branch()).before(pending.root)
             pending.begin(plan.world_size, plan.plan_digest, continues, others)  # the others wait for it
             with contextlib.suppress(CheckpointError):
@@ -289,7 +284,7 @@ class PartWriter:
         def write_one(image: Image) -> WrittenChunk:
             view = self.region.buffer[image.offset : image.offset + image.image_bytes]
             meta = plan.metas[image.array]
-            offsets = [piece.offset for piece in meta.layout(image.index).pieces]
+            offsets = [piece.offset for piece in meta.layout(image.index).inner_chunks]
             sealed = [offset for offset in offsets if image.offset + offset in self.sealed]
             chunk = writer.write(ChunkJob(meta, plan.directories[image.array], image.index, view, frozenset(sealed)))
             if running is not None:

@@ -1,1 +1,1 @@
-"""What a checkpoint looks like on disk: names, dtypes, documents, array files, and how they are written and read."""
+"""The checkpoint on disk: names, documents and array files, how they are written and read, and the commit of a save."""

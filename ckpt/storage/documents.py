@@ -1,8 +1,8 @@
-"""Sealed JSON documents.
+"""JSON documents that carry their own checksum.
 
-A sealed document is canonical JSON (sorted keys, no spaces, ASCII) with a member ``crc32c`` that is the checksum of the
-document without that member. What `unseal` checks are the bytes themselves, so any changed bit is found, also in a
-place that a JSON parser would shrug off.
+A document is canonical JSON (sorted keys, no spaces, ASCII) with a member ``crc32c``, the checksum of the document
+without that member. Decoding checks the bytes themselves, so it finds every changed bit, also where a JSON parser would
+ignore it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,32 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 
-__all__ = ["MAX_DOCUMENT_BYTES", "EncodedList", "canonical", "seal", "seal_root", "unseal", "unseal_root"]
+__all__ = [
+    "MAX_DOCUMENT_BYTES",
+    "EncodedList",
+    "canonical_json",
+    "encode_document",
+    "encode_root",
+    "decode_document",
+    "decode_root",
+]
 
 MAX_DOCUMENT_BYTES = 1 << 30
-"""No document of a checkpoint is larger."""
+"""The largest size of a document."""
 
-_MAX_DEPTH = 400  # a value is nested 100 deep at most; each level is up to three of the document
+_MAX_DEPTH = 400  # a value is nested 100 deep at most, and each level may take three in the document
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _ESCAPED, _STRING = re.compile(rb"\\.", re.DOTALL), re.compile(rb'"[^"]*"')
 _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-_CLOSES = 4  # the bit that tells ] and } from [ and {
-_SEAL = "crc32c"
-_MAX_LOOKALIKES = 8
+_CLOSES = 4  # the bit that is set in ] and } but not in [ and {
+_MEMBER = "crc32c"
+_MAX_MATCHES = 8  # of the text of the member; a value may contain it, too
 
 
-def canonical(document: Any) -> bytes:
-    """Return the one serialisation of a JSON-able `document`; `ValueError` for nan and infinity."""
+def canonical_json(document: Any) -> bytes:
+    """Return the canonical JSON of `document`; `ValueError` for nan and infinity."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode(
         "ascii"
     )
@@ -41,61 +49,60 @@ def canonical(document: Any) -> bytes:
 
 @dataclass(frozen=True)
 class EncodedList:
-    """A list in its canonical form, for one that is long and written again and again."""
+    """A list as canonical JSON, for a long list that is written more than once."""
 
     data: bytes
     items: int
 
     @classmethod
     def of(cls, items: Sequence[Any] | EncodedList) -> EncodedList:
-        """That of `items`, which may be one already."""
-        return items if isinstance(items, EncodedList) else cls(canonical(items), len(items))
+        """Encode `items`, unless they are encoded."""
+        return items if isinstance(items, EncodedList) else cls(canonical_json(items), len(items))
 
     @classmethod
     def joined(cls, lists: Iterable[EncodedList]) -> EncodedList:
-        """All of them, one behind the other."""
+        """Concatenate `lists`."""
         filled = [part for part in lists if part.items]
         return cls(b"[" + b",".join(part.data[1:-1] for part in filled) + b"]", sum(part.items for part in filled))
 
 
-def seal(document: dict[str, Any]) -> bytes:
-    """Return the sealed form of `document`, whose keys are strings; a member may be an `EncodedList`. It has no member
-    ``crc32c`` yet."""
-    members = {key: canonical(key) + b":" + _form(member) for key, member in document.items()}
-    members[_SEAL] = b'"%s":%d' % (_SEAL.encode(), crc32c(_object(members)))
+def encode_document(document: dict[str, Any]) -> bytes:
+    """Return `document` as JSON with its checksum. Its keys are strings; a member may be an `EncodedList`."""
+    members = {key: canonical_json(key) + b":" + _encoded(member) for key, member in document.items()}
+    members[_MEMBER] = b'"%s":%d' % (_MEMBER.encode(), crc32c(_object(members)))
     return _object(members)
 
 
-def _form(member: Any) -> bytes:
-    return member.data if isinstance(member, EncodedList) else canonical(member)
+def _encoded(member: Any) -> bytes:
+    return member.data if isinstance(member, EncodedList) else canonical_json(member)
 
 
 def _object(members: dict[str, bytes]) -> bytes:
     return b"{" + b",".join(members[key] for key in sorted(members)) + b"}"
 
 
-def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """Return the document that `seal` turned into `data`, without the seal.
+def decode_document(data: bytes, where: str) -> dict[str, Any]:
+    """Check `data` and return the document that `encode_document` has encoded, without the checksum.
 
-    `where` is the file, for the message of the `CheckpointCorruptError` that is raised for any other bytes.
+    Raises `CheckpointCorruptError` for any other bytes; `where` names the file in its message.
     """
     document = _parse(data, where)
-    _check(document.pop(_SEAL, None), data, where)
+    _check(document.pop(_MEMBER, None), data, where)
     return document
 
 
-def seal_root(document: dict[str, Any]) -> bytes:
-    """Return `document`, the root group of a step, with the seal in ``attributes.ckpt``, where Zarr allows it."""
-    return canonical(_with_root_seal(document, crc32c(canonical(document))))
+def encode_root(document: dict[str, Any]) -> bytes:
+    """Return the root group of a step as JSON, with its checksum in ``attributes.ckpt``, where Zarr allows it."""
+    return canonical_json(_with_root_checksum(document, crc32c(canonical_json(document))))
 
 
-def unseal_root(data: bytes, where: str) -> dict[str, Any]:
-    """Return the document that `seal_root` turned into `data`; `CheckpointCorruptError` for any other bytes."""
+def decode_root(data: bytes, where: str) -> dict[str, Any]:
+    """Check `data` and return the document that `encode_root` has encoded, or raise `CheckpointCorruptError`."""
     document = _parse(data, where)
     try:
-        checksum = document["attributes"]["ckpt"].pop(_SEAL, None)
+        checksum = document["attributes"]["ckpt"].pop(_MEMBER, None)
     except (KeyError, TypeError, AttributeError):
-        _corrupt(where, "it has no seal")
+        _corrupt(where, "it has no checksum")
     _check(checksum, data, where)
     return document
 
@@ -109,16 +116,18 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
             _corrupt(where, f"it is nested deeper than {_MAX_DEPTH}")
         document = json.loads(text, parse_constant=_refuse_constant)
         if _SURROGATE.search(data):
-            json.dumps(document, ensure_ascii=False).encode()  # ValueError for half a character, which cannot be shown
+            json.dumps(
+                document, ensure_ascii=False
+            ).encode()  # ValueError for a lone surrogate, which cannot be printed
         if isinstance(document, dict):
             return document
     except (ValueError, RecursionError) as error:
         _corrupt(where, f"it is not JSON ({error}), perhaps truncated", error)
-    _corrupt(where, "it is not in the form it was written in")
+    _corrupt(where, "it is not a JSON object")
 
 
 def _depth(data: bytes) -> int:
-    """How deep the lists and objects of a JSON document are nested. Whoever walks through it may do so by recursion."""
+    """Return how deep the lists and objects of a JSON document are nested. Below the limit, recursion is safe."""
     if b"\\" in data:
         data = _ESCAPED.sub(b"", data)
     brackets = data.translate(None, _NO_BRACKETS).replace(b'""', b"")
@@ -129,16 +138,16 @@ def _depth(data: bytes) -> int:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check(checksum: object, data: bytes, where: str) -> None:
-    """Whether `data` has `checksum` without the member that says so, and without the comma before or behind that."""
+    """Check that `data` has `checksum` without the member ``crc32c`` and the comma before or after it."""
     if type(checksum) is not int or not 0 <= checksum < 1 << 32:
-        _corrupt(where, "it has no seal")
-    member = b'"%s":%d' % (_SEAL.encode(), checksum)
+        _corrupt(where, "it has no checksum")
+    member = b'"%s":%d' % (_MEMBER.encode(), checksum)
     at = -1
-    for _ in range(_MAX_LOOKALIKES):
+    for _ in range(_MAX_MATCHES):
         at = data.find(member, at + 1)
         if at < 0:
             break
@@ -151,9 +160,9 @@ def _check(checksum: object, data: bytes, where: str) -> None:
     _corrupt(where, f"its checksum is not {checksum}, as recorded")
 
 
-def _with_root_seal(document: dict[str, Any], checksum: int) -> dict[str, Any]:
+def _with_root_checksum(document: dict[str, Any], checksum: int) -> dict[str, Any]:
     attributes = document["attributes"]
-    return {**document, "attributes": {**attributes, "ckpt": {**attributes["ckpt"], _SEAL: checksum}}}
+    return {**document, "attributes": {**attributes, "ckpt": {**attributes["ckpt"], _MEMBER: checksum}}}
 
 
 def _corrupt(where: str, why: str, cause: Exception | None = None) -> NoReturn:

@@ -1,9 +1,8 @@
 """How each torch dtype is stored in a Zarr array.
 
-A dtype is stored as itself where Zarr has a registered name for it that its common readers know. Every other one is
-stored as its raw bytes (``uint8``, with one more trailing dimension when an element has several), and the array's
-attribute ``torch_dtype`` says what they are. Dtypes go by torch's names without the ``torch.``; nothing here needs
-torch, except `torch_dtype` when it is called.
+A dtype is stored as itself if Zarr has a registered name for it that common readers support. Every other one is stored
+as raw bytes (``uint8``, with a trailing dimension if an element has several), and the array's attribute ``torch_dtype``
+names it. Dtypes have torch's names without the ``torch.``. Only `torch_dtype` imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class StoredDtype:
     """How one torch dtype is stored.
 
     `numpy_dtype` is the dtype of the stored elements. If `raw`, these are ``uint8``, `itemsize` of them for each
-    element of the tensor; else one for each.
+    element of the tensor.
     """
 
     zarr_name: str
@@ -39,7 +38,7 @@ class StoredDtype:
 
     @property
     def trailing(self) -> tuple[int, ...]:
-        """The dimensions that the stored array has after those of the tensor."""
+        """The dimensions of the stored array after those of the tensor."""
         return (self.itemsize,) if self.raw and self.itemsize > 1 else ()
 
     @property
@@ -53,7 +52,7 @@ class StoredDtype:
             case "c":
                 return [0.0, 0.0]
             case _ if self.zarr_name == "float8_e8m0fnu":
-                return "0x00"  # has no zero: these bits are 2**-127
+                return "0x00"  # it has no zero; these bits are 2**-127
             case _:
                 return 0.0
 
@@ -74,7 +73,7 @@ _RAW = MappingProxyType(
     | dict.fromkeys(("qint8", "quint8", "quint4x2", "quint2x4"), 1)
     | {f"{kind}{bits}": 1 for kind in ("int", "uint") for bits in range(1, 8)}
 )
-"""Stored as raw bytes, so many for each element."""
+"""Stored as raw bytes: the number of bytes of an element."""
 
 
 def names() -> tuple[str, ...]:
@@ -102,7 +101,7 @@ def torch_dtype(dtype_name: str) -> torch.dtype:
     """Return the dtype with this name; `StateError` if this version of torch has none. Imports torch."""
     import torch
 
-    dtype = vars(torch).get(dtype_name)  # not getattr: some attributes of torch are modules that it would import
+    dtype = vars(torch).get(dtype_name)  # getattr would import some modules
     if not isinstance(dtype, torch.dtype):
         raise StateError(f"torch {torch.__version__} has no dtype {dtype_name!r}; a newer version may have")
     return dtype

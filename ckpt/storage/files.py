@@ -1,11 +1,11 @@
-"""The only module that writes, syncs and renames files directly.
+"""Write files, durably where that is asked for. Only this module and `directories` change the file system.
 
-Durable means: the data survives a loss of power, as far as the file system keeps its promises. POSIX needs an fsync of
-the file for its content, and one of each directory in which a name is new. A rename is atomic for other processes, and
-after a loss of power it has happened or not. After a failed fsync the kernel may have dropped the data already: it is
-never retried, the save fails.
+Durable means that the data survives a loss of power, as far as the file system keeps its promises. POSIX needs an
+fsync of the file for its content, and one of each directory in which a name is new. A rename is atomic for other
+processes, and after a loss of power it has happened or not. After a failed fsync the kernel may have dropped the data,
+so the fsync is never retried and the save fails.
 
-Every failure of the file system is a `StorageError` that names the path and what to do.
+Every failure of the file system is a `StorageError` that names the path and says what to do.
 """
 
 from __future__ import annotations
@@ -14,43 +14,32 @@ import ctypes
 import errno
 import os
 import secrets
-import shutil
-import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from enum import Enum
 
 from ckpt.errors import StorageError
 
 __all__ = [
-    "Rename",
     "append",
-    "check_writable",
     "create_exclusive",
-    "fresh_names",
-    "fsync_directory",
+    "fsync",
     "holds",
-    "make_directories",
-    "names_in",
     "remove",
-    "remove_tree",
-    "rename_directory",
-    "server_time",
+    "rename_no_replace",
     "storage_errors",
     "sync_files",
     "touch",
     "under",
     "write_document",
     "write_durable",
-    "write_image",
+    "write_pages",
     "write_new",
 ]
 
 _ALIGNMENT = 4096
-_REMOVE_ATTEMPTS = 5
-_MAX_WRITE_BYTES = 1 << 30  # Linux takes a little less than 2 GiB at once
-_WRITE, _NEW, _OVER = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, os.O_CREAT | os.O_EXCL, 0
+_MAXWRITE_BYTES = 1 << 30  # Linux writes a little less than 2 GiB at once
+_WRITE, _NEW, _OVERWRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, os.O_CREAT | os.O_EXCL, 0
 
 _HINTS = {
     errno.ENOSPC: "the file system is full: free space, or keep fewer steps",
@@ -60,25 +49,17 @@ _HINTS = {
     errno.EPERM: "check the permissions and the owner of the directory",
     errno.EROFS: "the file system is mounted read-only: remount it or use another checkpoint root",
     errno.ENOTDIR: "a part of the path is a file: remove it or use another checkpoint root",
-    errno.ENOENT: "the directory is gone: was the save abandoned or the checkpoint root removed?",
-    errno.EEXIST: "something is there already: was this save written twice?",
+    errno.ENOENT: "the directory does not exist: was the save abandoned or the checkpoint root removed?",
+    errno.EEXIST: "it exists already: was this save written twice?",
     errno.EIO: "the device failed: see the kernel log, and verify earlier steps",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     errno.ESTALE: "the network file system lost the file: check its server",
 }
 
 
-class Rename(Enum):
-    """What became of a rename that never overwrites."""
-
-    DONE = "done"
-    SOURCE_GONE = "source gone"
-    TARGET_EXISTS = "target exists"
-
-
 @contextmanager
 def storage_errors(action: str, path: str) -> Iterator[None]:
-    """Raise a `StorageError` for an `OSError` that leaves the block."""
+    """Raise an `OSError` of the block as a `StorageError`."""
     try:
         yield
     except OSError as error:
@@ -94,7 +75,7 @@ def under(root: str, relative: str) -> str:
 
 
 def write_durable(path: str, data: bytes) -> None:
-    """Make `path` hold `data`, durably: others, and a crash, find what was there before or all of it."""
+    """Replace the content of `path` by `data`, durably and atomically for other processes and crashes."""
     with storage_errors("write", path):
         temporary = _write_sibling(path, data)
         try:
@@ -102,11 +83,11 @@ def write_durable(path: str, data: bytes) -> None:
         except BaseException:
             _discard(temporary)
             raise
-        _fsync(os.path.dirname(path))
+        fsync(os.path.dirname(path))
 
 
 def create_exclusive(path: str, data: bytes) -> bool:
-    """Make a new file `path` with `data`, durably and at once; False if `path` exists already (its content stays)."""
+    """Create `path` with `data`, durably and atomically; False if it exists, and then it is not changed."""
     with storage_errors("create", path):
         temporary = _write_sibling(path, data)
         try:
@@ -115,15 +96,15 @@ def create_exclusive(path: str, data: bytes) -> bool:
             return False
         finally:
             _discard(temporary)
-        _fsync(os.path.dirname(path))
+        fsync(os.path.dirname(path))
         return True
 
 
 def write_document(path: str, data: bytes, scratch: str) -> None:
-    """Make `path` hold `data`, for others at once, durably after `sync_files` only.
+    """Replace the content of `path` by `data`, atomically; durable after `sync_files`.
 
-    It is written in the directory `scratch`, of the same file system, and renamed: so nothing is left beside `path`
-    when its directory is renamed meanwhile, and what became of that directory is never touched. `StorageError` then.
+    The file is written in the directory `scratch`, on the same file system, and renamed. If the directory of `path` is
+    renamed meanwhile, no temporary file is left in it and it is not changed; that is a `StorageError`.
     """
     with storage_errors("write", path):
         temporary = _write_sibling(os.path.join(scratch, os.path.basename(path)), data, sync=False)
@@ -135,55 +116,26 @@ def write_document(path: str, data: bytes, scratch: str) -> None:
 
 
 def write_new(path: str, data: bytes, *, replace: bool = False) -> None:
-    """Write a new file. It is durable after `sync_files` only. `StorageError` if it exists, unless it may be
-    replaced."""
+    """Write a new file; durable after `sync_files`. `StorageError` if it exists, unless `replace`."""
     with storage_errors("write", path):
         _write(os.open(path, _WRITE | (os.O_CREAT | os.O_TRUNC if replace else _NEW), 0o666), data)
 
 
 def append(path: str, data: bytes) -> None:
-    """Add `data` to the end of a file, in one write; make the file if it is not there. Not durable."""
+    """Append `data` to a file, in one write; create the file if it does not exist. Not durable."""
     with storage_errors("write", path):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _write(fd, data)
 
 
 def touch(path: str) -> None:
-    """Set the time of a file to now, by the clock of its file system. It must be there."""
+    """Set the time of an existing file to now, by the clock of its file system."""
     with storage_errors("renew", path):
         os.utime(path)
 
 
-def server_time(path: str) -> float:
-    """The time of the file system of directory `path`, in seconds; that of this host where no file can be made."""
-    try:
-        _probe(path)
-        return os.stat(path).st_mtime
-    except OSError:
-        return time.time()
-
-
-def names_in(path: str) -> list[str]:
-    """The names in a directory, without hidden ones, sorted; none if it is not there."""
-    with storage_errors("list", path):
-        try:
-            return sorted(name for name in os.listdir(path) if not name.startswith("."))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-
-def fresh_names(path: str) -> list[str]:
-    """Like `names_in`, and as the server has them now, where this host may write there.
-
-    A client of a network file system answers from its cache for seconds; a name made in the directory ends that.
-    """
-    with suppress(OSError):
-        _probe(path)
-    return names_in(path)
-
-
 def holds(path: str, data: bytes) -> bool:
-    """Whether `path` is a file with exactly this content."""
+    """Return whether `path` is a file with exactly this content."""
     with storage_errors("read", path):
         try:
             with open(path, "rb") as stream:
@@ -192,29 +144,27 @@ def holds(path: str, data: bytes) -> bool:
             return False
 
 
-def write_image(path: str, image: memoryview, size: int, *, direct: bool = True, over: bool = False) -> bool:
-    """Write the first `size` bytes of `image` as a new file, or `over` one that is there. It is durable after
-    `sync_files` only.
+def write_pages(path: str, pages: memoryview, size: int, *, direct: bool = True, overwrite: bool = False) -> bool:
+    """Write the first `size` bytes of `pages` to a file, a new one unless `overwrite`; durable after `sync_files`.
 
-    With `direct` the pages go to the device straight from memory (O_DIRECT): `image` must be whole pages at a page
-    boundary, and is written in full; what is after `size` is cut off. Returns whether this was possible: some file
-    systems refuse, then the file is written through the page cache, and already synced, for its errors would be
-    forgotten with the page cache.
+    With `direct` the data goes to the device straight from memory (O_DIRECT): `pages` must be whole pages at a page
+    boundary. They are written in full, and the file is truncated to `size`. Returns whether this was possible. Some
+    file systems refuse; then the file is written through the page cache and synced at once, because the kernel may drop
+    errors together with the pages.
     """
     with storage_errors("write", path):
-        if direct and _write_direct(path, image, size, _OVER if over else _NEW):
+        if direct and _write_direct(path, pages, size, _OVERWRITE if overwrite else _NEW):
             return True
-        flags = os.O_CREAT | os.O_TRUNC if direct or over else _NEW
-        _write(os.open(path, _WRITE | flags, 0o666), image[:size], sync=True)
+        flags = os.O_CREAT | os.O_TRUNC if direct or overwrite else _NEW
+        _write(os.open(path, _WRITE | flags, 0o666), pages[:size], sync=True)
         return False
 
 
 def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int = 8) -> None:
-    """Make files and directories durable: first all files, then the directories that name them. `StorageError` if one
-    cannot be.
+    """Make files and directories durable: first all files, then the directories that name them.
 
-    To be called once, when everything is written: the first sync of a journalling file system then commits all of it,
-    and the others find nothing left to do.
+    Call it once, when everything is written: the first sync of a journalling file system then commits all of it, and
+    the others have nothing left to do. `StorageError` if a sync fails.
     """
     with ThreadPoolExecutor(threads, "ckpt-sync") as pool:
         for paths in (list(files), list(directories)):
@@ -222,87 +172,14 @@ def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int
                 pass
 
 
-def check_writable(path: str) -> None:
-    """Raise StorageError if no name can be made in directory `path`."""
-    with storage_errors("write", path):
-        _probe(path)
-
-
-def fsync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    _sync(path)
-
-
-def make_directories(root: str, relative: str, made: Container[str] = ()) -> list[str]:
-    """Make directory `relative` below `root`, which exists, and return the paths from `root` to it, both included.
-
-    Never makes `root`: that of an abandoned save must not come back. Those in `made` are known to be there. It is
-    durable after a sync of all these paths.
-    """
-    paths = [root]
-    if relative:
-        under(root, relative)
-        for part in relative.split("/"):
-            paths.append(os.path.join(paths[-1], part))
-            if paths[-1] not in made:
-                with storage_errors("make directory", paths[-1]), suppress(FileExistsError):
-                    os.mkdir(paths[-1])
-    return paths
-
-
-def rename_directory(source: str, target: str) -> Rename:
-    """Rename a directory on one file system, durably, and atomically against all others who rename it or to `target`.
-
-    Never overwrites. Where the system cannot promise that in one step, only an *empty* directory can still be
-    overwritten. What counts is what is there afterwards: a network file system may report `SOURCE_GONE` for a rename of
-    its own that it repeated, and after a `StorageError` of the final sync the rename is done, if not durable.
-    """
-    with storage_errors("rename", source):
-        try:
-            _rename_no_replace(source, target)
-        except FileNotFoundError:
-            if os.path.lexists(source):
-                raise  # the directory of the target is missing
-            return Rename.SOURCE_GONE
-        except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                return Rename.TARGET_EXISTS
-            raise
-        for parent in dict.fromkeys((os.path.dirname(target), os.path.dirname(source))):
-            _fsync(parent)
-        return Rename.DONE
-
-
 def remove(path: str) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file, if it exists."""
     with storage_errors("remove", path), suppress(FileNotFoundError):
         os.unlink(path)
 
 
-def remove_tree(path: str) -> None:
-    """Remove a directory and all in it, following no links, also while others remove it too or still write there."""
-    for attempt in range(_REMOVE_ATTEMPTS):
-        with storage_errors("remove", path):
-            try:
-                shutil.rmtree(path)
-            except OSError as error:
-                if not os.path.lexists(path):
-                    return
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or attempt == _REMOVE_ATTEMPTS - 1:
-                    raise
-            else:
-                return
-
-
-def _probe(path: str) -> None:
-    """Make and remove a hidden file in directory `path`."""
-    probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
-    os.close(os.open(probe, _WRITE | _NEW, 0o666))
-    os.unlink(probe)
-
-
 def _write_sibling(path: str, data: bytes, *, sync: bool = True) -> str:
-    """Write `data` to a new hidden file beside `path`, synced if so asked, and return its path."""
+    """Write `data` to a new hidden file next to `path` and return its path."""
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
     fd = os.open(temporary, _WRITE | _NEW, 0o666)
@@ -319,17 +196,17 @@ def _write(fd: int, data: bytes | memoryview, *, sync: bool = False) -> None:
     try:
         view = memoryview(data)
         while view:
-            view = view[os.write(fd, view[:_MAX_WRITE_BYTES]) :]
+            view = view[os.write(fd, view[:_MAXWRITE_BYTES]) :]
         if sync:
             os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def _write_direct(path: str, image: memoryview, size: int, flags: int) -> bool:
-    """Write a file with O_DIRECT; False if the file system refuses, then there may be a file with anything in it."""
-    if len(image) % _ALIGNMENT or not 0 <= size <= len(image):
-        raise ValueError(f"an image of {len(image)} bytes for a file of {size} is not whole pages")
+def _write_direct(path: str, pages: memoryview, size: int, flags: int) -> bool:
+    """Write a file with O_DIRECT; False if the file system refuses, and then the file may have any content."""
+    if len(pages) % _ALIGNMENT or not 0 <= size <= len(pages):
+        raise ValueError(f"a buffer of {len(pages)} bytes for a file of {size} is not whole pages")
     try:
         fd = os.open(path, _WRITE | flags | os.O_DIRECT, 0o666)
     except OSError as error:
@@ -338,16 +215,16 @@ def _write_direct(path: str, image: memoryview, size: int, flags: int) -> bool:
         raise
     try:
         offset = 0
-        while offset < len(image):
+        while offset < len(pages):
             try:
-                written = os.pwrite(fd, image[offset : offset + _MAX_WRITE_BYTES], offset)
+                written = os.pwrite(fd, pages[offset : offset + _MAXWRITE_BYTES], offset)
             except OSError as error:
                 if offset == 0 and error.errno == errno.EINVAL:
                     return False
                 raise
             if written < _ALIGNMENT:
                 raise OSError(errno.ENOSPC, "short write")
-            offset += written // _ALIGNMENT * _ALIGNMENT  # the rest of a short write goes again, aligned
+            offset += written // _ALIGNMENT * _ALIGNMENT  # after a short write, continue at a page boundary
         os.ftruncate(fd, size)
         return True
     finally:
@@ -361,16 +238,17 @@ def _sync_all(paths: Iterable[str]) -> None:
 
 def _sync(path: str) -> None:
     with storage_errors("sync", path):
-        _fsync(path)
+        fsync(path)
 
 
-def _fsync(path: str) -> None:
+def fsync(path: str) -> None:
+    """Sync a file or directory. Raises `OSError`, not `StorageError`."""
     fd = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL or not os.path.isdir(path or "."):
-            raise  # some network file systems cannot sync directories, and do it by themselves
+            raise  # else a network file system that cannot sync directories, and does it by itself
     finally:
         os.close(fd)
 
@@ -386,16 +264,16 @@ def _link(source: str, target: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        _rename_no_replace(source, target)  # a file system without hard links
+        rename_no_replace(source, target)  # a file system without hard links
 
 
-def _rename_no_replace(source: str, target: str) -> None:
-    """renameat2(2) with RENAME_NOREPLACE; without it, rename(2), which never replaces a directory that is not empty."""
+def rename_no_replace(source: str, target: str) -> None:
+    """Rename without replacing: renameat2(2), or rename(2), which replaces no directory that is not empty."""
     at_fdcwd, no_replace = -100, 1
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         number = errno.EINTR
-        while number == errno.EINTR:  # Python repeats the calls of `os` only
+        while number == errno.EINTR:  # Python repeats only calls through `os`
             if renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), no_replace) == 0:
                 return
             number = ctypes.get_errno()

@@ -2,13 +2,13 @@
 
     <directory>/<host>-<device>     one file for each host; its time is renewed while a process there is alive
         {"rank": 0, "writer": [71, 512], "trainer": [70, 500]}     a writer process registered (pid, start time)
-        {"rank": 0, "left": [70, 500], "done": false}              its trainer is gone, or has left the root to writers;
-                                                                   done: there is nothing left to do for these, either
+        {"rank": 0, "left": [70, 500], "done": false}              its trainer has ended, or has left;
+                                                                   done: its writers have left, too
 
-A process of the same host (boot id and pid namespace) is looked up in /proc, so its death is known at once, whatever
-the file system. Of other hosts only the time of their file is known: all on it are taken for dead when that is older
-than `EXPIRY_S` by the clock of the file system. Nothing is kept safe by a lease (a process can be slow, not dead): it
-says whom to wait for. What keeps data safe is the token (see `ownership`).
+Processes of the same host (boot id and pid namespace) are looked up in /proc, so their death is known at once, on
+every file system. Of another host only the time of its file is known: all its processes count as dead when that is
+older than `EXPIRY_S` by the clock of the file system. A lease does not protect data, because a process may be slow and
+not dead; it only tells for which processes to wait. The token protects data (see `ownership`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
-from ckpt.storage import files
+from ckpt.storage import directories, files
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
@@ -30,13 +30,13 @@ __all__ = ["EXPIRY_S", "RENEW_S", "Lease", "Leases", "Writer", "is_fresh"]
 
 EXPIRY_S = 15.0
 RENEW_S = 4.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _MAX_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A writer process that registered. `has_trainer`: its trainer is alive and has not left."""
+    """A registered writer process. `has_trainer`: its trainer is alive and has not left."""
 
     rank: int
     process: Process
@@ -45,50 +45,50 @@ class Writer:
 
 
 class Leases:
-    """The lease files in one directory. Any process that can read it; registering needs write permission."""
+    """The lease files in one directory. Any process; registering needs write permission."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def register(self, rank: int, trainer: Process, trainer_gone: Callable[[], bool]) -> Lease:
-        """Enter this process as a writer of `rank` and keep its lease until `close`, or the end of the process.
+        """Register this process as a writer of `rank` and renew its lease until `close` or the end of the process.
 
-        `trainer_gone` is asked about twice a second, in a thread. StorageError when the directory is gone.
+        `trainer_gone` is called about twice a second, in a thread. StorageError if the directory does not exist.
         """
         lease = Lease(self, rank, trainer, trainer_gone)
         lease.ensure()
         return lease
 
     def enter(self, rank: int, writer: Process, trainer: Process) -> None:
-        """Enter `writer`, of this host, unless it is entered. StorageError when the directory is gone."""
+        """Add a writer of this host, unless it is there. StorageError if the directory does not exist."""
         line = {"rank": rank, "writer": [writer.pid, writer.start], "trainer": [trainer.pid, trainer.start]}
         if line not in self._lines(os.path.basename(self._own_file())):
             self._append(line)
 
     def leave(self, rank: int, trainer: Process, *, done: bool) -> None:
-        """Note that a trainer of this host does nothing more here; if all is `done`, nor do its writers.
+        """Record that a trainer of this host has left; with `done`, its writers have, too.
 
-        StorageError when the directory is gone.
+        StorageError if the directory does not exist.
         """
         self._append({"rank": rank, "left": [trainer.pid, trainer.start], "done": done})
 
     def writers(self) -> list[Writer]:
-        """All writers that registered. StorageError when they cannot be read."""
-        names = files.names_in(self.path)
-        now = files.server_time(self.path) if names else 0.0
+        """Return all registered writers. StorageError if they cannot be read."""
+        names = directories.names_in(self.path)
+        now = directories.server_time(self.path) if names else 0.0
         return [writer for name in names for writer in self._writers_of(name, now)]
 
     def alive_ranks(self) -> set[int]:
-        """The ranks that have a writer alive."""
+        """Return the ranks with a live writer."""
         return {writer.rank for writer in self.writers() if writer.alive}
 
     def has_left(self, trainer: Process) -> bool:
-        """Whether this trainer has left."""
-        lines = (line for name in files.names_in(self.path) for line in self._lines(name))
+        """Return whether this trainer has left."""
+        lines = (line for name in directories.names_in(self.path) for line in self._lines(name))
         return any(line.get("left") == [trainer.pid, trainer.start] for line in lines)
 
     def renew(self) -> None:
-        """Renew the lease of this host. StorageError when the directory is gone."""
+        """Renew the lease of this host. StorageError if the directory does not exist."""
         files.touch(self._own_file())
 
     def _writers_of(self, name: str, now: float) -> Iterable[Writer]:
@@ -100,12 +100,12 @@ class Leases:
             if "writer" not in line:
                 continue
             process, trainer = (Process(_host_of(name), *line[key]) for key in ("writer", "trainer"))
-            has_trainer = tuple(line["trainer"]) not in left and _lives(trainer, fresh)
+            has_trainer = tuple(line["trainer"]) not in left and _is_alive(trainer, fresh)
             is_done = tuple(line["trainer"]) in (left if process == trainer else done)
-            yield Writer(int(line["rank"]), process, not is_done and _lives(process, fresh), has_trainer)
+            yield Writer(int(line["rank"]), process, not is_done and _is_alive(process, fresh), has_trainer)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """What is registered. A line that is being written, or was never finished, is not there yet."""
+        """Return the entries of a file, without a last line that is incomplete."""
         try:
             data = read_document_at(os.path.join(self.path, name), _MAX_FILE_BYTES) or b""
         except CheckpointCorruptError:
@@ -130,60 +130,60 @@ class Leases:
 
 
 class Lease:
-    """This process is registered as a writer. A thread renews the lease of the host, if no other process does."""
+    """The registration of this process as a writer. A thread renews the host's lease if no other process does."""
 
     def __init__(self, leases: Leases, rank: int, trainer: Process, trainer_gone: Callable[[], bool]) -> None:
         self._leases = leases
         self._own = Process.here()
         self._rank = rank
-        self._trainer = trainer  # the end of its connection is not always that of the process
+        self._trainer = trainer  # may live on after its connection has ended
         self._trainer_gone = trainer_gone
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def ensure(self) -> None:
-        """Register, unless that is done; also again after the root was removed. StorageError when it is not there."""
+        """Register, unless that is done; also again after the root was removed. StorageError if it does not exist."""
         self._leases.enter(self._rank, self._own, self._trainer)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._keep, name="ckpt-lease", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Stop renewing. Idempotent. The process still counts as alive on its host while it is."""
-        self._over.set()
+        """Stop renewing. Idempotent. On its host the process still counts as alive until it ends."""
+        self._closed.set()
 
     def _keep(self) -> None:
         renewed = time.monotonic()
-        said = False
-        while not self._over.wait(_LOOK_S):
+        recorded = False
+        while not self._closed.wait(_POLL_S):
             try:
-                if not said and self._trainer_gone():
+                if not recorded and self._trainer_gone():
                     self._leases.leave(self._rank, self._trainer, done=False)
-                    said = True
+                    recorded = True
                 if time.monotonic() - renewed >= RENEW_S:
                     renewed = time.monotonic()
                     if self._is_first():
                         self._leases.renew()
-            except (OSError, ValueError, StorageError):  # a ValueError of a socket that is closed: the process ends
+            except (OSError, ValueError, StorageError):  # ValueError: the socket is closed, the process ends
                 if not os.path.isdir(self._leases.path):
-                    return  # there is a later owner, or the root is gone
+                    return  # there is a later owner, or the root was removed
 
     def _is_first(self) -> bool:
-        """Whether no other process of this host renews: the first that is alive does."""
+        """Return whether this process has to renew: the first live one of the host does."""
         here = [writer for writer in self._leases.writers() if writer.process.is_here and writer.alive]
         return not here or here[0].process == self._own
 
 
-def _lives(process: Process, fresh: bool) -> bool:
-    """Whether it is alive; of one that cannot be looked up its lease tells, `fresh` or not."""
+def _is_alive(process: Process, fresh: bool) -> bool:
+    """Return whether a process is alive; that of another host is if its lease is `fresh`."""
     alive = process.alive
     return fresh if alive is None else alive
 
 
 def is_fresh(path: str, now: float) -> bool:
-    """Whether a lease file was renewed within `EXPIRY_S` of `now`, a time of its file system."""
+    """Return whether a lease file was renewed within `EXPIRY_S` of `now`, a time of its file system."""
     try:
-        return abs(now - os.stat(path).st_mtime) < EXPIRY_S  # of a time to come, the clock was set back
+        return abs(now - os.stat(path).st_mtime) < EXPIRY_S  # if in the future, the clock was set back
     except OSError:
         return False
 

@@ -1,7 +1,8 @@
-"""Where a leaf of the state dict lives inside a step: an injective, readable map from paths of keys to directories.
+"""The names of steps, saves and parts on disk, and of the directory of each leaf in a step.
 
-Most keys are stored as they are, so a checkpoint can be browsed. The others are escaped such that no two paths meet,
-nothing leaves the root of the step, and nothing meets the files that the format itself puts there:
+The map from the path of a leaf to its directory is injective and readable. Most keys are stored as they are, so a
+checkpoint can be browsed. The others are escaped such that no two paths have the same directory, nothing leaves the
+step, and nothing collides with the files of the format itself:
 
 ====================  ==========================================================
 key                   directory
@@ -20,30 +21,36 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["PACK_DIRECTORY", "directory"]
+__all__ = ["PACK_DIRECTORY", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
 
 PACK_DIRECTORY = "packed"
-"""The array that tensors are packed in; no key is stored under this name."""
+"""The array of packed tensors; no key is stored under this name."""
+
+PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
+"""The directory of a published step; group 1 is the step."""
+
+_SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
 _RESERVED = frozenset({"zarr.json", "state.json", "intent.json", "reason.json", "parts", PACK_DIRECTORY, "c"})
 _RESERVED_PREFIXES = (".", "c.", "__")
-_MAX_COMPONENT_BYTES = 180  # file systems allow 255; temporary siblings need some
+_MAX_COMPONENT_BYTES = 180  # file systems allow 255; the names of temporary files need some
 _MAX_PATH_BYTES = 900  # of 4096 that Linux allows, and of 1024 that object stores allow
 _READABLE_PREFIX = 100
 
 
 def directory(path: Path) -> str:
-    """Return the relative POSIX path of the leaf at `path`.
+    """Return the directory of the leaf at `path`, relative to the step.
 
-    Injective: different paths have different directories (for very long ones, up to collisions of a 128-bit hash), and
-    also no directory is the parent of another unless its path is a prefix of the other's.
+    Different paths have different directories (for very long ones, up to collisions of a 128-bit hash), and a directory
+    is the parent of another only if its path is a prefix of the other's.
     """
     if not path:
-        return "~root"  # a state that is a single leaf; "~" never comes out of a key unescaped
+        return "~root"  # a state that is a single leaf; "~" in a key is escaped
     relative = "/".join(_component(key) for key in path)
     if len(relative) > _MAX_PATH_BYTES:
         return "~long/" + _digest("/".join(_escaped(key) for key in path))
@@ -59,7 +66,7 @@ def _component(key: str | int) -> str:
 
 def _escaped(key: str | int) -> str:
     if isinstance(key, int):
-        return f"{key:d}" if key >= 0 else f"%{key:d}"  # "-" is no hex digit, so this is no escaped byte
+        return f"{key:d}" if key >= 0 else f"%{key:d}"  # "-" is not a hex digit, so this cannot be an escaped byte
     if not key:
         return "%"
     raw = key.encode("utf-8", "surrogatepass")
@@ -74,3 +81,36 @@ def _escaped_bytes(raw: bytes) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveId:
+    """One attempt to save one step. All ranks derive the same one without communication.
+
+    `owner` is the token of the job that saves; `nonce` distinguishes the attempt from every other one.
+    """
+
+    step: int
+    owner: int
+    nonce: str
+
+    @property
+    def name(self) -> str:
+        """The name of the directory until the save is published."""
+        return f"{step_name(self.step)}-o{self.owner}-{self.nonce}"
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of a published step."""
+    return f"step_{step:08d}"
+
+
+def parse_save_name(name: str) -> SaveId | None:
+    """Return the save whose directory has this name; None if it is no save."""
+    match = _SAVE.fullmatch(name)
+    return SaveId(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def part_name(rank: int) -> str:
+    """Return the path of a rank's part manifest, relative to the save."""
+    return f"parts/rank_{rank:05d}.json"

@@ -1,12 +1,12 @@
-"""Which job may decide about the saves of a root: the owner, by a token that only grows.
+"""The owner of a root: the job that may decide about its saves, by a token that only grows.
 
     <root>/.owner/1763840000123.json    a claim, made by an exclusive create; the highest number is the owner's token
     <root>/.owner/1763840000123/        the leases of its writers (see `leases`)
 
-A token is the time of the claim in milliseconds, or the number after the highest one there is, if that is larger: so
-it grows also when the root is removed and made again. The later start of a job wins: its claim fences the earlier
-owner, whose writers look at the token after they began a save and before they publish it. A job that claims the root
-looks at the pending saves *after* the claim, so either the writer sees the new token, or the new owner sees the save.
+A token is the time of the claim in milliseconds, or the highest existing token plus one if that is larger: so it grows
+even when the root is removed and made again. The job that starts later wins: its claim fences the earlier owner, whose
+writers check the token after they have begun a save and before they publish it. A job that claims the root looks at the
+pending saves *after* the claim, so either the writer sees the new token, or the new owner sees the save.
 See docs/decisions/0023.
 """
 
@@ -21,8 +21,8 @@ import time
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
-from ckpt.storage import files
-from ckpt.storage.documents import seal, unseal
+from ckpt.storage import directories, files
+from ckpt.storage.documents import decode_document, encode_document
 from ckpt.storage.leases import RENEW_S, Leases, is_fresh
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
@@ -32,22 +32,24 @@ __all__ = ["Claim", "ClaimLease", "OwnerState", "Ownership"]
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 _MAX_CLAIM_BYTES = 1 << 16
 _ATTEMPTS = 100
-_TEMPORARY_S = 60.0  # how long a restore or a tool that decides about what was left is waited for
+_TEMPORARY_S = 60.0  # the longest wait for a restore or a tool with a temporary claim
 _PAUSE_S = 0.05
 
 
 class OwnerState(enum.Enum):
-    """What is left of an owner. A process of another host counts as alive until its lease has expired."""
+    """Which processes of an owner are alive. One of another host counts as alive until its lease has expired."""
 
-    ACTIVE = "a trainer of it is alive"
-    FINISHING = "only writers of it are alive, which finish what was staged"
-    GONE = "none of it is alive, or there is no owner"
+    ACTIVE = "a trainer is alive"
+    FINISHING = "only writers are alive, which finish staged saves"
+    GONE = "no process is alive, or there is no owner"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who claimed a root, and when (seconds since 1970, by the clock of that host); `temporary`: only to decide about
-    what was left, not to save."""
+    """The process that claimed a root, and when (seconds since 1970, by the clock of that host).
+
+    A `temporary` claim is for deciding about saves that were left behind, not for saving.
+    """
 
     token: int
     process: Process
@@ -61,28 +63,28 @@ class Claim:
 
 
 class ClaimLease:
-    """Renews the claim of this process, in a thread, from the first `hold` to `close`."""
+    """A thread that renews the claim of this process, from the first `hold` to `close`."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
         self._token = 0
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def hold(self, token: int) -> None:
-        """The claim is the one with this token from now on."""
+        """Renew the claim with this token from now on."""
         self._token = token
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep, name="ckpt-claim", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Renew no more. Idempotent."""
-        self._over.set()
+        """Stop renewing. Idempotent."""
+        self._closed.set()
 
     def _keep(self) -> None:
-        while not self._over.wait(RENEW_S):
-            with contextlib.suppress(StorageError):  # it was removed, or the file system is away
+        while not self._closed.wait(RENEW_S):
+            with contextlib.suppress(StorageError):  # it was removed, or the file system is not available
                 self._ownership.renew(self._token)
 
 
@@ -99,24 +101,26 @@ class Ownership:
         return self._path
 
     def leases(self, token: int) -> Leases:
-        """The leases of the owner that has, or had, this token."""
+        """Return the leases of the owner that has, or had, this token."""
         return Leases(os.path.join(self._path, f"{token:08d}"))
 
     def newest(self) -> int:
-        """The token of the owner; 0 if there was none yet."""
-        return max(_tokens(files.fresh_names(self._path)), default=0)
+        """Return the token of the owner; 0 if there is none."""
+        return max(_tokens(directories.fresh_names(self._path)), default=0)
 
     def has(self, token: int) -> bool:
-        """Whether the claim with this token can be seen from here, or one that was made later."""
+        """Return whether this process sees the claim with this token, or a later one."""
         return os.path.exists(self._file(token)) or self.newest() > token
 
     def check(self, token: int) -> None:
-        """Raise FencedError unless `token` is the owner's. If the claims were removed, with the root perhaps, the one
-        with `token`, which this job has made, is made again."""
+        """Raise FencedError unless `token` is the owner's.
+
+        If the claims were removed, perhaps with the root, the one with `token`, which this job had made, is made again.
+        """
         newest = self.newest()
         if newest < token:
             self._make(token)
-            files.make_directories(self._path, f"{token:08d}")
+            directories.make_directories(self._path, f"{token:08d}")
             newest = self.newest()
         if newest == token:
             return
@@ -129,10 +133,10 @@ class Ownership:
         )
 
     def claim(self, seen: int, *, temporary: bool = False) -> int:
-        """Become the owner; returns the new token. The root is there, and `seen` is the token found at the start.
+        """Become the owner, and return the new token. The root exists; `seen` is the token found at the start.
 
-        FencedError if a job that claimed it since then is alive: that one is the later start. If its claim is
-        `temporary`, its release is waited for instead.
+        FencedError if a live job has claimed the root since then: that one has started later. If its claim is
+        `temporary`, this waits for its release instead.
         """
         for _ in range(_ATTEMPTS):
             newest = self.newest()
@@ -140,13 +144,13 @@ class Ownership:
                 raise self._fenced(seen, newest)
             token = max(newest + 1, int(1000 * time.time()))
             if self._make(token, temporary) and self.newest() == token:
-                files.make_directories(self._path, f"{token:08d}")
-                self._forget(token)
+                directories.make_directories(self._path, f"{token:08d}")
+                self._remove_old_claims(token)
                 return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
 
     def _wait_until_settled(self, token: int) -> OwnerState:
-        """The state of an owner; one with a temporary claim is given some time to finish, and counts as gone then."""
+        """Return the state of an owner; wait some time for a temporary claim, which counts as gone then."""
         claim = self._read(token)
         if claim is None or not claim.temporary:
             return self.state(token)
@@ -156,16 +160,18 @@ class Ownership:
         return OwnerState.GONE if state is OwnerState.ACTIVE else state
 
     def renew(self, token: int) -> None:
-        """Renew the claim with this token, so that other hosts know its process for alive."""
+        """Renew the claim with this token, so that its process counts as alive on other hosts."""
         files.touch(self._file(token))
 
     def release(self, token: int, rank: int = 0, *, done: bool = True) -> None:
-        """Note that this process, a trainer, does nothing more as the owner with this token; if not all is `done`, its
-        writers go on."""
+        """Record that this process, a trainer, no longer acts as the owner with this token.
+
+        Unless `done`, its writers go on.
+        """
         self.leases(token).leave(rank, Process.here(), done=done)
 
     def state(self, token: int) -> OwnerState:
-        """What is left of the owner that has, or had, this token. StorageError when that cannot be read."""
+        """Return the state of the owner that has, or had, this token. StorageError if it cannot be read."""
         if token == 0:
             return OwnerState.GONE
         leases = self.leases(token)
@@ -175,43 +181,45 @@ class Ownership:
         return OwnerState.FINISHING if any(writer.alive for writer in writers) else OwnerState.GONE
 
     def _claimer_is_active(self, token: int, leases: Leases) -> bool:
-        """Whether the process that claimed is alive, before any writer of it has registered and after."""
+        """Return whether the process that made the claim is alive and has not left."""
         claim = self._read(token)
         if claim is None or leases.has_left(claim.process):
             return False
         alive = claim.process.alive
-        return is_fresh(self._file(token), files.server_time(self._path)) if alive is None else alive
+        return is_fresh(self._file(token), directories.server_time(self._path)) if alive is None else alive
 
     def _make(self, token: int, temporary: bool = False) -> bool:
-        """Make a claim, durably; whether it was made by this call, also where a network file system repeated the call
-        and says it was not."""
-        for made in files.make_directories(self._root, ".owner"):
-            files.fsync_directory(made)
+        """Make a claim, durably, and return whether this call made it.
+
+        A network file system may repeat the call and report that the file exists, so its content is compared.
+        """
+        for made in directories.make_directories(self._root, ".owner"):
+            directories.fsync_directory(made)
         process = Process.here()
         document = {"token": token, "process": [process.host, process.pid, process.start]}
         document |= {"node": os.uname().nodename, "time": time.time(), "temporary": temporary}
         document |= {"nonce": os.urandom(8).hex()}
-        data = seal(document)
+        data = encode_document(document)
         return files.create_exclusive(self._file(token), data) or files.holds(self._file(token), data)
 
-    def _forget(self, token: int) -> None:
-        """Remove claims and leases older than that of the owner before the one with this token."""
-        before = sorted(number for number in _tokens(files.names_in(self._path)) if number < token)
-        for name in files.names_in(self._path):
+    def _remove_old_claims(self, token: int) -> None:
+        """Remove the claims and leases older than those of the owner before this one."""
+        before = sorted(number for number in _tokens(directories.names_in(self._path)) if number < token)
+        for name in directories.names_in(self._path):
             number = re.match(r"\d{8,18}", name)
             if before and number is not None and int(number[0]) < before[-1]:
                 path = os.path.join(self._path, name)
                 with contextlib.suppress(StorageError):
-                    files.remove(path) if name.endswith(".json") else files.remove_tree(path)
+                    files.remove(path) if name.endswith(".json") else directories.remove_tree(path)
 
     def _file(self, token: int) -> str:
         return os.path.join(self._path, f"{token:08d}.json")
 
     def _read(self, token: int) -> Claim | None:
-        """The claim; None if it is not there, or damaged."""
+        """Return a claim; None if it does not exist or is damaged."""
         try:
             data = read_document_at(self._file(token), _MAX_CLAIM_BYTES)
-            document = {} if data is None else unseal(data, self._file(token))
+            document = {} if data is None else decode_document(data, self._file(token))
             host, pid, start = document["process"]
             return Claim(
                 token,
@@ -224,7 +232,7 @@ class Ownership:
             return None
 
     def describe(self, token: int) -> str:
-        """Who has, or had, this token."""
+        """Return a description of the owner that has, or had, this token, for messages."""
         claim = self._read(token)
         if claim is not None and claim.process == Process.here():
             return f"this process, by another Checkpointer or by a restore since then (token {token})"

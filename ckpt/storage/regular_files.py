@@ -1,6 +1,6 @@
-"""Opens the files of a published step: regular files below its directory, and nothing else.
+"""Open and read files of a published step: regular files below its directory, and nothing else.
 
-A step may come from anywhere. A link could lead out of it, and to open a pipe could wait for ever.
+A step may come from an untrusted source. A link could lead out of it, and opening a pipe could block indefinitely.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from ckpt.storage.files import storage_errors, under
 
 __all__ = ["DamagedFileError", "MissingFileError", "open_regular", "read_document_at", "read_regular"]
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class DamagedFileError(Exception):
-    """What is wrong with a file, as the end of a sentence that begins with its path."""
+    """A file is damaged. The message is the end of a sentence that begins with its path."""
 
 
 class MissingFileError(DamagedFileError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 def open_regular(step: str, name: str) -> int:
-    """Open the regular file `name` below the directory `step` to read it, and return its descriptor. Never waits.
+    """Open the regular file `name` below the directory `step` for reading, and return its descriptor. Never waits.
 
-    DamagedFileError if it is no regular file, or a symbolic link on the way to it; MissingFileError if it is not there;
-    StorageError if `name` leads out of the step; OSError if the file system refuses.
+    DamagedFileError if it is no regular file, or there is a symbolic link on the way; MissingFileError if it does not
+    exist; StorageError if `name` leads out of the step; OSError if it cannot be opened.
     """
     under(step, name)
     *folders, last = name.split("/")
     fd = _open(step, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, None)
     try:
         for folder in folders:
-            inner = _open(folder, _FOLDER, fd)
+            inner = _open(folder, _DIRECTORY, fd)
             os.close(fd)
             fd = inner
         file = _open(last, _FILE, fd)
@@ -52,26 +52,26 @@ def open_regular(step: str, name: str) -> int:
     return file
 
 
-def read_regular(step: str, name: str, most_bytes: int) -> bytes:
-    """The content of the file `name` below the directory `step`.
+def read_regular(step: str, name: str, max_bytes: int) -> bytes:
+    """Return the content of the file `name` below the directory `step`; raises as `open_regular`.
 
-    DamagedFileError also if it has more than `most_bytes`; nothing of it is read then.
+    DamagedFileError also if it has more than `max_bytes`; nothing is read then.
     """
     with open(open_regular(step, name), "rb", buffering=0) as stream:
-        if os.fstat(stream.fileno()).st_size > most_bytes:
+        if os.fstat(stream.fileno()).st_size > max_bytes:
             raise DamagedFileError("is larger than any document of a checkpoint")
         return stream.read()
 
 
-def read_document_at(path: str, most_bytes: int) -> bytes | None:
-    """The content of the file at `path`; None if it is not there.
+def read_document_at(path: str, max_bytes: int) -> bytes | None:
+    """Return the content of the file at `path`; None if it does not exist.
 
-    CheckpointCorruptError if it is no regular file, or larger than `most_bytes`; StorageError if it cannot be read.
+    CheckpointCorruptError if it is no regular file or larger than `max_bytes`; StorageError if it cannot be read.
     """
     directory, name = os.path.split(path)
     with storage_errors("read", path):
         try:
-            return read_regular(directory, name, most_bytes)
+            return read_regular(directory, name, max_bytes)
         except MissingFileError:
             return None
         except DamagedFileError as damage:

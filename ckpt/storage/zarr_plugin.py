@@ -1,7 +1,8 @@
 """zarr-python data types for the floats of ml_dtypes that checkpoints contain.
 
 They are entry points of this package (group ``zarr.data_type``). zarr-python up to 3.1 collects these but does not load
-them: call `register` once before it opens such an array. Names and fill values are those registered at https://github.com/zarr-developers/zarr-extensions.
+them: call `register` once before it opens such an array. Names and fill values are those registered at
+https://github.com/zarr-developers/zarr-extensions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zarr.core.dtype.common import HasItemSize
 
 __all__ = ["BFloat16", "Float8E4M3FNUZ", "Float8E5M2", "Float8E5M2FNUZ", "Float8E8M0FNU", "register"]
 
-# Moved between releases; what is raised tells zarr-python to try the next data type.
+# It has moved between releases. Raising it makes zarr-python try the next data type.
 _where: Any = zarr.errors if hasattr(zarr.errors, "DataTypeValidationError") else zarr.core.dtype
 DataTypeValidationError: type[ValueError] = _where.DataTypeValidationError
 
@@ -26,7 +27,7 @@ _SPECIAL = ("NaN", "Infinity", "-Infinity")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Float(ZDType[np.dtype[Any], Any], HasItemSize):
-    """A float of ml_dtypes. It has a name in Zarr v3 only."""
+    """A float of ml_dtypes; it has a name only in Zarr v3."""
 
     native: ClassVar[np.dtype[Any]]
 
@@ -63,7 +64,7 @@ class _Float(ZDType[np.dtype[Any], Any], HasItemSize):
 
     def cast_scalar(self, data: object) -> Any:
         if not self._check_scalar(data):
-            raise TypeError(f"{data!r} is no number, so no {self._zarr_v3_name}")
+            raise TypeError(f"{data!r} is not a number, so it cannot be a {self._zarr_v3_name}")
         return self.native.type(data)
 
     def default_scalar(self) -> Any:
@@ -75,7 +76,7 @@ class _Float(ZDType[np.dtype[Any], Any], HasItemSize):
             return np.frombuffer(bits, self.native)[0]
         if isinstance(data, (int, float)) or (isinstance(data, str) and data in _SPECIAL):
             return self.native.type(float(data))
-        raise TypeError(f"{data!r} is no fill value for {self._zarr_v3_name}")
+        raise TypeError(f"{data!r} is not a fill value for {self._zarr_v3_name}")
 
     def to_json_scalar(self, data: object, *, zarr_format: Literal[2, 3]) -> str | float:
         bits = self.cast_scalar(data).tobytes()
@@ -125,6 +126,6 @@ class Float8E8M0FNU(_Float):
 
 
 def register() -> None:
-    """Make these data types known to zarr-python in this process. Idempotent."""
+    """Register these data types with zarr-python in this process. Idempotent."""
     for data_type in (BFloat16, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ, Float8E8M0FNU):
         data_type_registry.register(data_type._zarr_v3_name, data_type)

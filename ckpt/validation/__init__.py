@@ -1,11 +1,11 @@
-"""Is a published step whole? What `inspect_ckpt` tells people, and what they may trust `restore` to find. Free of
-torch.
+"""Validate a published step, for `inspect_ckpt`. Does not import torch.
 
-Quick validation reads the step's own documents only: each is sealed, all agree, every element of every tensor is stored
-exactly once, every file is there in its exact size, and no other. Full validation reads every byte and compares every
-checksum with the one its writer recorded, so a chunk that is valid in itself but belongs elsewhere is found, too.
+Quick validation reads only the step's own documents: their checksums are correct, they are consistent, every element of
+every tensor is stored exactly once, every file exists with its exact size, and there are no others. Full validation
+reads every byte and compares every checksum with the one that its writer recorded, so it also finds a valid chunk of
+another place, step or save.
 
-Nothing outside the step is ever opened: symbolic links are damage, and so is a document that names a place elsewhere.
+Nothing outside the step is ever opened: symbolic links are damage, and so are paths that lead out of the step.
 """
 
 from ckpt.validation.checks import Report, validate

@@ -1,4 +1,4 @@
-"""Checks every file of a step against what its documents say."""
+"""Check every file of a step against its documents."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
-from ckpt.loading.agreement import disagreements
+from ckpt.loading.consistency import find_inconsistencies
 from ckpt.loading.index import CheckpointIndex
-from ckpt.storage.metadata import ArrayMeta
-from ckpt.storage.verification import READ_BYTES, verify_chunk
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_codec import READ_BYTES, verify_chunk
 from ckpt.validation.step_files import (
     ChunkFile,
     Problem,
@@ -33,7 +33,7 @@ _MAX_MISSING_LISTED = 1000
 
 @dataclass
 class Report:
-    """What a validation found. `bytes_read` counts chunk bytes."""
+    """The result of a validation. `bytes_read` counts bytes of chunk files."""
 
     path: str
     step: int | None = None
@@ -43,24 +43,24 @@ class Report:
 
     @property
     def whole(self) -> bool:
-        """Nothing is wrong."""
+        """No problem was found."""
         return not self.problems
 
     @property
     def restorable(self) -> bool:
-        """Nothing was found that makes a restore of this step fail."""
+        """No problem was found that makes a restore of this step fail."""
         return not any(problem.fatal for problem in self.problems)
 
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes checked so far, bytes in all)."""
+"""Called with the bytes checked so far and in total."""
 
 
 def validate(path: str, *, quick: bool = False, jobs: int = 8, progress: Progress | None = None) -> Report:
-    """Check the published step in directory `path`. `jobs` files are read at once.
+    """Check the published step in directory `path`, reading `jobs` files at once. Damage is in the report.
 
-    Raises CheckpointNotFoundError, FormatVersionError or StorageError (also for a file that may not be read) when it
-    cannot be judged; damage is in the report.
+    Raises CheckpointNotFoundError, FormatVersionError, or StorageError (also without permission to read a file) if the
+    step cannot be checked.
     """
     report = Report(path)
     try:
@@ -69,7 +69,7 @@ def validate(path: str, *, quick: bool = False, jobs: int = 8, progress: Progres
         _check_name(path, files.index, report.problems)
         report.problems += [
             Problem(problem.message, problem.file, problem.tensor, rank=0, fatal=True)
-            for problem in disagreements(files.index)
+            for problem in find_inconsistencies(files.index)
         ]
         found = _scan(path)
         _check_cover(files, len(found.sizes), report.problems)
@@ -95,10 +95,9 @@ def _check_name(path: str, index: CheckpointIndex, problems: list[Problem]) -> N
 
 
 def _check_cover(files: StepFiles, files_found: int, problems: list[Problem]) -> None:
-    """Every chunk of every array is recorded by exactly one rank.
+    """Check that exactly one rank has recorded each chunk of each array.
 
-    What the root does not know of a rank whose part is damaged is expected to be there, too, and added to the chunks:
-    all there can be of it, and some that must be missing.
+    Chunks that no part lists are added to `files`: ranks whose parts are damaged have written them.
     """
     owners: dict[str, ChunkFile] = {}
     for chunk in files.chunks:
@@ -129,8 +128,7 @@ def _chunks_not_in(owners: dict[str, ChunkFile], index: CheckpointIndex) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is below a step, links not followed: the size of every file (-1: neither file nor directory), and all
-    directories."""
+    """The files of a step with their sizes (-1 if not regular), and its directories. Links are not followed."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
@@ -157,8 +155,7 @@ def _scan(path: str) -> _Found:
 
 
 def _check_files(path: str, files: StepFiles, found: _Found, quick: bool, problems: list[Problem]) -> None:
-    """Every file that must be there is there with the right size (documents, unless `quick`: with the right bytes), and
-    no other."""
+    """Check that exactly the expected files exist, with the right sizes and, unless `quick`, the right documents."""
     _check_nothing_else(files, found, problems)
     for chunk in files.chunks:
         message = _wrong_size(chunk, files.index.arrays[chunk.directory], found.sizes.get(chunk.file))
@@ -168,7 +165,7 @@ def _check_files(path: str, files: StepFiles, found: _Found, quick: bool, proble
     for name, expected in files.documents.items():
         size = found.sizes.get(name)
         if size is None:
-            if name != "intent.json" and not name.startswith("parts/"):  # these were reported when they were read
+            if name != "intent.json" and not name.startswith("parts/"):  # reported when they were read
                 problems.append(Problem("is missing", name))
         elif expected is not None and (size != len(expected) or (not quick and _differs(path, name, expected))):
             problems.append(Problem("differs from what the root says", name))
@@ -179,7 +176,7 @@ def _check_nothing_else(files: StepFiles, found: _Found, problems: list[Problem]
     for name in sorted(found.sizes.keys() - known):
         kind = "file" if found.sizes[name] >= 0 else "symbolic link or device"
         problems.append(Problem(f"this {kind} does not belong to the checkpoint", name))
-    parents = {"parts", *(name.rpartition("/")[0] for name in files.documents)}  # every directory has a document
+    parents = {"parts", *(name.rpartition("/")[0] for name in files.documents)}  # every directory has a zarr.json
     for name in sorted(found.directories - parents):
         if not any(file.startswith(f"{name}/") for file in found.sizes):
             problems.append(Problem("this directory does not belong to the checkpoint", name))
@@ -192,7 +189,7 @@ def _wrong_size(chunk: ChunkFile, meta: ArrayMeta, size: int | None) -> str | No
         return "is a symbolic link or a device; no file of a checkpoint is one"
     if chunk.file_bytes is not None and size != chunk.file_bytes:
         return f"has {size} bytes instead of {chunk.file_bytes}"
-    return meta.misfit(chunk.index, size)
+    return meta.size_problem(chunk.index, size)
 
 
 def _differs(path: str, name: str, expected: bytes) -> bool:
@@ -205,7 +202,7 @@ def _differs(path: str, name: str, expected: bytes) -> bool:
 def _check_bytes(
     path: str, files: StepFiles, sizes: dict[str, int], report: Report, jobs: int, progress: Progress | None
 ) -> None:
-    """Read every chunk file that is there in the right size, and compare its checksum with the recorded one."""
+    """Read every chunk file of the right size, and compare its checksum with the recorded one."""
     arrays = files.index.arrays
     chunks = [
         chunk for chunk in files.chunks if _wrong_size(chunk, arrays[chunk.directory], sizes.get(chunk.file)) is None

@@ -1,5 +1,7 @@
-"""What a step's own documents say of its files, read without trust: each sealed, all in agreement, nothing outside the
-step ever opened."""
+"""Read the documents of an untrusted step, and list the files that they describe.
+
+Every document must have a correct checksum and be consistent with the others. Nothing outside the step is opened.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.loading.forms import items, key_path, whole_number
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, parse_index
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, items, key_path, parse_index, whole_number
+from ckpt.native import crc32c
 from ckpt.paths import display
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import FORMAT_VERSION, part_name
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical, unseal, unseal_root
-from ckpt.storage.metadata import ArrayMeta, group_document, groups
+from ckpt.storage.array_metadata import ArrayMeta, group_document, groups
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
+from ckpt.storage.names import part_name
 from ckpt.storage.regular_files import DamagedFileError, read_regular
+from ckpt.storage.root import FORMAT_VERSION
 
 __all__ = ["ChunkFile", "Problem", "StepFiles", "read_document", "read_step_files", "tensor_name"]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. `file` is relative to the step; `rank` is who wrote it; what is not known is None.
+    """A problem of a step. `file` is relative to the step, `rank` wrote it; unknown members are None.
 
-    `fatal`: a restore of this step fails. Other problems leave every tensor and value readable.
+    If it is `fatal`, a restore of this step fails. Other problems leave every tensor and value readable.
     """
 
     message: str
@@ -38,7 +40,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """A chunk file as its writer recorded it; nothing is recorded (None) where the writer's part is damaged."""
+    """A chunk file as its writer recorded it; members are None if the writer's part is damaged."""
 
     file: str
     directory: str
@@ -50,24 +52,25 @@ class ChunkFile:
 
 @dataclass
 class StepFiles:
-    """Everything the metadata says about the files of a step: the parts by rank, the chunk files, the expected
-    documents."""
+    """The files of a step according to its metadata: the parts by rank, the chunk files, the expected documents."""
 
     index: CheckpointIndex
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
     chunks: list[ChunkFile] = field(default_factory=list)
-    documents: dict[str, bytes | None] = field(default_factory=dict)  # None: exists, content is checked otherwise
+    documents: dict[str, bytes | None] = field(
+        default_factory=dict
+    )  # None: must exist; the content is checked separately
 
 
 def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
-    """Read all metadata of a step. What is wrong with single documents is added to `problems`.
+    """Read all metadata of a step, and add the problems of single documents to `problems`.
 
-    Raises CheckpointCorruptError when the root or the state document is damaged, for nothing else can be judged then.
+    Raises CheckpointCorruptError if the root or the state document is damaged: nothing else can be checked then.
     """
     try:
         index = parse_index(path)
     except CheckpointCorruptError:
-        _look_for_another_save(path, problems)
+        _find_mixed_saves(path, problems)
         raise
     except FormatVersionError:
         _check_that_only_the_version_differs(path)
@@ -75,27 +78,27 @@ def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
     files = StepFiles(index)
     summary = index.summary
     files.documents |= {"zarr.json": None, "state.json": None, "intent.json": None}
-    intent = _sealed(path, "intent.json", None, problems)
+    intent = _read_json(path, "intent.json", None, problems)
     if intent is not None and intent != {key: summary.get(key) for key in intent}:
         problems.append(Problem("the intent belongs to another save", "intent.json", rank=0))
     documents = {directory: meta.array_document() for directory, meta in index.arrays.items()}
     for rank, checksum in enumerate(summary["parts"]):
         files.documents[part_name(rank)] = None
-        part = _sealed(path, part_name(rank), checksum, problems, rank)
+        part = _read_json(path, part_name(rank), checksum, problems, rank)
         if part is not None:
             _add_part(files, rank, part, documents, problems)
     for directory in groups(index.arrays):
-        files.documents[f"{directory}/zarr.json"] = canonical(group_document())
+        files.documents[f"{directory}/zarr.json"] = canonical_json(group_document())
     for directory, document in documents.items():
-        files.documents[f"{directory}/zarr.json"] = canonical(document)
+        files.documents[f"{directory}/zarr.json"] = canonical_json(document)
     return files
 
 
-def _look_for_another_save(path: str, problems: list[Problem]) -> None:
-    """When root and state do not fit each other, the intent tells which of them came from another save."""
+def _find_mixed_saves(path: str, problems: list[Problem]) -> None:
+    """Report whether root and intent are of different saves, after root and state were found not to match."""
     try:
-        root = unseal_root(read_document(path, "zarr.json"), "zarr.json")["attributes"]["ckpt"]
-        intent = unseal(read_document(path, "intent.json"), "intent.json")
+        root = decode_root(read_document(path, "zarr.json"), "zarr.json")["attributes"]["ckpt"]
+        intent = decode_document(read_document(path, "intent.json"), "intent.json")
         if intent["save"] != root["save"]:
             message = f"the root is of save {root['save']}, the intent of {intent['save']}: one is from another save"
             problems.append(Problem(message, "zarr.json", rank=0, fatal=True))
@@ -104,28 +107,28 @@ def _look_for_another_save(path: str, problems: list[Problem]) -> None:
 
 
 def _check_that_only_the_version_differs(path: str) -> None:
-    """A damaged version number looks like a newer version. CheckpointCorruptError if the seal fits another number."""
+    """Raise CheckpointCorruptError if only the version number is damaged: the checksum fits the current version."""
     where = os.path.join(path, "zarr.json")
     try:
         document = json.loads(read_document(path, "zarr.json"))
         summary = document["attributes"]["ckpt"]
-        newer, summary["format"], seal = summary["format"], FORMAT_VERSION, summary.pop("crc32c")
-        if crc32c(canonical(document)) == seal:
+        newer, summary["format"], checksum = summary["format"], FORMAT_VERSION, summary.pop("crc32c")
+        if crc32c(canonical_json(document)) == checksum:
             raise CheckpointCorruptError(
-                f"{where} is damaged: it says format {newer}, but its seal fits {FORMAT_VERSION}"
+                f"{where} is damaged: it says format {newer}, but its checksum fits {FORMAT_VERSION}"
             )
     except ILL_FORMED:
         return
 
 
-def _sealed(
+def _read_json(
     path: str, name: str, checksum: int | None, problems: list[Problem], rank: int = 0
 ) -> dict[str, Any] | None:
     try:
         data = read_document(path, name)
         if checksum is None:
-            return unseal(data, name)
-        document = unseal(data, name)
+            return decode_document(data, name)
+        document = decode_document(data, name)
         if crc32c(data) == checksum:
             return document
         raise CheckpointCorruptError(f"{name} is not the one that belongs to this step: it is from another save")
@@ -135,10 +138,10 @@ def _sealed(
 
 
 def read_document(path: str, name: str) -> bytes:
-    """The bytes of a document of the step at `path`.
+    """Return the content of a document of the step at `path`.
 
-    CheckpointCorruptError if it is missing, is no regular file or too large for one, or is or lies below a symbolic
-    link; StorageError if it may not be read.
+    CheckpointCorruptError if it is missing, too large or no regular file, or if there is a symbolic link in its path;
+    StorageError if it cannot be read.
     """
     full = os.path.join(path, name)
     try:
@@ -164,20 +167,20 @@ def _add_part(
             key_path(entry["path"])
         differ = [directory for directory, document in part["arrays"].items() if documents.get(directory) != document]
     except ILL_FORMED as error:
-        problems.append(Problem(f"the part is not one of a checkpoint: {error!r:.200}", name, rank=rank))
+        problems.append(Problem(f"the part is invalid: {error!r:.200}", name, rank=rank))
         return
     files.parts[rank] = part
     for directory in differ:
-        problems.append(Problem(f"the part describes {directory} in another way than the root", name, rank=rank))
+        problems.append(Problem(f"the part describes {directory} differently from the root", name, rank=rank))
     for chunk in chunks:
         if isinstance(chunk, str):
-            problems.append(Problem(f"the part lists {chunk}, which is no chunk", name, rank=rank))
+            problems.append(Problem(f"the part lists {chunk}, which is not a chunk", name, rank=rank))
         else:
             files.chunks.append(chunk)
 
 
 def _listed_chunks(index: CheckpointIndex, rank: int, part: dict[str, Any]) -> list[ChunkFile | str]:
-    """The chunks that a part lists; the name only where there is no such chunk."""
+    """Return the chunks that a part lists; only the name for one that no array has."""
     found: list[ChunkFile | str] = []
     for directory, written in part["chunks"].items():
         meta = index.arrays.get(directory)
@@ -199,7 +202,7 @@ def _chunk_index(meta: ArrayMeta, key: str) -> tuple[int, ...] | None:
 
 
 def tensor_name(index: CheckpointIndex, directory: str) -> str:
-    """How people call what an array holds."""
+    """Return the name, for messages, of the tensor that an array holds."""
     about = index.arrays[directory].attributes["ckpt"]
     if about.get("pack"):
         return "(packed tensors)"

@@ -1,1 +1,1 @@
-"""Leaves of a state that are not tensors, and their JSON form. Free of torch until one of its types occurs."""
+"""Leaves of a state that are not tensors, and their JSON form. Imports torch only for torch's own types."""

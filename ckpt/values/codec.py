@@ -1,8 +1,8 @@
-"""Values as JSON documents, and back, without loss of value or type.
+"""Encode values as JSON and decode them, without loss of value or type.
 
-A value that JSON has no form of is an object whose member ``$`` names its type: ``{"$": "tuple", "items": [1, 2]}``.
-docs/format.md lists all of them. Decoding makes values of the types in this package and of types that the program has
-registered; for any other name it gives an `Unregistered`, and nothing is looked up by that name.
+A value without a JSON form of its own is an object whose member ``$`` names its type: ``{"$": "tuple", "items": [1,
+2]}``. docs/format.md lists all of them. Decoding makes values of the types in this package and of types that the
+program has registered. For any other name it returns an `Unregistered`; nothing is imported or called by name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, StateError
-from ckpt.values.registry import Form, Unregistered, encoder_named, encoder_of, form_of, name_of
-from ckpt.values.standard import STANDARD, STANDARD_BY_NAME, TORCH
+from ckpt.values.registry import (
+    STANDARD,
+    STANDARD_BY_NAME,
+    TORCH,
+    Form,
+    Unregistered,
+    encoder_named,
+    encoder_of,
+    form_of,
+    name_of,
+)
 
 __all__ = ["UnencodableError", "decode_value", "encode_value", "resolve", "unregistered_in"]
 
@@ -32,7 +41,7 @@ _SEQUENCES: Mapping[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": 
 
 
 class UnencodableError(TypeError):
-    """A value cannot be stored; `path` are the keys that lead to it inside of the value."""
+    """A value cannot be stored. `path` has the keys that lead to it within the value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -42,24 +51,24 @@ class UnencodableError(TypeError):
 def encode_value(value: Any) -> Any:
     """Return the JSON form of `value`; `decode_value` returns an equal value of the same type.
 
-    Takes what docs/format.md lists: numbers (nan and its bits, infinity, -0.0), strings, containers with the order of
-    their keys, and standard types of Python, numpy and torch; any `enum.Enum` and named tuple; registered types; and
-    what `decode_value` returns. Raises `UnencodableError`, a `TypeError`, for anything else, also for subclasses: what
-    could not be given back must not be taken.
+    Accepts what docs/format.md lists: numbers (nan with its bits, infinity, -0.0), strings, containers with the order
+    of their keys, and standard types of Python, numpy and torch; any `enum.Enum` and named tuple; registered types; and
+    what `decode_value` returns. Raises `UnencodableError`, a `TypeError`, for anything else, also for subclasses, which
+    could not be decoded again.
     """
     return _encode(value, 0, False)
 
 
 def decode_value(encoded: Any) -> Any:
-    """Return the value whose JSON form is `encoded`; `CheckpointCorruptError` if it is none.
+    """Return the value whose JSON form is `encoded`; `CheckpointCorruptError` if it is not one.
 
-    A value of a type that is not registered comes as `Unregistered`. StateError if a registered ``from_json`` raises.
+    Returns an `Unregistered` for a type that is not registered. StateError if a registered ``from_json`` raises.
     """
     return _Decoder({}).decode(encoded, 0)
 
 
 def resolve(value: Any, like: Any) -> Any:
-    """Return the decoded `value` with those types known, too, that occur in `like`: enums and named tuples."""
+    """Return the decoded `value`, made with the enums and named tuples that occur in `like`, too."""
     if next(unregistered_in(value), None) is None:
         return value
     kinds = {name_of(type(part)): type(part) for part in _all_parts(like) if form_of(type(part)) is not None}
@@ -67,7 +76,7 @@ def resolve(value: Any, like: Any) -> Any:
 
 
 def unregistered_in(value: Any) -> Iterator[Unregistered]:
-    """What stands in `value` for values of types that this program does not know."""
+    """Yield the placeholders in `value` for values of types that are not registered."""
     return (part for part in _all_parts(value) if type(part) is Unregistered)
 
 
@@ -90,7 +99,7 @@ def _all_parts(value: Any) -> Iterator[Any]:
 
 
 def _encode(value: Any, depth: int, inside_registered: bool) -> Any:
-    """`inside_registered`: as part of what a registered type is made of, which must be known when that is made."""
+    """Encode a value; one that is `inside_registered`, part of a registered type's value, must be of a known type."""
     if depth > _MAX_NESTING:
         raise UnencodableError(f"nested deeper than {_MAX_NESTING}, or contains itself")
     kind = type(value)
@@ -113,7 +122,7 @@ def _encode(value: Any, depth: int, inside_registered: bool) -> Any:
 
 
 def _encode_named(value: Any, kind: type[Any], depth: int, inside_registered: bool) -> Any:
-    """The form of a value of a type that the program names; None for others."""
+    """Encode a value of a registered type, an enum or a named tuple; None for other types."""
     data: Any
     encoder = encoder_of(kind)
     form: Form | None = "registered" if encoder is not None and encoder.to_json is not None else form_of(kind)
@@ -147,7 +156,7 @@ def _encode_container(value: Any, kind: type[Any], depth: int, inside_registered
         return items(value)
     if kind is tuple:
         return {"$": "tuple", "items": items(value)}
-    if kind is set or kind is frozenset:  # equal sets have one form
+    if kind is set or kind is frozenset:  # equal sets have the same form
         encoded = [_encode_item(f"(in a {kind.__name__})", item, depth, inside_registered) for item in value]
         return {"$": kind.__name__, "items": sorted(encoded, key=lambda item: json.dumps(item, sort_keys=True))}
     if kind is deque:
@@ -158,7 +167,7 @@ def _encode_container(value: Any, kind: type[Any], depth: int, inside_registered
         return None
     keys = list(value)
     plain = kind is dict and all(type(key) is str and _is_plain(key) and key != "$" for key in keys)
-    if plain and keys == sorted(keys):  # which is their order in the document
+    if plain and keys == sorted(keys):  # documents are written in this order
         return {key: _encode_item(key, item, depth, inside_registered) for key, item in value.items()}
     return {"$": kind.__name__, "items": pairs(value)}
 
@@ -196,18 +205,20 @@ def _encode_other(value: Any, kind: type[Any], depth: int, inside_registered: bo
 
 
 class _Decoder:
-    """Knows the registered types, and the enums and named tuples in `kinds`, by name."""
+    """Decodes values of standard and registered types, and of the enums and named tuples in `kinds`, by name."""
 
     def __init__(self, kinds: Mapping[str, type[Any]]) -> None:
         self._kinds = kinds
 
     def decode(self, encoded: Any, depth: int) -> Any:
         if depth > _MAX_NESTING:
-            raise CheckpointCorruptError(f"a value is nested deeper than {_MAX_NESTING}, which none was when written")
+            raise CheckpointCorruptError(
+                f"a value is nested deeper than {_MAX_NESTING}, more than any value that can be stored"
+            )
         if isinstance(encoded, list):
             return [self.decode(item, depth + 1) for item in encoded]
         if not isinstance(encoded, dict):
-            if type(encoded) is float and math.isinf(encoded):  # 1e999 is JSON
+            if type(encoded) is float and math.isinf(encoded):  # JSON allows 1e999
                 raise CheckpointCorruptError("a number is too large for a float")
             return encoded
         if "$" not in encoded:
@@ -216,10 +227,8 @@ class _Decoder:
             return self._tagged(encoded["$"], encoded, depth + 1)
         except (CheckpointError, ImportError):
             raise
-        except Exception as error:  # constructors raise what they like
-            raise CheckpointCorruptError(
-                f"not the form of a value of type {encoded['$']!r:.80}: {error!r:.200}"
-            ) from error
+        except Exception as error:  # constructors may raise anything
+            raise CheckpointCorruptError(f"invalid value of type {encoded['$']!r:.80}: {error!r:.200}") from error
 
     def _tagged(self, tag: str, encoded: dict[str, Any], depth: int) -> Any:
         if tag in STANDARD_BY_NAME:
@@ -243,16 +252,16 @@ class _Decoder:
         items = [(self.decode(key, depth), self.decode(item, depth)) for key, item in _items(encoded)]
         result = dict(items)
         if len(result) != len(items):
-            raise ValueError("a key is there twice")
+            raise ValueError("a key occurs twice")
         return result
 
     def _named(self, form: Form, name: str, data: Any) -> Any:
-        """The value, or what stands for it where the type is not known or does not have it any more."""
-        stand_in = Unregistered(name, data, form)
+        """Return the value; a placeholder if its type is not known or no longer has this value."""
+        placeholder = Unregistered(name, data, form)
         encoder = encoder_named(name)
         if form == "registered":
             if encoder is None or encoder.from_json is None or next(unregistered_in(data), None) is not None:
-                return stand_in
+                return placeholder
             try:
                 return encoder.from_json(data)
             except Exception as error:
@@ -262,14 +271,14 @@ class _Decoder:
                 ) from error
         kind = encoder.kind if encoder is not None else self._kinds.get(name)
         if kind is None or form_of(kind) != form:
-            return stand_in
+            return placeholder
         if form == "namedtuple":
             fields, values = (*zip(*data, strict=True),) or ((), ())
-            return kind._make(values) if fields == kind._fields else stand_in
+            return kind._make(values) if fields == kind._fields else placeholder
         try:
             return kind[data] if form == "enum" else kind(data)
         except (KeyError, ValueError):
-            return stand_in
+            return placeholder
 
 
 def _decode_scalar(tag: str, encoded: dict[str, Any]) -> Any:
@@ -292,13 +301,13 @@ def _decode_scalar(tag: str, encoded: dict[str, Any]) -> Any:
 def _items(encoded: dict[str, Any]) -> list[Any]:
     items = encoded["items"]
     if not isinstance(items, list):
-        raise ValueError("the items are no list")
+        raise ValueError("the items are not a list")
     return items
 
 
 def _numpy_scalar(dtype: str, data: bytes) -> Any:
     if not _NUMPY_DTYPE.fullmatch(dtype) or len(data) != np.dtype(dtype).itemsize:
-        raise ValueError(f"{len(data)} bytes are no scalar of the dtype {dtype!r:.80}")
+        raise ValueError(f"{len(data)} bytes are not a scalar of the dtype {dtype!r:.80}")
     return np.frombuffer(data, dtype)[0]
 
 
@@ -312,7 +321,7 @@ def _torch_dtype(name: str) -> Any:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether `text` survives JSON: escaped halves of a surrogate pair come back as one character."""
+    """Return whether JSON preserves `text`: it joins two lone surrogates to one character."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 

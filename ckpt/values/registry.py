@@ -1,31 +1,151 @@
-"""The types of the program that a state may hold, by the name that a checkpoint knows them by.
+"""The types whose values a state may hold: standard types of Python and torch, and types that the program registers.
 
-The table below is the one piece of state that a module of this package keeps. What a name means is a fact about the
-whole process, and values are decoded in places that know nothing of the program (`ckpt.open`, the tools). A checkpoint
-only names types: it is the program that gives a name its meaning, so nothing is ever imported or called because a
-checkpoint says so.
+The table of registered types is the only state of a module in this package. It belongs to the whole process, and values
+are decoded in places that know nothing of the program (`ckpt.open`, the tools). A checkpoint only names types: nothing
+is imported or called because a checkpoint says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from enum import Enum, Flag
+from fractions import Fraction
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, overload
+from uuid import UUID
 
-from ckpt.values.standard import BUILT_IN
+__all__ = [
+    "BUILT_IN",
+    "STANDARD",
+    "STANDARD_BY_NAME",
+    "TORCH",
+    "Encoder",
+    "Form",
+    "Standard",
+    "Unregistered",
+    "encoder_named",
+    "encoder_of",
+    "form_of",
+    "name_of",
+    "register_encoder",
+]
 
-__all__ = ["Encoder", "Form", "Unregistered", "encoder_of", "encoder_named", "form_of", "name_of", "register_encoder"]
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """A type stored as ``{"$": name, "value": ...}``. The functions convert to and from a value with a JSON form."""
+
+    name: str
+    to_value: Callable[[Any], Any]
+    from_value: Callable[[Any], Any]
+
+
+def _timezone(value: timezone) -> list[Any]:
+    offset = value.utcoffset(None)
+    name = value.tzname(None)
+    return [offset, None if name == timezone(offset).tzname(None) else name]
+
+
+def _to_timezone(value: list[Any]) -> timezone:
+    offset, name = value
+    return timezone(offset) if name is None else timezone(offset, name)
+
+
+def _clock(value: datetime | time) -> list[Any]:
+    return [value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo]
+
+
+def _to_datetime(value: list[Any]) -> datetime:
+    text, fold, zone = value
+    return datetime.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+
+
+def _to_time(value: list[Any]) -> time:
+    text, fold, zone = value
+    return time.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+
+
+def _to_bytearray(value: bytes) -> bytearray:
+    if not isinstance(value, bytes):
+        raise TypeError("not made of bytes")  # bytearray(5) would be five zeros
+    return bytearray(value)
+
+
+def _to_file(value: list[Any]) -> io.BytesIO:
+    data, position = value
+    file = io.BytesIO(data)
+    file.seek(position)
+    return file
+
+
+STANDARD: Mapping[type[Any], Standard] = MappingProxyType(
+    {
+        bytearray: Standard("bytearray", bytes, _to_bytearray),
+        PosixPath: Standard("PosixPath", str, PosixPath),
+        PurePosixPath: Standard("PurePosixPath", str, PurePosixPath),
+        PureWindowsPath: Standard("PureWindowsPath", str, PureWindowsPath),
+        date: Standard("date", date.isoformat, date.fromisoformat),
+        datetime: Standard("datetime", _clock, _to_datetime),
+        time: Standard("time", _clock, _to_time),
+        timedelta: Standard(
+            "timedelta", lambda value: [value.days, value.seconds, value.microseconds], lambda value: timedelta(*value)
+        ),
+        timezone: Standard("timezone", _timezone, _to_timezone),
+        Decimal: Standard("Decimal", str, Decimal),
+        Fraction: Standard(
+            "Fraction", lambda value: [value.numerator, value.denominator], lambda value: Fraction(*value)
+        ),
+        UUID: Standard("UUID", str, UUID),
+        range: Standard("range", lambda value: [value.start, value.stop, value.step], lambda value: range(*value)),
+        slice: Standard("slice", lambda value: [value.start, value.stop, value.step], lambda value: slice(*value)),
+        io.BytesIO: Standard("BytesIO", lambda value: [value.getvalue(), value.tell()], _to_file),
+    }
+)
+
+
+def _to_device(value: str) -> Any:
+    import torch
+
+    return torch.device(value)
+
+
+def _to_size(value: list[int]) -> Any:
+    import torch
+
+    return torch.Size(value)
+
+
+TORCH: Mapping[str, Standard] = MappingProxyType(
+    {"device": Standard("torch.device", str, _to_device), "Size": Standard("torch.Size", list, _to_size)}
+)
+"""Types of torch by name, so that torch need not be imported to look them up."""
+
+STANDARD_BY_NAME: Mapping[str, Standard] = MappingProxyType(
+    {standard.name: standard for standard in (*STANDARD.values(), *TORCH.values())}
+)
+
+BUILT_IN: frozenset[type[Any]] = frozenset(STANDARD) | {
+    *(type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque),
+    *(dict, OrderedDict, Counter, Namespace),
+}
+"""All types that are stored without being registered."""
 
 _T = TypeVar("_T")
 
 Form = Literal["enum", "flag", "namedtuple", "registered"]
-"""How a value of a named type is stored: the name of the member, its number, the fields, or what `to_json` gave."""
+"""How a value of a named type is stored: by the member's name, its number, its fields, or what `to_json` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unregistered:
-    """A value of a type that this program has not registered, as `ckpt.open` gives it.
+    """A placeholder for a value of a type that this program has not registered, as returned by `ckpt.open`.
 
     `name` is the type's module and qualified name. `data` is, by `form`: of an "enum" the name of the member, of a
     "flag" its number, of a "namedtuple" a tuple of pairs of field and value, of "registered" what `to_json` returned.
@@ -36,13 +156,13 @@ class Unregistered:
     form: Form = "registered"
 
     def __hash__(self) -> int:
-        """That of the name alone: `data` need not be hashable."""
+        """Hash the name only: `data` need not be hashable."""
         return hash(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """A registered type. Without functions it is an enum or a named tuple, which need none."""
+    """A registered type. The functions are None for an enum or a named tuple."""
 
     kind: type[Any]
     to_json: Callable[[Any], Any] | None
@@ -61,15 +181,15 @@ def register_encoder(kind: type[_T], to_json: Callable[[_T], Any], from_json: Ca
 def register_encoder(
     kind: type[Any], to_json: Callable[[Any], Any] | None = None, from_json: Callable[[Any], Any] | None = None
 ) -> None:
-    """Make values of exactly this type leaves that a state may hold, in this process.
+    """Allow values of exactly this type as leaves of a state, in this process.
 
-    ``to_json(value)`` returns anything a state may hold as a value (numbers, strings, lists, dicts, other registered
-    types), and ``from_json`` makes an equal value of it. For an `enum.Enum` and a named tuple both may be left out;
-    registering one is only needed to have `ckpt.open` know it, or to restore it where the state has no value of its
-    type. The checkpoint names the type by its module and qualified name. Registering it again replaces the functions.
+    ``to_json(value)`` returns a value that a state may hold (numbers, strings, lists, dicts, other registered types),
+    and ``from_json`` makes an equal value of it. Both may be omitted for an `enum.Enum` or a named tuple, which must be
+    registered only for `ckpt.open`, or for a restore into a state without a value of the type. The checkpoint names the
+    type by its module and qualified name. Registering it again replaces the functions.
 
-    Call it before saving and before restoring, on every rank. TypeError for a type that is stored in another way (a
-    number, a list, a tensor), and if only one function is given.
+    Call it before saving and before restoring, on every rank. TypeError for a type that is stored without being
+    registered (a number, a list, a tensor), and if only one function is given.
     """
     if not isinstance(kind, type):
         raise TypeError(f"register_encoder takes a type, not {kind!r}")
@@ -83,23 +203,23 @@ def register_encoder(
 
 
 def name_of(kind: type[Any]) -> str:
-    """What a checkpoint calls a type."""
+    """Return the name of a type in a checkpoint."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def encoder_of(kind: type[Any]) -> Encoder | None:
-    """What is registered for exactly this type."""
+    """Return the encoder registered for exactly this type."""
     encoder = _ENCODERS.get(name_of(kind)) if _ENCODERS else None
     return encoder if encoder is not None and encoder.kind is kind else None
 
 
 def encoder_named(name: str) -> Encoder | None:
-    """What is registered under the name that a checkpoint has."""
+    """Return the encoder registered under this name."""
     return _ENCODERS.get(name)
 
 
 def form_of(kind: type[Any]) -> Form | None:
-    """How values of a type are stored that need not be registered; None for all others."""
+    """Return how values of an enum or a named tuple are stored; None for other types."""
     if issubclass(kind, Enum):
         return "flag" if issubclass(kind, Flag) else "enum"
     is_named_tuple = issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)

@@ -14,8 +14,9 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedEr
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
 from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot, PendingSave
+from ckpt.storage.commit import PendingSave
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 from tests.support import LeakCheck, run_ranks
 from tools.inspect_ckpt.__main__ import main
@@ -198,7 +199,7 @@ def test_training_does_not_begin_anew_beside_superseded_steps(tmp_path: Path) ->
     _save_all(tmp_path, (10, 20))
     root = CheckpointRoot(str(tmp_path))
     for step in (10, 20):
-        root.move_aside(step, root.superseded_path)
+        root.set_aside(step, root.superseded_path)
     with ckpt.Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointNotFoundError, match="restore-branch"):
         checkpointer.restore(_state(0.0))
     assert main(["restore-branch", str(tmp_path), "20"]) == 0
@@ -333,7 +334,7 @@ def test_history_is_true_though_the_restored_step_was_moved_aside(tmp_path: Path
     root = CheckpointRoot(str(tmp_path))
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(_state(0.0)) == 20
-        root.move_aside(20, root.superseded_path)
+        root.set_aside(20, root.superseded_path)
         checkpointer.save(_state(30.0), 30)
     with ckpt.open(tmp_path, 30) as opened:
         assert opened.summary["continues"] == {"step": 20, "save": save}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.support import LeakCheck
 from tests.support.selection import FULL
 

@@ -18,9 +18,10 @@ import ckpt
 from ckpt.async_calls import queue as queue_module
 from ckpt.ranks import Ranks
 from ckpt.saving import save as save_module
-from ckpt.storage import files
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave
-from ckpt.storage.documents import seal
+from ckpt.storage import directories, files
+from ckpt.storage.commit import Abandoned, PendingSave
+from ckpt.storage.documents import encode_document
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import KillingWriter, wait_until
 from tests.support import LeakCheck, launch_ranks, run_ranks
 
@@ -84,8 +85,8 @@ class _Returning(KillingWriter):
     def __call__(self) -> None:
         pending = self._pending()
         wait_until(lambda: isinstance(pending.outcome(), Abandoned), "the save to be given up")
-        files.make_directories(pending.root.pending_path, f"{self.save.name}/parts")
-        files.create_exclusive(os.path.join(pending.path, "intent.json"), seal({}))
+        directories.make_directories(pending.root.pending_path, f"{self.save.name}/parts")
+        files.create_exclusive(os.path.join(pending.path, "intent.json"), encode_document({}))
         time.sleep(600)
 
 

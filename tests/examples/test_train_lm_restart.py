@@ -9,10 +9,8 @@ import pytest
 from tests.examples.test_train_lm import SMALL, train
 from tests.support import run_ranks
 from tools.demo import faults
-from tools.demo.picture import draw
-from tools.demo.restarted import loss_segments, read_recoveries
-from tools.demo.timeline import timeline
-from tools.demo.training import DemoError
+from tools.demo.report import draw_loss, loss_segments, read_recoveries, recovery_table
+from tools.demo.run import DemoError
 
 SCRIPT = Path(faults.__file__)
 PLAN = ["3:exception", "4:exception:staged", "6:exception:half", "7:kill"]
@@ -45,9 +43,9 @@ def test_a_run_with_faults_ends_like_one_without(tmp_path: Path) -> None:
     last = planned["7"].starts
     assert [start["process"] for start in last] == [0, 2], "the spare took the place of the rank that was killed"
     assert [start["step"] for start in last] == [6, 6]
-    assert timeline(recoveries).row_count == len(recoveries)
+    assert recovery_table(recoveries).row_count == len(recoveries)
     steps = [record for record in whole if record["event"] == "step"]
-    assert "loss.png" in draw(tmp_path / "loss.png", steps, loss_segments(tmp_path), recoveries)
+    assert "loss.png" in draw_loss(tmp_path / "loss.png", steps, loss_segments(tmp_path), recoveries)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.loading.sources import RestoreReport
+from ckpt.loading.restore_step import RestoreReport
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.gpu

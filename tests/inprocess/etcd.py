@@ -17,7 +17,8 @@ from typing import Self
 
 import pytest
 
-from inprocess.coordination.etcd import EtcdClient, EtcdCluster
+from inprocess.coordination.etcd import EtcdClient
+from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.exception import StoreError
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)")

@@ -21,11 +21,11 @@ from inprocess.abort import (
     AbortPersistentCheckpointProcesses,
     AbortTorchDistributed,
     AbortTransformerEngine,
-    discard_process_groups,
     unblock_main_thread,
 )
 from inprocess.flight_recorder import dump_flight_recorder
 from inprocess.unblock import process_groups
+from inprocess.unblock.process_groups import discard_process_groups
 from inprocess.unblock.store_connection import interruptible_store_connections
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import launch_ranks, run_ranks

@@ -17,7 +17,8 @@ import pytest
 from inprocess.agreement import Agreement, Outcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
-from inprocess.coordination.etcd import EtcdClient, EtcdCluster
+from inprocess.coordination.etcd import EtcdClient
+from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreLostError
 from inprocess.joining import Newcomer, Place, take_from_environment
 from inprocess.store import FileStore, PrefixStore

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 
 __all__ = [
     "BusLimit",

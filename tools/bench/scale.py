@@ -25,13 +25,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ckpt.planning.grid import GridOptions
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
 from ckpt.saving.planner import Planner
 from ckpt.saving.publish import publish
-from ckpt.storage.commit import CheckpointRoot, PendingSave, SaveId
-from ckpt.storage.documents import seal
-from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.documents import encode_document
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import CheckpointRoot
 from tools.bench.harness import (
     Row,
     add_disk_option,
@@ -164,7 +166,7 @@ def _write_parts(root: Path, parts: int, tensors: int, sharded: bool) -> None:
     Path(save.path, "model").mkdir()
     for rank in range(parts):
         path = os.path.join(save.path, "parts", f"rank_{rank:05d}.json")
-        Path(path).write_bytes(seal(_part(save.save.name, rank, parts, tensors, sharded)))
+        Path(path).write_bytes(encode_document(_part(save.save.name, rank, parts, tensors, sharded)))
 
 
 def _part(name: str, rank: int, parts: int, tensors: int, sharded: bool) -> dict[str, Any]:

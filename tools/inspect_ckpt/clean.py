@@ -10,8 +10,9 @@ import os
 import time
 from dataclasses import dataclass
 
-from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason
-from ckpt.storage.retired import discard_retired, retired_path
+from ckpt.storage.commit import PendingSave, Reason
+from ckpt.storage.recycled import discard_recycled, recycled_path
+from ckpt.storage.root import CheckpointRoot
 
 from .output import Exit, Output, duration, plural, size
 from .root import UnpublishedSave, abandoned_saves, confirmed, owned, pending_saves, root_of, tree_bytes
@@ -92,7 +93,7 @@ def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
 def _recycled_items(root: CheckpointRoot) -> list[_Item]:
     """The recycled files of removed steps. A job that goes on creates new files instead."""
     items = []
-    folder = retired_path(root)
+    folder = recycled_path(root)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         path = os.path.join(folder, name)
         try:
@@ -130,7 +131,7 @@ def _remove(root: CheckpointRoot, items: list[_Item]) -> int:
             if item.save is not None:
                 reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
                 PendingSave(root, item.save.id, token).abandon(reason)
-        discard_retired(root)
+        discard_recycled(root)
         root.clean()
     left = sum(tree_bytes(path)[0] for item in items for path in _places(root, item) if os.path.isdir(path))
     return max(0, sum(item.bytes for item in items) - left)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt.loading.fetch import Fetch
 from ckpt.paths import Path, display
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 
 from .formats.ckpt_step import TensorLeaf, dotted, tensor_leaves, unique_names, value_leaves, write_step
 from .formats.files import check_outside

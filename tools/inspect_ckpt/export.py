@@ -17,8 +17,8 @@ import numpy as np
 from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
+from ckpt.storage.chunk_layout import indices
 from ckpt.storage.dtypes import stored
-from ckpt.storage.metadata import indices
 
 from .formats.ckpt_step import TensorLeaf, tensor_leaves, unique_names, value_leaves
 from .formats.files import check_outside

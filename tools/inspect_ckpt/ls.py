@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
 

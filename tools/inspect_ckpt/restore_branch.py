@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.files import Rename
+from ckpt.storage import directories
+from ckpt.storage.directories import Rename
+from ckpt.storage.root import CheckpointRoot
 
 from .output import CannotReadError, Exit, Output
 from .root import MovedStep, branch_of, find_moved_step, owned, root_of
@@ -33,10 +33,10 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
             away, back = _moves(root, arguments.name)
             for step in away:
                 root.ownership.check(token)
-                root.move_aside(step, root.superseded_path)
+                root.set_aside(step, root.superseded_path)
             for one in back:
                 root.ownership.check(token)
-                if files.rename_directory(one.path, root.step_path(one.step)) is not Rename.DONE:
+                if directories.rename_directory(one.path, root.step_path(one.step)) is not Rename.DONE:
                     raise CannotReadError(f"{one.path} cannot be moved to {root.step_path(one.step)}")
     doing = "would be " if arguments.dry_run else ""
     for step in away:

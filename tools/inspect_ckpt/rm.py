@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage import directories
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 
 from .output import CannotReadError, Exit, Output, plural, size
@@ -75,7 +75,7 @@ def _remove(root: CheckpointRoot, chosen: list[_Chosen]) -> list[str]:
     removed = []
     for one in chosen:
         if one.moved is not None:
-            files.remove_tree(one.path)
+            directories.remove_tree(one.path)
             removed.append(one.name)
     published = [one for one in chosen if one.moved is None]
     if published:

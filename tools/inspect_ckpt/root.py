@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, SaveId, intent_of_step
+from ckpt.storage.commit import Abandoned, PendingSave
+from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.root import CheckpointRoot, intent_of_step
 
 from .output import CannotReadError, Output, duration, plural
 

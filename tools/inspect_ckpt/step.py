@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from ckpt.loading.agreement import all_tensors
+from ckpt.loading.consistency import all_tensors
 from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_index
+from ckpt.native import crc32c
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import CheckpointRoot, parse_save_name, part_name
-from ckpt.storage.documents import canonical, unseal, unseal_root
+from ckpt.storage.chunk_layout import indices
+from ckpt.storage.documents import canonical_json, decode_document, decode_root
 from ckpt.storage.dtypes import stored
-from ckpt.storage.metadata import indices
-from ckpt.storage.readers import StepReader
+from ckpt.storage.names import parse_save_name, part_name
+from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.step_reader import StepReader
 from ckpt.validation import read_document
 from ckpt.values.codec import encode_value
 
@@ -82,7 +83,7 @@ class Step:
 def same_value(one: Any, other: Any) -> bool:
     """Whether two values that are not tensors are of the same types and have the same bits."""
     try:
-        return canonical(encode_value(one)) == canonical(encode_value(other))
+        return canonical_json(encode_value(one)) == canonical_json(encode_value(other))
     except TypeError:
         return False
 
@@ -204,7 +205,7 @@ def overview_of(path: str) -> tuple[dict[str, Any], int]:
         state = read_document(path, "state.json")
         if summary["state"] != {"bytes": len(state), "crc32c": crc32c(state)}:
             raise CheckpointCorruptError(f"{os.path.join(path, 'state.json')} is not the one that belongs to this step")
-        packed = unseal(state, os.path.join(path, "state.json"))["packed"]
+        packed = decode_document(state, os.path.join(path, "state.json"))["packed"]
         names |= {(json.dumps(entry["path"]), entry.get("rank")) for entry in packed}
     return summary, len(names)
 
@@ -264,7 +265,7 @@ def _part_times(path: str, rank: int, checksum: int) -> PartTimes:
     data = read_document(path, name)
     if crc32c(data) != checksum:
         raise CheckpointCorruptError(f"{os.path.join(path, name)} is not the one that belongs to this step")
-    part = unseal(data, os.path.join(path, name))
+    part = decode_document(data, os.path.join(path, name))
     try:
         times = {name: float(part["times"].get(name, 0.0)) for name in _TIMES}
         if not all(map(math.isfinite, times.values())):
@@ -284,7 +285,7 @@ def _described(path: str, name: str) -> Iterator[None]:
 
 
 def _root_document(path: str) -> dict[str, Any]:
-    return unseal_root(read_document(path, "zarr.json"), os.path.join(path, "zarr.json"))
+    return decode_root(read_document(path, "zarr.json"), os.path.join(path, "zarr.json"))
 
 
 # -- tensors in blocks -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Problem, Report
 from ckpt.validation import validate as validate_step
 

@@ -14,8 +14,9 @@ from ckpt.async_calls import WriterContext, current
 from ckpt.saving.part import PartPlan
 from ckpt.saving.publish import PartFile
 from ckpt.saving.write import PartWriter
+from ckpt.storage.chunk_codec import WrittenChunk
+from ckpt.storage.chunk_writers import ChunkJob, DirectChunkWriter
 from ckpt.storage.commit import Outcome, PendingSave
-from ckpt.storage.writers import ChunkJob, DirectChunkWriter, WrittenChunk
 
 __all__ = ["KillingWriter", "wait_until"]
 

@@ -19,8 +19,9 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
-from ckpt.storage.commit import CheckpointRoot, PendingSave, intent_of_step
-from ckpt.storage.retired import retire_step, retired_path
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.recycled import recycle_step, recycled_path
+from ckpt.storage.root import CheckpointRoot, intent_of_step
 from tests.ckpt.crash.killers import KillingWriter, wait_until
 from tests.support import RankGroup, launch_ranks
 from tests.support.selection import FULL
@@ -173,12 +174,12 @@ def _retire(root: CheckpointRoot, step: int) -> None:
     """As the last save would have, if it kept one step only."""
     plan = (intent_of_step(root.step_path(step)) or {}).get("plan")
     assert plan is not None
-    wait_until(lambda: retire_step(root, step, plan), "the writers to let go of the step")
-    assert os.listdir(retired_path(root)) == [plan]
+    wait_until(lambda: recycle_step(root, step, plan), "the writers to let go of the step")
+    assert os.listdir(recycled_path(root)) == [plan]
 
 
 def _kept(root: CheckpointRoot) -> list[str]:
-    path = retired_path(root)
+    path = recycled_path(root)
     return os.listdir(path) if os.path.isdir(path) else []
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 from tests.ckpt.crash.fault_plan import Job, jobs
 from tests.ckpt.crash.restart_training import run, simulate

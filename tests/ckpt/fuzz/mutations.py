@@ -1,7 +1,7 @@
-"""Changes of a published step that a bad disk, a careless tool or an enemy could make, chosen by a random generator.
+"""Random changes of a published step, as a bad disk, a broken tool or an attacker could make them.
 
-A document that is changed gets a new seal in most cases, and whatever vouches for it another checksum: otherwise the
-checksums would hide everything behind them.
+A document that is changed gets a new checksum in most cases, and so does the document that records it: otherwise the
+checksums would hide all other checks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.documents import canonical
+from ckpt.native import crc32c
+from ckpt.storage.documents import canonical_json
 
 __all__ = ["mutate"]
 
@@ -31,7 +31,7 @@ _RAW += (b"[" * 100_000 + b"]" * 100_000, b"9" * 10_000, b"[1]]", b'"\\"')
 
 
 def mutate(step: Path, rng: random.Random) -> str:
-    """Change something in the step, and say what."""
+    """Change something in the step, and return a description of the change."""
     kinds: tuple[Callable[[Path, random.Random], str], ...] = (_document, _document, _document, _file, _chunk)
     return rng.choice(kinds)(step, rng)
 
@@ -41,21 +41,23 @@ def mutate(step: Path, rng: random.Random) -> str:
 
 def _document(step: Path, rng: random.Random) -> str:
     names = [str(file.relative_to(step)) for file in sorted(step.rglob("*.json"))]
-    sealed = [name for name in names if "/" not in name or name.startswith("parts/")]
-    name = rng.choice(("zarr.json", "zarr.json", "state.json", "state.json", rng.choice(sealed), rng.choice(names)))
+    checksummed = [name for name in names if "/" not in name or name.startswith("parts/")]
+    name = rng.choice(
+        ("zarr.json", "zarr.json", "state.json", "state.json", rng.choice(checksummed), rng.choice(names))
+    )
     document = json.loads((step / name).read_bytes())
-    _without_seal(document)
+    _without_checksum(document)
     what = [_change(document, rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
     raw = rng.choice(_RAW)
-    data = canonical(document).replace(json.dumps(_PLACEHOLDER).encode(), raw)
-    if name not in sealed or rng.random() < 0.1:
+    data = canonical_json(document).replace(json.dumps(_PLACEHOLDER).encode(), raw)
+    if name not in checksummed or rng.random() < 0.1:
         (step / name).write_bytes(data)
-        return f"{name} without a seal: {'; '.join(what)}"
+        return f"{name} without a correct checksum: {'; '.join(what)}"
     _put(step, name, data)
     return f"{name}: {'; '.join(what)}"
 
 
-def _without_seal(document: Any) -> None:
+def _without_checksum(document: Any) -> None:
     document.pop("crc32c", None)
     about = document.get("attributes", {})
     if isinstance(about, dict) and isinstance(about.get("ckpt"), dict):
@@ -63,24 +65,24 @@ def _without_seal(document: Any) -> None:
 
 
 def _put(step: Path, name: str, data: bytes) -> None:
-    """Write a document with a seal, and have the root vouch for it."""
+    """Write a document with its checksum, and record it in the root."""
     member = b'"crc32c":%d,' % crc32c(data)
     at = data.find(b'"ckpt":{') + len(b'"ckpt":{') if name == "zarr.json" else 1
     (step / name).write_bytes(data[:at] + member + data[at:])
     if name == "zarr.json":
         return
     root = json.loads((step / "zarr.json").read_bytes())
-    _without_seal(root)
+    _without_checksum(root)
     summary, data = root["attributes"]["ckpt"], (step / name).read_bytes()
     if name == "state.json":
         summary["state"] = {"bytes": len(data), "crc32c": crc32c(data)}
     elif name.startswith("parts/"):
         summary["parts"][int(name[-10:-5])] = crc32c(data)
-    _put(step, "zarr.json", canonical(root))
+    _put(step, "zarr.json", canonical_json(root))
 
 
 def _places(node: Any) -> list[tuple[Any, Any]]:
-    """Every container of the document with every key or number in it."""
+    """Return every container of the document with each of its keys or indices."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     found = [(node, key) for key in keys]
     for key in keys:
@@ -162,7 +164,7 @@ def _file(step: Path, rng: random.Random) -> str:
         case "socket":
             with socket.socket(socket.AF_UNIX) as listener:
                 here = os.getcwd()
-                os.chdir(file.parent)  # the path of a socket is short
+                os.chdir(file.parent)  # the path of a socket must be short
                 listener.bind(file.name)
                 os.chdir(here)
         case "sparse":
@@ -176,8 +178,7 @@ def _file(step: Path, rng: random.Random) -> str:
 
 
 def _chunk(step: Path, rng: random.Random) -> str:
-    """Other bytes in a chunk, and a checksum that fits them, where the file is one piece or the change is in the
-    index of a shard."""
+    """Change bytes of a chunk, and sometimes its checksum, in a plain chunk or in the index of a shard."""
     file = rng.choice([file for file in _files(step) if file.suffix != ".json"])
     data = bytearray(file.read_bytes())
     for _ in range(rng.choice((1, 2, 8))):

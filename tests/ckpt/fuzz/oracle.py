@@ -1,7 +1,7 @@
-"""What a step holds, by a reader that shares nothing with the package: `tests.ckpt.interop.stranger_reader`.
+"""The content of a step, by a reader that shares no code with the package: `tests.ckpt.interop.standalone_reader`.
 
-It believes the documents, so what it reads is what they describe. Added to it are zstd, a faster CRC, and a count of
-how often every element is stored.
+It trusts the documents, so it reads what they describe. This module adds zstd, a faster CRC, and a count of how often
+each element is stored.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import google_crc32c
 import numpy as np
 from numcodecs import Zstd
 
-from ckpt.storage.documents import canonical
-from tests.ckpt.interop import stranger_reader
+from ckpt.storage.documents import canonical_json
+from tests.ckpt.interop import standalone_reader
 
 __all__ = ["contents"]
 
@@ -29,11 +29,11 @@ class _Anything:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Step(stranger_reader.Step):  # type: ignore[misc]
+class _Step(standalone_reader.Step):  # type: ignore[misc]
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        root = stranger_reader.unsealed((folder / "zarr.json").read_bytes())
-        self.state = stranger_reader.unsealed((folder / "state.json").read_bytes())
+        root = standalone_reader.parsed((folder / "zarr.json").read_bytes())
+        self.state = standalone_reader.parsed((folder / "state.json").read_bytes())
         nodes = root["consolidated_metadata"]["metadata"]
         self.arrays = {name: node for name, node in nodes.items() if node["node_type"] == "array"}
         self.checksums = _AnyChecksum()
@@ -53,12 +53,12 @@ class _AnyChecksum(dict[str, Any]):
 
 
 def contents(step: Path) -> Contents:
-    """Everything in the step. Any error if it cannot be read, or an element is not stored exactly once."""
+    """Return the content of a step. Raises any error if it cannot be read or an element is not stored exactly once."""
     reader = _Step(step)
     tensors = {_name(*key): value for key, value in reader.tensors().items()}
     for count in reader.counts.values():
         assert (count == 1).all(), "an element is not stored exactly once"
-    form = {_name(tuple(name), rank): canonical(value).decode() for name, rank, value in reader.state["values"]}
+    form = {_name(tuple(name), rank): canonical_json(value).decode() for name, rank, value in reader.state["values"]}
     return tensors, form
 
 
@@ -74,5 +74,5 @@ def _checked(data: bytes) -> bytes:
     return bytes(Zstd().decode(body)) if body[:4] == b"\x28\xb5\x2f\xfd" else body
 
 
-stranger_reader.crc32c = google_crc32c.value
-stranger_reader.checked = _checked
+standalone_reader.crc32c = google_crc32c.value
+standalone_reader.checked = _checked

@@ -1,4 +1,4 @@
-"""Small steps to change: both layouts, compressed too, of one rank and of two, with every kind of file and member."""
+"""Small steps to mutate: both layouts, also compressed, of one rank and of two, with every kind of file and member."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def state(rank: int, world_size: int) -> dict[str, Any]:
-    """The same shared leaves on every rank, and some of its own."""
+    """Return a state with shared leaves, equal on every rank, and some leaves of this rank."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(40, 30, generator=generator)
     mesh = init_device_mesh("cpu", (world_size,))

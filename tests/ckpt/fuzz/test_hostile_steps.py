@@ -1,4 +1,4 @@
-"""Steps that an enemy made: sealed as they should be, and still refused as damaged, at once, by whoever reads them."""
+"""Malicious steps with correct checksums are rejected as damaged, quickly, by every way to read them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 import ckpt
 from ckpt import AsyncCallsQueue, CheckpointCorruptError, Checkpointer
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.documents import seal, unseal, unseal_root
+from ckpt.native import crc32c
+from ckpt.storage.documents import decode_document, decode_root, encode_document
 from ckpt.validation import validate
 from tests.tools.inspect_ckpt.forgery import reseal_root
 from tools.inspect_ckpt.__main__ import main
@@ -44,7 +44,7 @@ _DEEP = "here goes what json cannot write"
 
 
 def in_root(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Of the array `weight`."""
+    """Change the metadata of the array `weight` in the root."""
     return lambda step: reseal_root(step, lambda d: change(d["consolidated_metadata"]["metadata"]["weight"]))
 
 
@@ -54,9 +54,9 @@ def in_summary(**members: Any) -> Change:
 
 def in_state(change: Callable[[dict[str, Any]], Any]) -> Change:
     def apply(step: Path) -> None:
-        document = unseal((step / "state.json").read_bytes(), "state.json")
+        document = decode_document((step / "state.json").read_bytes(), "state.json")
         change(document)
-        _vouched(step, seal(document))
+        _vouched(step, encode_document(document))
 
     return apply
 
@@ -68,8 +68,8 @@ def _vouched(step: Path, data: bytes) -> None:
 
 
 def deep_value(step: Path) -> None:
-    """900 levels: json.loads takes them, and what walks through them by recursion does not."""
-    document = unseal((step / "state.json").read_bytes(), "state.json")
+    """Nest a value 900 levels deep, which json.loads accepts but a recursive reader does not."""
+    document = decode_document((step / "state.json").read_bytes(), "state.json")
     document["values"][0][2] = _DEEP
     data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     data = data.replace(b'"' + _DEEP.encode() + b'"', b"[" * 900 + b"]" * 900)
@@ -77,7 +77,7 @@ def deep_value(step: Path) -> None:
 
 
 def deep_root(step: Path) -> None:
-    document = unseal_root((step / "zarr.json").read_bytes(), "zarr.json")
+    document = decode_root((step / "zarr.json").read_bytes(), "zarr.json")
     document["attributes"]["ckpt"]["more"] = _DEEP
     data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     data = data.replace(b'"' + _DEEP.encode() + b'"', b'{"a":' * 900 + b"1" + b"}" * 900)
@@ -86,7 +86,7 @@ def deep_root(step: Path) -> None:
 
 
 def two_boxes(first: int, second: int) -> Change:
-    """`weight` as two arrays of 16 rows, from these rows on; sealed, and every chunk is there."""
+    """Store `weight` as two arrays of 16 rows, from these rows on, with correct checksums and all chunks."""
 
     def change(document: dict[str, Any]) -> None:
         nodes = document["consolidated_metadata"]["metadata"]
@@ -214,13 +214,13 @@ def test_whoever_reads_it_says_damaged(
     assert main(["validate", str(step)]) == 1
     assert main(["diff", str(step), str(step)]) == 2
     assert main(["export", str(step), str(tmp_path / "exported")]) == 1
-    assert main(["show", str(step)]) in (0, 1)  # it does not look at chunks
+    assert main(["show", str(step)]) in (0, 1)  # it does not read chunks
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
 
 
-def test_boxes_that_do_make_up_the_tensor(saved: tuple[Path, AsyncCallsQueue], tmp_path: Path) -> None:
-    """So the two above are refused for their overlap and their hole."""
+def test_boxes_that_tile_the_tensor(saved: tuple[Path, AsyncCallsQueue], tmp_path: Path) -> None:
+    """The two cases above are rejected because of the overlap and the gap."""
     shutil.copytree(saved[0] / "plain" / "step_00000002", tmp_path / "step_00000002")
     two_boxes(0, 16)(tmp_path / "step_00000002")
     opened = ckpt.open(tmp_path / "step_00000002")

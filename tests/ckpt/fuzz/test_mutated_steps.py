@@ -1,5 +1,6 @@
-"""Whatever is changed in a step: reading it gives what its documents describe, or an error of ours, soon and in little
-memory; and `validate` finds it.
+"""Random changes of a step: reading returns what the documents describe or fails, and `validate` finds the change.
+
+An error is one of the package, raised soon and without using much memory.
 
 `TESTS=full` (see `make test-faults`) tries 4,500 changes instead of some hundred. `FUZZ_SEED` sets the seed.
 """

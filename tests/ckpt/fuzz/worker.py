@@ -1,4 +1,4 @@
-"""Tries mutations of a step in a process of bounded memory, and says what came of them.
+"""Try mutations of a step in a process with bounded memory, and print the outcomes.
 
     python -m tests.ckpt.fuzz.worker STEP SEED FIRST COUNT
 
@@ -23,7 +23,7 @@ import numpy as np
 
 import ckpt
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.storage.documents import canonical
+from ckpt.storage.documents import canonical_json
 from ckpt.validation import validate
 from ckpt.values.codec import encode_value
 from tests.ckpt.fuzz.mutations import mutate
@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 T = TypeVar("T")
 
-_DEADLINE_S = 40.0  # of wall time, on a machine that may be busy
+_DEADLINE_S = 40.0  # wall time, on a machine that may be busy
 _CPU_S = 5.0
 _MEMORY_BYTES = 1 << 30
 
@@ -43,7 +43,7 @@ def main(source: Path, seed: int, first: int, count: int) -> None:
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
     before = _read(_fresh(source, folder))
-    _check(_fresh(source, folder), before)  # also starts every thread that there will be
+    _check(_fresh(source, folder), before)  # also starts all threads
     with open("/proc/self/statm") as stream:
         limit = int(stream.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -79,18 +79,21 @@ def _cpu_s() -> float:
 
 
 def _read(step: Path) -> Contents:
-    """All that `ckpt.open` finds."""
+    """Return everything that `ckpt.open` reads."""
     opened = ckpt.open(step)
     tensors = {}
     for name, tensor in opened.items():
         array = np.ascontiguousarray(tensor.read())
         tensors[name] = (tensor.dtype, list(tensor.shape), array.tobytes())
-    return tensors, {name: canonical(encode_value(value)).decode() for name, value in opened.values_by_name.items()}
+    return tensors, {
+        name: canonical_json(encode_value(value)).decode() for name, value in opened.values_by_name.items()
+    }
 
 
 def _check(step: Path, before: Contents) -> str:
-    """What came of reading a step that was changed. AssertionError, or any error but those of the package, if it is
-    neither refused nor what the step holds."""
+    """Read a changed step, and return the outcome.
+
+    Raises AssertionError, or an error that is not of the package, unless the step is refused or read correctly."""
     found, refused = _outcome(lambda: _read(step))
     report, not_judged = _outcome(lambda: validate(str(step), jobs=2))
     if report is None:

@@ -12,7 +12,7 @@ from tests.support import run_ranks
 
 @dataclass(frozen=True)
 class Saved:
-    """Published steps by name, and what is in those named ``layouts`` and ``layouts_packed``."""
+    """Published steps by name, and the content of those named ``layouts`` and ``layouts_packed``."""
 
     steps: dict[str, Path]
     layouts: dict[tuple[str | int, ...], tuple[str, list[int], bytes]]
@@ -20,7 +20,7 @@ class Saved:
 
 @pytest.fixture(scope="package")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Never changed by tests."""
+    """Return steps that no test changes."""
     folder = tmp_path_factory.mktemp("interop")
     run_ranks(states.save_many_dtypes, 2, folder)
     results: Any = run_ranks(states.save_layouts, 4, folder)

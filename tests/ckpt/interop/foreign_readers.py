@@ -1,9 +1,9 @@
-"""Reads every array of some steps with one reader that is not ours. A program of its own: it imports nothing of us.
+"""Read every array of some steps with one other reader. A program that imports nothing of this package.
 
     python foreign_readers.py READER OUTPUT STEP...
 
-READER is ``tensorstore``, ``zarr-python``, ``zarr-python-plain`` (without the data types that ckpt brings; opens arrays
-one by one) or ``zarrs``. STEP may end in ``::`` and the directory of one array. OUTPUT gets, for each step,
+READER is ``tensorstore``, ``zarr-python``, ``zarr-python-plain`` (without the data types of ckpt; opens arrays
+one by one) or ``zarrs``. STEP may end in ``::`` and the directory of one array. For each step, OUTPUT gets
 ``<number>.npz`` with the bytes of each array that could be read, by its directory, and ``<number>.json`` with ``[dtype,
 shape]`` of each, or the error in place of these.
 """
@@ -47,7 +47,7 @@ def with_zarr_python(data_types: bool) -> Open:
 
 
 def with_zarrs() -> Open:
-    """The Rust decoder below zarr-python's user interface. What it cannot decode is an error, never left to Python."""
+    """Read with the Rust decoder below zarr-python's user interface; what it cannot decode is an error."""
     import zarr
     import zarrs
 
@@ -67,9 +67,9 @@ def with_zarrs() -> Open:
 
 
 def _register_bits() -> None:
-    """Have zarr-python hand out the floats that numpy lacks as unsigned integers of the same bits.
+    """Have zarr-python return the floats that numpy lacks as unsigned integers with the same bits.
 
-    zarrs itself knows these data types by name, and refuses only the numpy arrays of them.
+    zarrs supports these data types, but not numpy arrays of them.
     """
     from zarr.core.dtype import ZDType, data_type_registry
 
@@ -119,7 +119,7 @@ def _register_bits() -> None:
             return self.cast_scalar(0)
 
         def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
-            return self.cast_scalar(0)  # no chunk is ever missing
+            return self.cast_scalar(0)  # no chunk is missing
 
         def to_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
             return f"0x{0:0{2 * self.item_size}x}"
@@ -128,7 +128,7 @@ def _register_bits() -> None:
 
 
 def read(opened: Any) -> np.ndarray[Any, Any]:
-    """All of an array, read whole; a part read by itself must be the same."""
+    """Read a whole array, and check that a part read separately is the same."""
     whole = _numpy(opened[...])
     if whole.size > 1:
         part = tuple(slice(size // 3, -(-5 * size // 6)) for size in whole.shape)

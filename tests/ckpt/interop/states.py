@@ -1,6 +1,6 @@
-"""Steps that other readers are to read, and what they must find there.
+"""Steps for other readers, and the content that they must find.
 
-Everything here is expected by name: key path -> tensor. Ranks make the same values from the names.
+The expected content is a mapping of paths to tensors. All ranks make the same values from the names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SMALL = {"pack_below_bytes": 0, "inner_bytes": 700, "file_bytes": 2500}
 
 
 def bits(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Any bits, also those of nan: not all of them survive arithmetic, but all must survive a save."""
+    """Return random bits, also of nan. Arithmetic does not preserve all of them, a save must."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
     generator = torch.Generator().manual_seed(seed)
     top = 2 if dtype == torch.bool else 256
@@ -46,7 +46,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def many_dtypes() -> dict[str, Any]:
-    """Every dtype in every shape; ``empty`` has no elements, and ``odd names`` need escapes."""
+    """Return every dtype in every shape; ``empty`` has no elements, and ``odd names`` need escapes."""
     state: dict[str, Any] = {
         kind: {name: bits(f"{kind} {name}", getattr(torch, name), shape) for name in DTYPES}
         for kind, shape in _SHAPES.items()
@@ -62,7 +62,7 @@ _ONE_BYTE = ("uint8", "float8_e4m3fn", "float8_e5m2", "bits8")
 
 
 def save_many_dtypes(rank: int, world_size: int, folder: Path) -> None:
-    """``plain``, ``zstd``: an array for every tensor. ``packed``: all in the array of small tensors."""
+    """Save ``plain`` and ``zstd``, with an array for every tensor, and ``packed``, with all in the pack."""
     state = {**many_dtypes(), "own": PerRank(torch.full((800,), rank)), "lr": 0.5}
     for name, options in {"plain": _SMALL, "zstd": {**_SMALL, "compression": "zstd"}, "packed": {}}.items():
         with Checkpointer(folder / name, **options) as checkpointer:
@@ -70,10 +70,11 @@ def save_many_dtypes(rank: int, world_size: int, folder: Path) -> None:
 
 
 def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | int, ...], tuple[str, list[int], bytes]]:
-    """``layouts``: tensors divided over ranks in every way; ``layouts_packed``: the same, all packed. Returns each
-    whole tensor: its dtype, shape and bytes.
+    """Save tensors divided over ranks in every way, and return the dtype, shape and bytes of each whole tensor.
 
-    ``values`` has what is no tensor.
+    ``layouts`` has an array for each tensor; in ``layouts_packed`` all are packed.
+
+    ``values`` has leaves that are not tensors.
     """
     state = layouts.build(world_size)
     tied = layouts.full_tensor("tied", (40, 30))
@@ -90,7 +91,7 @@ def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | i
 
 
 def values() -> dict[str, Any]:
-    """One of each kind that JSON lacks."""
+    """Return a value of each kind that JSON lacks."""
     return {
         "nan": float("nan"),
         "infinity": float("-inf"),
@@ -131,7 +132,7 @@ class Pair(NamedTuple):
 
 
 def of_types() -> dict[str, tuple[Any, Any]]:
-    """Values of types that another program need not have, each with what it has instead."""
+    """Return values of types that other programs may lack, each with its placeholder there."""
     here = __name__
     return {
         "device": (torch.device("cuda", 1), "cuda:1"),

@@ -1,4 +1,4 @@
-"""Listing a step costs one read, however many tensors there are: their metadata are inline in the root."""
+"""Listing a step takes one read for any number of tensors: their metadata are inline in the root."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_root_document_is_all_that_is_read(saved: Saved) -> None:
     assert len(expected) > 100
     assert found["summary"]["world_size"] == 2
 
-    # zarr-python also asks for the documents of Zarr version 2, which are not there.
+    # zarr-python also asks for the documents of Zarr version 2, which do not exist.
     version_2 = {str(step / name) for name in (".zgroup", ".zattrs", ".zmetadata")}
     listing = [(event, path) for event, path in found["listing"] if path not in version_2]
     assert listing == [("open", str(step / "zarr.json"))]

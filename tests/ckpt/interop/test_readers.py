@@ -1,5 +1,6 @@
-"""A published step is plain Zarr: three readers that share no code with this package, nor with each other, see the same
-bits, and none of them takes a changed bit for data.
+"""A published step is plain Zarr: three independent readers see the same bits, and detect every changed bit.
+
+They share no code with this package or with each other.
 
 The readers are tensorstore (C++), zarr-python, and zarrs (Rust). Each runs in a process of its own, once for all tests.
 """
@@ -27,7 +28,7 @@ READERS = ("tensorstore", "zarr-python", "zarrs")
 
 UNKNOWN_DTYPES = {
     "tensorstore": (),
-    # It has none of the floats that numpy lacks. With the data types of ckpt.storage.zarr_plugin it reads all.
+    # It lacks the floats that numpy lacks, unless it has the data types of ckpt.storage.zarr_plugin.
     "zarr-python-plain": ("bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     "zarr-python": (),
     # Decodes all of them, but not into numpy arrays of ml_dtypes: here they are read as unsigned integers.
@@ -49,8 +50,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Read:
-    """What a reader found in one step: by directory the name of the numpy dtype, the shape and the bytes; or why it
-    could not read the array."""
+    """The arrays that a reader found in a step, by directory: numpy dtype, shape and bytes, or the error."""
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
     errors: dict[str, str]
@@ -77,7 +77,7 @@ def _described(entry: list[Any]) -> tuple[str, tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def damaged(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For each of the PLACES a step with one bit flipped there, and the array with that bit."""
+    """Return for each of the PLACES a step with one bit flipped there, and the array with that bit."""
     return {place: _flipped(saved, place, tmp_path_factory.mktemp("damaged")) for place in PLACES}
 
 
@@ -102,7 +102,7 @@ def _flipped(saved: Saved, place: str, folder: Path) -> str:
 def found(
     saved: Saved, damaged: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Read]]:
-    """What each reader makes of each step; those with a flipped bit go by its place."""
+    """Return what each reader found in each step; those with a flipped bit are named by its place."""
     names = [*saved.steps, *damaged]
     steps = [*map(str, saved.steps.values()), *damaged.values()]
     folder = tmp_path_factory.mktemp("found")
@@ -118,7 +118,7 @@ def found(
 def test_every_dtype_is_read_bit_for_bit(
     reader: str, dtype: str, found: dict[str, dict[str, Read]], saved: Saved
 ) -> None:
-    """In shards of inner chunks, with chunks over the edge, of no dimension; with and without compression."""
+    """In shards, with chunks beyond the edge, without dimensions; with and without compression."""
     state = states.many_dtypes()
     for step in ("plain", "zstd") if reader in READERS else ("plain",):
         read, nodes = found[reader][step], _nodes(saved.steps[step])
@@ -164,7 +164,7 @@ def test_names_that_need_escapes(reader: str, found: dict[str, dict[str, Read]],
 def test_small_tensors_are_parts_of_one_array(
     reader: str, step: str, found: dict[str, dict[str, Read]], saved: Saved
 ) -> None:
-    """So are those without elements, for which there is nothing to read."""
+    """Also tensors without elements, for which nothing is read."""
     entries = json.loads((saved.steps[step] / "state.json").read_bytes())["packed"]
     _, _, packed = found[reader][step].arrays["packed"]
     many = states.many_dtypes()
@@ -189,7 +189,7 @@ def test_small_tensors_are_parts_of_one_array(
 
 @pytest.mark.parametrize("reader", READERS)
 def test_tensors_divided_over_ranks(reader: str, found: dict[str, dict[str, Read]], saved: Saved) -> None:
-    """Also those that have an array for each box, because the boxes lie on no common grid."""
+    """Also tensors with an array for each box, because the boxes have no common grid."""
     nodes = _nodes(saved.steps["layouts"])
     boxes = 0
     for directory, (_, shape, data) in found[reader]["layouts"].arrays.items():

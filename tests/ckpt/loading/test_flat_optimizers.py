@@ -1,4 +1,4 @@
-"""Optimizers that are one to PyTorch, but whose state dict has another form: saved, and restored into any other."""
+"""Optimizers whose state dict does not have PyTorch's form are saved, and restored into others."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 
 class Container(torch.optim.Optimizer):
-    """One optimizer for each part of a model; its state dict is flat, by names of parameters. It has no step of its
-    own before the first one."""
+    """One optimizer for each part of a model, with a flat state dict by names of parameters.
+
+    It has no state before its first step."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.parts = parts
@@ -70,7 +71,7 @@ class Container(torch.optim.Optimizer):
 
 
 class Initialized(Container):
-    """As torchtitan has it: PyTorch's functions flatten the state, and make it first where there is none."""
+    """As in torchtitan: PyTorch's functions flatten the state, and create it before if there is none."""
 
     _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -1,4 +1,4 @@
-"""What was saved on any number of ranks, in any layout, is restored bit for bit on any other number of ranks."""
+"""A state saved on any number of ranks, in any layout, is restored bit for bit on any other number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bad input gets: an error that says what and where, on every rank, before anything was changed."""
+"""Invalid input raises an error that says what and where, on every rank, before anything is changed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ckpt import (
     StateMismatchError,
     StorageError,
 )
-from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.documents import seal_root
+from ckpt.storage.documents import encode_root
+from ckpt.storage.root import CheckpointRoot
 from tests.support import LeakCheck, run_ranks
 
 
@@ -48,7 +48,7 @@ def test_a_leaf_that_cannot_be_stored(tmp_path: Path, leaf: object, leak_check: 
     for state in ({"model": {"layers": [torch.ones(3), {"bad": leaf}]}}, {"model": {"layers": [0, {"bad": leaf}]}}):
         with pytest.raises(StateError, match=r"model/layers/1/bad(/\(in a set\))?: "):
             checkpointer.save_request(state, 1)
-    leak_check.check(timeout=0)  # so no process was started, and no memory mapped
+    leak_check.check(timeout=0)  # no process was started, no memory mapped
     assert not root.exists()
     checkpointer.close()
 
@@ -158,7 +158,7 @@ def test_a_mismatch_on_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 def _stages(rank: int, world_size: int, root: Path) -> None:
-    """Pipeline parallelism: every rank has other names, and an optimizer of its own."""
+    """Pipeline parallelism: every rank has different names, and its own optimizer."""
     with Checkpointer(root) as checkpointer:
         for seed in (1, 2):
             torch.manual_seed(seed + 10 * rank)
@@ -209,7 +209,7 @@ def two_steps(queue: AsyncCallsQueue, tmp_path: Path) -> Iterator[tuple[Checkpoi
             checkpointer.save(_state(float(step)), step)
     with Checkpointer(
         root, queue=queue, pack_below_bytes=64, inner_bytes=256, file_bytes=512
-    ) as checkpointer:  # another one: its memory holds nothing
+    ) as checkpointer:  # another queue, which has nothing in memory
         yield checkpointer, root / "step_00000002"
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_step(
     with caplog.at_level(logging.WARNING, "ckpt"):
         assert checkpointer.restore(state) == 1
     assert str(state) == str(_state(1.0))
-    assert "step 2 cannot be restored, going back" in caplog.text
+    assert "step 2 cannot be restored, trying the step before" in caplog.text
     assert file.removeprefix("./") in caplog.text
 
 
@@ -270,7 +270,7 @@ def _damaged_for_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
             state = {"shared": torch.full((300,), step), "own": PerRank(torch.full((100,), 10 * step + rank))}
             checkpointer.save(state, step)
     torch.distributed.barrier()
-    with Checkpointer(root) as checkpointer:  # another one: its memory holds nothing
+    with Checkpointer(root) as checkpointer:  # another queue, which has nothing in memory
         if rank == 0:
             _flip(root / "step_00000002" / "own" / "__rank_00001" / "c.0")
         torch.distributed.barrier()
@@ -288,7 +288,7 @@ def test_damage_that_one_rank_meets_sends_all_ranks_back(tmp_path: Path) -> None
         assert "own/__rank_00001/c.0" in text
         assert rank == 1 or text.startswith("rank 1 could not read step 2")
         assert (restored, shared, own) == (1, 300, 100 * (10 + rank))
-        assert any("step 2 cannot be restored, going back" in message for message in messages)
+        assert any("step 2 cannot be restored, trying the step before" in message for message in messages)
 
 
 def test_a_newer_format_version(two_steps: tuple[Checkpointer, Path]) -> None:
@@ -296,7 +296,7 @@ def test_a_newer_format_version(two_steps: tuple[Checkpointer, Path]) -> None:
     document = json.loads((step / "zarr.json").read_bytes())
     document["attributes"]["ckpt"]["format"] = 9
     del document["attributes"]["ckpt"]["crc32c"]
-    (step / "zarr.json").write_bytes(seal_root(document))
+    (step / "zarr.json").write_bytes(encode_root(document))
     for attempt in (lambda: checkpointer.restore(_state(0.0)), lambda: ckpt.open(step)):
         with pytest.raises(FormatVersionError, match=r"is in format 9.*reads formats up to 1.*newer version"):
             attempt()

@@ -1,4 +1,4 @@
-"""What a save and a restore cost the trainer: counted, not timed."""
+"""Costs of a save and a restore in the trainer, counted rather than timed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank
-from ckpt.storage.reader import ArrayReader
+from ckpt.storage.chunk_reader import ArrayReader
 from tests.support import run_ranks
 
 _MB = 1 << 20
@@ -20,7 +20,7 @@ def test_a_restore_reads_each_needed_chunk_once(tmp_path: Path, monkeypatch: pyt
     state = {f"t{n}": torch.randn(100, 50) for n in range(5)} | {f"s{n}": torch.randn(7) for n in range(50)}
     with Checkpointer(tmp_path, inner_bytes=4096, file_bytes=8192, pack_below_bytes=128) as checkpointer:
         checkpointer.save(state, 1)
-    with Checkpointer(tmp_path) as checkpointer:  # another one: its memory holds nothing
+    with Checkpointer(tmp_path) as checkpointer:  # another queue, which has nothing in memory
         reads: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         read_into = ArrayReader.read_into
 
@@ -43,7 +43,7 @@ def test_a_restore_reads_each_needed_chunk_once(tmp_path: Path, monkeypatch: pyt
 
 
 def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
-    """How much the peak of this process's memory rose, in bytes, above what it was with the state in memory."""
+    """Return how much the peak of this process's memory rose, in bytes, above its size with the state."""
     state = {"big": torch.ones(60 * _MB), "half": torch.ones(40, _MB, dtype=torch.float32)}
     state |= {f"m{n}": torch.ones(n + 1, 1000) for n in range(300)}
     small = {"tensor": torch.ones(9999)}
@@ -52,14 +52,14 @@ def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
             with Checkpointer(root / name) as checkpointer:
                 checkpointer.save(each, 1)
         return 0
-    from ckpt.loading.load import restore
+    from ckpt.loading.restore import restore
     from ckpt.ranks import Ranks
-    from ckpt.storage.commit import CheckpointRoot
+    from ckpt.storage.root import CheckpointRoot
 
     for tensor in state.values():
         tensor.zero_()
     restore(CheckpointRoot(str(root / "small")), small, None, True, Ranks())  # loads libraries
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     report = restore(CheckpointRoot(str(root / "big")), state, None, True, Ranks())
     assert report is not None
@@ -77,7 +77,7 @@ def _status(name: str) -> int:
 
 
 def test_a_restore_makes_no_second_copy(tmp_path: Path) -> None:
-    """400 MB of state, in tensors of up to 240 MB."""
+    """The state has 400 MB, in tensors of up to 240 MB."""
     run_ranks(_peak, 1, tmp_path, True, init_process_group=False)
     rise = run_ranks(_peak, 1, tmp_path, False, init_process_group=False)[0].value
     assert rise < 160 * _MB, f"{rise / _MB:.0f} MB"
@@ -87,14 +87,14 @@ _TOUCHES_FILES = ("open", "os.", "shutil.", "pathlib.", "tempfile.", "glob.", "s
 
 
 def _watched(rank: int, world_size: int, root: Path) -> list[list[str]]:
-    """The audit events and collectives of `save_request` and of scheduling it, for several saves."""
+    """Return the audit events and collectives of `save_request` and of scheduling it, for several saves."""
     import torch.distributed as dist
 
     seen: list[str] = []
     watching = False
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        of_descriptor = event == "open" and isinstance(args[0], int)  # no path: nothing of a file system
+        of_descriptor = event == "open" and isinstance(args[0], int)  # without a path: no file system access
         if watching and event.startswith(_TOUCHES_FILES) and not of_descriptor:
             seen.append(f"{event} {args}")
 
@@ -129,7 +129,7 @@ def _watched(rank: int, world_size: int, root: Path) -> list[list[str]]:
         assert checkpointer.all_steps() == [1, 2, 3]
         other = {"model": torch.nn.Linear(64, 64), "step": 1}
         watching = True
-        checkpointer.save_request(other, 4)  # another structure is planned: the counting works
+        checkpointer.save_request(other, 4)  # another structure is planned, which shows that the counting works
         watching = False
         assert seen.count("all_gather") > 0
     return rounds

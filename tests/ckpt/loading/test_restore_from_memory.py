@@ -1,4 +1,4 @@
-"""After a fault the state comes back from staging memory where that is sound, and from storage where it is not."""
+"""After a fault the state is restored from staging memory where that is valid, and from storage otherwise."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.loading.sources import RestoreReport
+from ckpt.loading.restore_step import RestoreReport
 from ckpt.saving import held
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck, layouts, rank_values
@@ -40,7 +40,7 @@ def _is(state: dict[str, Any], value: float) -> bool:
 
 
 def _saved(root: Path, **options: Any) -> tuple[ckpt.Checkpointer, dict[str, Any]]:
-    """Value 1.0 is saved as step 1, and registered; training has gone on to 2.0."""
+    """Save the value 1.0 as step 1 and register it; training continues to 2.0."""
     checkpointer = ckpt.Checkpointer(root, pack_below_bytes=4096, **options)
     state = _state(1.0)
     checkpointer.register(**state)
@@ -57,7 +57,7 @@ def _report(checkpointer: ckpt.Checkpointer) -> RestoreReport:
 
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
-    """The staging slots that are made during the test."""
+    """Return the staging slots made during the test."""
     made: list[SharedMemory] = []
     create = SharedMemory.create
 
@@ -74,7 +74,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
 @pytest.mark.parametrize("layout", ["arrays", "packed"])
 def test_own_slot_and_no_read_of_array_data(tmp_path: Path, leak_check: LeakCheck, layout: str) -> None:
     checkpointer, state = _saved(tmp_path, layout=layout)
-    for _ in (1, 2):  # the second fault comes before anything was saved again
+    for _ in (1, 2):  # the second fault happens before anything is saved again
         _fill(state, 2.0)
         for chunk in tmp_path.glob("step_*/**/c.*"):
             if chunk.is_file():
@@ -146,7 +146,7 @@ def test_a_slot_that_is_staged_over_while_it_is_read(
 def test_what_is_not_kept_as_it_is_stored(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
 ) -> None:
-    """Compressed arrays, and states that are staged in several pieces, come from storage, without a complaint."""
+    """Compressed arrays, and states that are staged in several batches, are read from storage without a warning."""
     checkpointer, state = _saved(tmp_path, **options)
     caplog.clear()
     checkpointer.recover_from_fault(_DRAIN)
@@ -157,7 +157,7 @@ def test_what_is_not_kept_as_it_is_stored(
 
 
 def test_a_step_that_is_damaged_on_storage_is_not_passed_over(tmp_path: Path, leak_check: LeakCheck) -> None:
-    """The others may have it in memory: going back alone would part the ranks."""
+    """Other ranks may have it in memory: if one tried an older step alone, the ranks would differ."""
     checkpointer, state = _saved(tmp_path, slots=1, compression="zstd")
     checkpointer.save(state, 2)
     for chunk in tmp_path.glob("step_00000002/**/c.*"):
@@ -180,7 +180,7 @@ def _join(rank: int, world_size: int, name: str) -> None:
 
 
 def _fewer(rank: int, world_size: int, root: Path) -> tuple[RestoreReport, bool, str] | None:
-    """Rank 0 is lost; rank 1 goes on alone, as rank 0."""
+    """Rank 0 is lost; rank 1 continues alone, as rank 0."""
     import torch.distributed as dist
 
     _join(rank, world_size, "first")
@@ -192,7 +192,7 @@ def _fewer(rank: int, world_size: int, root: Path) -> tuple[RestoreReport, bool,
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
-        checkpointer.close()  # its memory is gone, except for what rank 1 has of it
+        checkpointer.close()  # its memory is lost, except for the copy on rank 1
         return None
     checkpointer.recover_from_fault(_DRAIN)
     first = _report(checkpointer)
@@ -240,12 +240,12 @@ def _layouts(rank: int, world_size: int, root: Path) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shards_of_every_kind(tmp_path: Path, world_size: int) -> None:
-    """DTensor in all placements, FSDP, HSDP, tensor parallelism."""
+    """DTensors with all placements: FSDP, HSDP, tensor parallelism."""
     assert rank_values(_layouts, world_size, tmp_path, timeout=50) == [[]] * world_size
 
 
 def _different_names(rank: int, world_size: int, root: Path) -> tuple[int | None, float, int]:
-    """As the stages of a pipeline: each rank has names that no other knows."""
+    """Each rank has names that no other has, as the stages of a pipeline do."""
     import torch.distributed as dist
 
     _join(rank, world_size, "names")

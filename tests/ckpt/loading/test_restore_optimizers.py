@@ -1,4 +1,4 @@
-"""Optimizers and schedulers restore into fresh ones that have not stepped yet, and training goes on bit for bit."""
+"""Optimizers and schedulers are restored into new ones that have not stepped, and training continues bit for bit."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_optimizer_goes_on_where_it_was(
 
 
 class _WideAdam(torch.optim.Optimizer):
-    """Keeps float32 moments of parameters in bfloat16."""
+    """An optimizer with float32 moments of bfloat16 parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})

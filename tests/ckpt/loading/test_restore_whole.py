@@ -1,4 +1,4 @@
-"""A restore changes all of a state, or nothing: also when an object of the state refuses what the checkpoint has."""
+"""A restore changes all of a state or nothing, even if an object of the state refuses to load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 
 class _Loader:
-    """Refuses positions that it does not like, half-way. `tensors`: has some of its own, in place or as a copy."""
+    """An object that refuses some positions after loading half of its state; with `tensors`, in place or as a copy."""
 
     def __init__(self, position: int, limit: int = 1000) -> None:
         self.position = position
@@ -47,7 +47,7 @@ class _Loader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loads += 1
-        self.position = state_dict.pop("inner")["position"]  # what it gets may be taken apart
+        self.position = state_dict.pop("inner")["position"]  # it may modify its argument
         self.copy = state_dict.pop("copy").clone()
         if self.position > self.limit:
             raise ValueError(f"position {self.position} is beyond {self.limit}")
@@ -59,7 +59,7 @@ class _Loader:
 
 
 class _Extra(nn.Linear):
-    """A module with state that is no tensor, which may not fit."""
+    """A module with extra state that is not a tensor and may not fit."""
 
     def __init__(self, version: int) -> None:
         super().__init__(3, 2)
@@ -138,8 +138,8 @@ def test_a_module_with_code_of_its_own_is_asked_before_it_is_overwritten(
 def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
     queue: AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is then asked with the values of the checkpoint and with the tensors that it has."""
-    import ckpt.loading.placement
+    """It is tried with the values of the checkpoint and its own tensors."""
+    import ckpt.loading.state_update
 
     class Large(_Loader):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
             if self.position > self.limit:
                 raise ValueError("too far")
 
-    monkeypatch.setattr(ckpt.loading.placement, "_KEPT_BYTES", 10)
+    monkeypatch.setattr(ckpt.loading.state_update, "_KEPT_BYTES", 10)
     with Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"object": Large(7)}, 1)
         state = {"object": Large(3, limit=5)}
@@ -173,7 +173,7 @@ def test_a_step_that_turns_out_to_be_damaged_leaves_numbers_and_objects(queue: A
         with pytest.raises(CheckpointCorruptError, match="tensor big") as caught:
             checkpointer.restore(state, 1)
         assert (state["loader"].content(), state["n"]) == (_Loader(3).content(), 3)
-        assert "tensors of the state are perhaps overwritten in part" in caught.value.__notes__[0]
+        assert "tensors of the state may be partly overwritten" in caught.value.__notes__[0]
 
 
 def _one_refuses(rank: int, world_size: int, root: Path) -> str:
@@ -224,7 +224,7 @@ def test_an_object_that_refuses_in_the_end_is_told_apart_from_what_is_restored(
 def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_restored(
     queue: AsyncCallsQueue, tmp_path: Path, stepped: bool, tensor_rate: bool
 ) -> None:
-    """A layer that was frozen is not any more."""
+    """A layer that was frozen is trained now."""
 
     def build(seed: int, count: int, steps: int) -> dict[str, Any]:
         model, optimizer = _trained(seed, steps, count)
@@ -351,7 +351,7 @@ def test_values_beside_tensors_come_back_in_every_container(queue: AsyncCallsQue
 
 
 class _Tuples:
-    """A state dict that is no dict."""
+    """An object whose state dict is not a dict."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -366,7 +366,7 @@ class _Tuples:
         return f"_Tuples({self.state})"
 
 
-class _Odd(tuple):  # a tuple that cannot be made again from its items
+class _Odd(tuple):  # a tuple that cannot be made from its items
     __slots__ = ()
 
 
@@ -401,7 +401,7 @@ def test_a_container_that_takes_no_other_value_leaves_everything_as_it_was(
     with Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"t": torch.ones(3), "n": 7, "d": {"x": 7}}, 1)
         state = {"t": torch.zeros(3), "n": 3, "d": Frozen(x=3)}
-        with pytest.raises(StateError, match="d/x: the container does not take 7: KeyError"):
+        with pytest.raises(StateError, match="d/x: the container does not accept 7: KeyError"):
             checkpointer.restore(state)
     assert (state["n"], state["d"]) == (3, {"x": 3})
     assert not state["t"].any()

@@ -1,9 +1,8 @@
-"""Random tables of copies and of reads for the C code, each next to what numpy makes of it.
+"""Random tables of copies and reads for the C code, each compared with numpy.
 
     python -m tests.ckpt.native.fuzz LIBRARY SEED TABLES
 
-loads the C code from LIBRARY, which may be one with sanitizers in it, and ends with an error at the first table whose
-outcome is not the expected one.
+loads the C code from LIBRARY, which may be compiled with sanitizers, and fails at the first table with a wrong result.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def instead_of_the_installed(library: str) -> None:
-    """Let `ckpt.native`, imported after this, use another library."""
+    """Have `ckpt.native`, imported after this, use another library."""
     real: Callable[..., ctypes.CDLL] = ctypes.CDLL
 
     def load(name: Any, *arguments: Any, **options: Any) -> ctypes.CDLL:
@@ -40,7 +39,7 @@ def _address(array: Bytes) -> int:
 
 
 def _memory(size: int) -> Bytes:
-    """Memory of its own, so that a sanitizer sees what is done just outside of it."""
+    """Allocate separate memory, so that a sanitizer detects accesses just outside of it."""
     return np.full(size, _GUARD, np.uint8)
 
 
@@ -49,7 +48,7 @@ def _size(rng: random.Random) -> int:
 
 
 def _copies(rng: random.Random, noise: Bytes) -> None:
-    """A table of copies: checksums alone, of zeros, continued, with and without a place for the checksum."""
+    """A table of copies, checksums alone and of zeros, continued ones, with and without an address for them."""
     import google_crc32c
 
     from ckpt import native
@@ -62,23 +61,23 @@ def _copies(rng: random.Random, noise: Bytes) -> None:
         start = rng.randrange(len(noise) - size)
         source = np.zeros(size, np.uint8) if kind == "zeros" else noise[start : start + size].copy()
         target = _memory(size if kind == "copy" else 0)
-        seal = _memory(4 if rng.random() < 0.5 else 0)
+        checksum = _memory(4 if rng.random() < 0.5 else 0)
         crc = google_crc32c.extend(crc if continues else 0, source.tobytes())
         run["to"] = _address(target) if kind == "copy" else 0
         run["from"] = 0 if kind == "zeros" else _address(source)
         run["bytes"], run["continues"] = size, continues
-        run["seal_at"] = _address(seal) if len(seal) else 0
+        run["seal_at"] = _address(checksum) if len(checksum) else 0
         expected.append(crc)
-        kept.append((source, target, seal, crc))
+        kept.append((source, target, checksum, crc))
     native.copy_runs(runs)
     assert runs["crc32c"].tolist() == expected
-    for source, target, seal, crc in kept:
+    for source, target, checksum, crc in kept:
         assert not len(target) or np.array_equal(source, target)
-        assert not len(seal) or int.from_bytes(seal.tobytes(), "little") == crc
+        assert not len(checksum) or int.from_bytes(checksum.tobytes(), "little") == crc
 
 
 def _reads(rng: random.Random, noise: Bytes) -> None:
-    """A table of reads from a file of pieces, which may be damaged or end too early."""
+    """A table of reads from a file of blocks, which may be damaged or truncated."""
     import google_crc32c
 
     from ckpt import native
@@ -109,14 +108,14 @@ def _reads(rng: random.Random, noise: Bytes) -> None:
     with tempfile.TemporaryFile() as file:
         file.write(file_bytes)
         file.flush()
-        got = native.read_pieces(file.fileno(), piece_bytes, np.array(segments, native.SEGMENT))
+        got = native.read_checked(file.fileno(), piece_bytes, np.array(segments, native.SEGMENT))
     assert got == whole, (got, whole)
     for at, size, target in targets:
         assert not whole or np.array_equal(target, content[at : at + size])
 
 
 def main(library: str, seed: int, tables: int) -> None:
-    """Try so many tables, in every way that the processor has."""
+    """Try random tables with every implementation that the processor supports."""
     instead_of_the_installed(library)
     from ckpt import native
 

@@ -1,4 +1,4 @@
-"""Copies and checksums: the same results in C, in every way the processor has, and without, next to a known one."""
+"""Copies and checksums: every implementation in C and the portable one agree with a known one."""
 
 import os
 from collections.abc import Iterator
@@ -31,17 +31,17 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def copy(source: np.ndarray, target: np.ndarray, seal: np.ndarray | None = None) -> int:
+def copy(source: np.ndarray, target: np.ndarray, checksum: np.ndarray | None = None) -> int:
     runs = np.zeros(1, native.RUN)
     runs["to"], runs["from"], runs["bytes"] = address(target), address(source), source.nbytes
-    runs["seal_at"] = 0 if seal is None else address(seal)
+    runs["seal_at"] = 0 if checksum is None else address(checksum)
     native.copy_runs(runs)
     return int(runs["crc32c"][0])
 
 
 @pytest.mark.parametrize(
     ("data", "crc"),
-    [  # the examples of RFC 3720, appendix B.4, and the check value of the catalogues
+    [  # the examples of RFC 3720, appendix B.4, and the check value of CRC catalogues
         (bytes(32), 0x8A9136AA),
         (b"\xff" * 32, 0x62A8AB43),
         (bytes(range(32)), 0x46DD794E),
@@ -101,8 +101,8 @@ def test_many_runs_in_one_call() -> None:
 )
 @example(parts=[("zeros", 3 << 20), ("copied", 1), ("zeros", 1 << 40)], alone=0)
 def test_runs_that_continue_have_one_checksum(parts: list[tuple[str, int]], alone: int) -> None:
-    """With others in front that stand alone."""
-    whole, target, seal = b"", np.zeros(sum(size for kind, size in parts if kind == "copied"), np.uint8), bytearray(4)
+    """Other runs, which do not continue, come before."""
+    whole, target, stored = b"", np.zeros(sum(size for kind, size in parts if kind == "copied"), np.uint8), bytearray(4)
     runs = np.zeros(alone + len(parts), native.RUN)
     runs["from"], runs["bytes"] = address(NOISE), 100
     expected, at = 0, 0
@@ -117,15 +117,15 @@ def test_runs_that_continue_have_one_checksum(parts: list[tuple[str, int]], alon
         if kind == "copied":
             whole += NOISE[number : number + size].tobytes()
             at += size
-    runs["seal_at"][-1] = address(np.frombuffer(seal, np.uint8))
+    runs["seal_at"][-1] = address(np.frombuffer(stored, np.uint8))
     native.copy_runs(runs)
-    assert int(runs["crc32c"][-1]) == expected == int.from_bytes(seal, "little")
+    assert int(runs["crc32c"][-1]) == expected == int.from_bytes(stored, "little")
     assert target.tobytes() == whole
     assert set(runs["crc32c"][:alone].tolist()) <= {google_crc32c.value(NOISE[:100].tobytes())}
 
 
 def zeros_checksum(size: int) -> int:
-    """That of so many zeros, from the halves: no memory for a terabyte."""
+    """Return the checksum of zeros, joined from halves: a terabyte does not fit into memory."""
     if size <= 1 << 16:
         return int(google_crc32c.value(bytes(size)))
     half = zeros_checksum(size // 2)
@@ -142,7 +142,7 @@ def test_joined_checksums(parts: list[int]) -> None:
     assert joined == native.crc32c(NOISE[:at].data)
 
 
-def write_pieces(path: Path, content: bytes, piece_bytes: int) -> None:
+def write_blocks(path: Path, content: bytes, piece_bytes: int) -> None:
     pieces = [content[at : at + piece_bytes] for at in range(0, len(content), piece_bytes)]
     path.write_bytes(b"".join(piece + google_crc32c.value(piece).to_bytes(4, "little") for piece in pieces))
 
@@ -150,7 +150,7 @@ def write_pieces(path: Path, content: bytes, piece_bytes: int) -> None:
 def read_segments(path: Path, piece_bytes: int, segments: list[tuple[int, int, int]]) -> bool:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return native.read_pieces(fd, piece_bytes, np.array(segments, native.SEGMENT))
+        return native.read_checked(fd, piece_bytes, np.array(segments, native.SEGMENT))
     finally:
         os.close(fd)
 
@@ -161,7 +161,7 @@ def test_a_piece_is_read_and_checked(tmp_path: Path, piece_bytes: int, padding: 
     content = NOISE[: 2 * piece_bytes].tobytes()[:-padding] if padding else NOISE[: 2 * piece_bytes].tobytes()
     content = content.ljust(2 * piece_bytes, b"\0")
     file = tmp_path / "file"
-    write_pieces(file, content, piece_bytes)
+    write_blocks(file, content, piece_bytes)
     wanted = max(1, piece_bytes - padding)
     target = np.full(wanted + GUARD, 0xA5, np.uint8)
     second = [(piece_bytes, address(target), wanted)]
@@ -173,7 +173,7 @@ def test_a_piece_is_read_and_checked(tmp_path: Path, piece_bytes: int, padding: 
         file.write_bytes(data)
         assert not read_segments(file, piece_bytes, second)
         data[at] ^= 0x10
-    data[0] ^= 0x10  # of another piece
+    data[0] ^= 0x10  # of another block
     file.write_bytes(data)
     assert read_segments(file, piece_bytes, second)
     for size in (start, start + piece_bytes, start + piece_bytes + 3):
@@ -190,7 +190,7 @@ def test_segments_go_to_their_places(tmp_path: Path, piece_bytes: int, lengths: 
     total = sum(gap + size for gap, size in lengths)
     content = NOISE[: -(-max(total, 1) // piece_bytes) * piece_bytes].tobytes()
     file = tmp_path / "file"
-    write_pieces(file, content, piece_bytes)
+    write_blocks(file, content, piece_bytes)
     targets = [np.full(size + GUARD, 0xA5, np.uint8) for _, size in lengths]
     segments, at = [], 0
     for (gap, size), target in zip(lengths, targets, strict=True):
@@ -208,13 +208,13 @@ def test_segments_must_be_in_order() -> None:
         [(0, address(target), 8), (7, address(target), 8)],
     ):
         with pytest.raises(ValueError, match="in order"):
-            native.read_pieces(-1, 64, np.array(segments, native.SEGMENT))
+            native.read_checked(-1, 64, np.array(segments, native.SEGMENT))
 
 
 def test_an_error_of_the_system_is_an_error() -> None:
     target = np.zeros(8, np.uint8)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        native.read_pieces(-1, 8, np.array([(0, address(target), 8)], native.SEGMENT))
+        native.read_checked(-1, 8, np.array([(0, address(target), 8)], native.SEGMENT))
 
 
 def test_runs_must_be_what_the_library_takes() -> None:

@@ -1,4 +1,4 @@
-"""The C code with AddressSanitizer and UndefinedBehaviorSanitizer in it: its tests, and random tables of work.
+"""The tests of the C code, and random tables, with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 `TESTS=full` (see `make test-faults`) runs all of them; otherwise only some tables, and `FUZZ_SEED` sets the
 seed, which is printed.
@@ -34,7 +34,7 @@ sys.exit(pytest.main([*options, "tests/ckpt/native/test_native.py"]))
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
-    """The library, and the environment of a process that can load it."""
+    """Compile the library; return it with the environment of a process that can load it."""
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc to build the C code with sanitizers")
@@ -68,7 +68,7 @@ def test_random_tables(sanitized: tuple[str, dict[str, str]]) -> None:
 
 
 def test_the_sanitizer_sees_a_write_outside(sanitized: tuple[str, dict[str, str]]) -> None:
-    """Otherwise the other tests would show nothing."""
+    """Otherwise the other tests would prove nothing."""
     library, environment = sanitized
     program = (
         "import sys; from tests.ckpt.native.fuzz import instead_of_the_installed as use; use(sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""The C code runs in any thread, also in one with the smallest stack that Python allows."""
+"""The C code runs in a thread with the smallest stack that Python allows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ file.write(content.tobytes() + native.crc32c(content.data).to_bytes(4, "little")
 file.flush()
 
 def work():
-    assert native.read_pieces(file.fileno(), len(content), np.array([(0, address(read), len(content))], native.SEGMENT))
+    segments = np.array([(0, address(read), len(content))], native.SEGMENT)
+    assert native.read_checked(file.fileno(), len(content), segments)
     run = np.zeros(1, native.RUN)
     run["to"], run["from"], run["bytes"] = address(copied), address(content), len(content)
     native.copy_runs(run)
 
-threading.stack_size(int(sys.argv[1]))
-threads = [threading.Thread(target=work) for _ in range(8)]  # side by side: what leaves one stack is in another
-for thread in threads:
+threading.stack_size(int(sys.argv[1])) threads = [threading.Thread(target=work) for _ in range(8)]  # adjacent, so that
+an overflow of one stack writes to another for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()

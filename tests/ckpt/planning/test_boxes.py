@@ -1,4 +1,4 @@
-"""The boxes of a sharded tensor are those that torch.chunk and DTensor give."""
+"""The boxes of a sharded tensor are those of torch.chunk and DTensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes, make_up
+from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes, tile_exactly
 
 _SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 _MESHES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -24,7 +24,7 @@ def _sharding(mesh: tuple[int, ...], placements: list[Placement]) -> Sharding:
 
 
 def _held(tensor: torch.Tensor, sharding: Sharding, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """The local tensor, put together from its boxes."""
+    """Return the local tensor, assembled from its boxes."""
     boxes = local_boxes(tuple(tensor.shape), sharding, coordinate)
     ends = [[at[dim] + box.shape[dim] for box, at in boxes] for dim in range(tensor.dim())]
     local = torch.full([max(dim, default=0) for dim in ends], -1, dtype=tensor.dtype)
@@ -59,7 +59,7 @@ def test_boxes_are_those_of_dtensor(shape: tuple[int, ...], mesh: tuple[int, ...
 
 
 def _strided(tensor: torch.Tensor, dim: int, ways: int, factor: int) -> list[torch.Tensor]:
-    """What DTensor itself cuts a tensor into."""
+    """Return the shards that DTensor makes."""
     parts, _ = _StridedShard(dim, split_factor=factor)._split_tensor(tensor, ways, with_padding=False)
     return list(parts)
 
@@ -127,7 +127,7 @@ def test_coordinates_are_in_c_order_of_the_mesh(ranks: tuple[int, ...]) -> None:
 
 
 def _cut(box: Box, cuts: list[tuple[int, int]]) -> list[Box]:
-    """Parts of a box, cut in two again and again: which part, and where in all of its dimensions counted together."""
+    """A strategy for cuts of a box: which part to split, and where, over all of its dimensions."""
     parts = [box]
     for which, where in cuts:
         part = parts.pop(which % len(parts))
@@ -147,10 +147,10 @@ def _cut(box: Box, cuts: list[tuple[int, int]]) -> list[Box]:
     cuts=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8),
     change=st.none() | st.tuples(st.integers(0, 50), st.integers(-2, 2), st.integers(0, 2), st.integers(0, 50)),
 )
-def test_boxes_make_up_a_tensor_exactly(
+def test_boxes_tile_a_tensor_exactly(
     shape: tuple[int, ...], cuts: list[tuple[int, int]], change: tuple[int, int, int, int] | None
 ) -> None:
-    """As counted element by element."""
+    """The result is the same as by counting elements."""
     boxes = _cut(Box.whole(shape), cuts)
     if change is not None and shape:
         which, by, how, dim = change
@@ -162,4 +162,4 @@ def test_boxes_make_up_a_tensor_exactly(
     for box in boxes:
         for index in product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))):
             counts[index] = counts.get(index, 0) + (1 if index in counts else 2)
-    assert make_up(shape, boxes) == all(count == 1 for count in counts.values())
+    assert tile_exactly(shape, boxes) == all(count == 1 for count in counts.values())

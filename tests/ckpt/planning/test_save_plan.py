@@ -1,4 +1,4 @@
-"""Who writes what: every element once, by a rank that holds it, evenly, and the same on every rank."""
+"""A save plan: each element is written once, by a rank that holds it, evenly, and all ranks have the same plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ckpt.errors import StateError
 from ckpt.paths import Path
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec, check_agreement, exchange
-from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 
 _ALL = 1 << 40
@@ -39,7 +39,7 @@ def _holds(spec: TensorSpec, rank: int, box: Box) -> bool:
 
 
 def _check_cover(plan: SavePlan, descriptions: Sequence[StateDescription]) -> None:
-    """Every element of every tensor is written once, by a rank that holds it."""
+    """Check that every element of every tensor is written once, by a rank that holds it."""
     written: dict[tuple[Path, int | None], torch.Tensor] = {}
     for rank, description in enumerate(descriptions):
         for path, spec in description.tensors.items():
@@ -70,7 +70,7 @@ def _check_cover(plan: SavePlan, descriptions: Sequence[StateDescription]) -> No
 
 
 def _check_pack(plan: SavePlan) -> None:
-    """Small tensors do not overlap, are aligned, none lies across two inner chunks, and little is wasted."""
+    """Check that packed tensors are aligned, do not overlap, stay within inner chunks, and waste little space."""
     inner = plan.pack_grid and (plan.pack_grid.inner_chunk_shape or plan.pack_grid.chunk_shape)
     assert plan.pack_owners == tuple(sorted(plan.pack_owners))
     for owner in set(plan.pack_owners):
@@ -133,7 +133,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObje
 
 
 def test_what_comes_from_the_lowest_rank_is_not_divided() -> None:
-    """Each box by the lowest of its ranks, if only one of them says so; the rest is divided evenly all the same."""
+    """The lowest rank writes each box even if only one rank asks for it; other tensors are still divided evenly."""
     halves = Sharding((2, 2), (0, 1, 2, 3), (Placement(None), Placement(0)))
     tensors = _tensors(**{f"w{n}": _spec(64, 8) for n in range(8)})
     tensors |= _tensors(buffer=_spec(64, 8), small=_spec(3), halved=_spec(64, 8, sharding=halves))
@@ -223,7 +223,7 @@ def test_replicas_may_have_a_mesh_each() -> None:
 
 
 def test_tied_tensors_of_which_some_ranks_have_empty_shards() -> None:
-    """A rank with an empty shard cannot see that two names are one tensor."""
+    """A rank with an empty shard cannot tell that two names are one tensor."""
     mesh = Sharding((3,), (0, 1, 2), (Placement(0),))
     spec = _spec(4, 30, sharding=mesh)
     tied = StateDescription(_tensors(a=spec), aliases={("b",): ("a",)})
@@ -273,7 +273,7 @@ def test_the_digest_tells_plans_apart() -> None:
 
 
 class _FakeGather:
-    """Plays one rank's part in collectives whose other parts are already known; counts them."""
+    """One rank of all-gathers with known results of the other ranks; counts the calls."""
 
     def __init__(self, rank: int, rounds: list[list[bytes]]) -> None:
         self.rank = rank

@@ -28,8 +28,10 @@ from ckpt.errors import (
     StateError,
 )
 from ckpt.saving import write
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published, Reason, SaveId
-from ckpt.storage.locks import lock_shared
+from ckpt.storage.commit import Abandoned, PendingSave, Published, Reason
+from ckpt.storage.directories import lock_shared
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
 from tests.ckpt.crash.killers import KillingWriter, wait_until

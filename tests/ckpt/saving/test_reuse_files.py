@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage import files
-from ckpt.storage.commit import CheckpointRoot, intent_of_step
-from ckpt.storage.locks import lock_shared
-from ckpt.storage.retired import retire_step, retired_path
+from ckpt.storage import directories, files
+from ckpt.storage.directories import lock_shared
+from ckpt.storage.recycled import recycle_step, recycled_path
+from ckpt.storage.root import CheckpointRoot, intent_of_step
 from ckpt.validation import validate
 from tests.support import LeakCheck, run_ranks
 
@@ -224,7 +224,8 @@ def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any]
         _open(tmp_path, **options)
 
 
-_CALLS = ("make_directories", "rename_directory", "remove_tree", "remove", "fsync_directory")
+_CALLS = [(files, "remove")]
+_CALLS += [(directories, name) for name in ("make_directories", "rename_directory", "remove_tree", "fsync_directory")]
 
 
 def _die_in(root: str, plan: str, calls: int) -> None:
@@ -241,9 +242,9 @@ def _die_in(root: str, plan: str, calls: int) -> None:
 
         return call
 
-    for name in _CALLS:
-        setattr(files, name, counting(getattr(files, name)))
-    retire_step(CheckpointRoot(root), 1, plan)
+    for module, name in _CALLS:
+        setattr(module, name, counting(getattr(module, name)))
+    recycle_step(CheckpointRoot(root), 1, plan)
 
 
 def test_killed_while_it_retires_a_step(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_somebody_else_takes_it_first(tmp_path: Path) -> None:
             checkpointer.save(_state(float(step)), step)
         root = CheckpointRoot(str(tmp_path))
         (plan,) = _retired(tmp_path)
-        os.rename(os.path.join(retired_path(root), plan), tmp_path / "elsewhere")
+        os.rename(os.path.join(recycled_path(root), plan), tmp_path / "elsewhere")
         checkpointer.save(_state(3.0), 3)
         assert not set(_files(tmp_path / "elsewhere").values()) & set(_files(tmp_path / "step_00000003").values())
     _assert_whole(tmp_path, 3)

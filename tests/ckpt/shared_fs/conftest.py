@@ -1,4 +1,4 @@
-"""One folder through two FUSE mounts, each with locks of its own: as two hosts see a network file system."""
+"""One directory through two FUSE mounts with separate locks, as two hosts see a network file system."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ _MOUNT_DEADLINE_S = 20.0
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    """Skipped without bindfs, unless TESTS is "full"."""
+    """Mount a directory twice; skip the test without bindfs, unless TESTS is "full"."""
     if shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"):
         if FULL:
             pytest.fail("bindfs or /dev/fuse is missing: apt-get install bindfs")

@@ -1,4 +1,4 @@
-"""The two mounts, and jobs on them."""
+"""Two mounts of one directory, and jobs on them."""
 
 import os
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def value_of(state: dict[str, Any]) -> float:
-    """The value that all of the state has."""
+    """Return the value of all elements of the state."""
     values = {*state["w"].unique().tolist(), *state["v"].unique().tolist(), state["number"]}
     assert len(values) == 1, f"of several steps: {values}"
     return float(values.pop())
@@ -38,9 +38,9 @@ def value_of(state: dict[str, Any]) -> float:
 
 @dataclass
 class Held(KillingWriter):
-    """A save that waits for the file `hold` at its point: "write" before this rank's part, "decide" behind it.
+    """A save that waits at a point for the file `hold`: "write" is before this rank's part, "decide" after it.
 
-    The file ``<hold>.<point>.<rank>`` says that it is there.
+    The file ``<hold>.<point>.<rank>`` shows that it waits.
     """
 
     def _write(self, pending: Any, plan: Any) -> Any:
@@ -58,11 +58,11 @@ class Held(KillingWriter):
         wait_until(lambda: os.path.exists(self.hold), "the signal to go on", 60)
 
     def strike(self, point: str) -> None:
-        """It kills no process."""
+        """Do nothing: no process is killed."""
 
 
 def held(checkpointer: ckpt.Checkpointer, value: float, step: int, point: str, hold: Path) -> None:
-    """Schedule a save that is held at `point`."""
+    """Schedule a save that waits at `point`."""
     request = checkpointer.save_request(state_of(value), step)
     writer = Held.instead_of(request.async_fn, point=point, hold=str(hold))  # type: ignore[arg-type]
     checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))

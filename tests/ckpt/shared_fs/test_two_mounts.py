@@ -1,4 +1,4 @@
-"""Jobs on two mounts of one folder, which do not see each other's locks: nothing is lost, nothing is mixed."""
+"""Jobs on two mounts of one directory, which do not see each other's locks: nothing is lost or mixed."""
 
 import os
 import signal
@@ -11,8 +11,9 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointNotFoundError, FencedError, StorageError
-from ckpt.storage.commit import CheckpointRoot, PendingSave
-from ckpt.storage.locks import lock_shared, try_lock_exclusive
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.directories import lock_shared, try_lock_exclusive
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate
 from tests.ckpt.crash.killers import wait_until
@@ -23,14 +24,14 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_locks_of_one_mount_are_not_seen_on_the_other(mounts: Mounts) -> None:
-    """Or the other tests here would show nothing."""
+    """Otherwise the other tests here would prove nothing."""
     with lock_shared(str(mounts.one)):  # type: ignore[union-attr]
         lock = try_lock_exclusive(str(mounts.two))
         assert lock is not None
         lock.close()
 
 
-# -- a job that only reads, beside one that saves ----------------------------------------------------------------------
+# -- a job that only reads, next to one that saves ---------------------------------------------------------------------
 
 
 def _train(rank: int, world_size: int, root: Path, hold: Path) -> list[int]:
@@ -63,7 +64,7 @@ def test_a_read_only_mount_is_enough_to_restore(mounts: Mounts, tmp_path: Path) 
         wait_for(Path(f"{hold}.decide.0"), "the save to be complete")
         trainer.kill(0)
         trainer.wait(30, {0: -signal.SIGKILL})
-    root = CheckpointRoot(str(mounts.folder / "root"))  # everything is gone, and there is a save to decide about
+    root = CheckpointRoot(str(mounts.folder / "root"))  # the job has ended, and a save is undecided
     assert len(root.pending()) == 1
     with ckpt.Checkpointer(mounts.read_only / "root") as checkpointer:
         state = state_of(0.0)
@@ -103,13 +104,13 @@ def _two_nodes(rank: int, world_size: int, roots: tuple[Path, Path], hold: Path)
 
 
 def _parts(root: Path) -> set[int]:
-    """Whose parts of the pending save are there."""
+    """Return the ranks whose parts of the pending save are complete."""
     checkpoints = CheckpointRoot(str(root))
     return {rank for save in checkpoints.pending() for rank in PendingSave(checkpoints, save).parts_present()}
 
 
 def test_an_orphaned_coordinator_waits_for_a_writer_on_the_other_mount(mounts: Mounts, tmp_path: Path) -> None:
-    """It gave up after 3 s, as it saw no lock of the other one."""
+    """It used to abandon the save after 3 s, because it saw no lock of the other one."""
     hold = tmp_path / "go"
     roots = (mounts.one / "root", mounts.two / "root")
     with launch_ranks(_two_nodes, 2, roots, hold) as trainers:
@@ -120,7 +121,7 @@ def test_an_orphaned_coordinator_waits_for_a_writer_on_the_other_mount(mounts: M
             trainers.kill(rank)
         trainers.wait(30, dict.fromkeys(range(2), -signal.SIGKILL))
         root = CheckpointRoot(str(mounts.folder / "root"))
-        end = time.monotonic() + 5  # longer than an orphan waits for those who are gone
+        end = time.monotonic() + 5  # longer than an orphan waits for dead processes
         while time.monotonic() < end:
             assert [save.step for save in root.pending()] == [2], "given up, though a writer of rank 1 is alive"
             time.sleep(0.1)
@@ -146,7 +147,7 @@ def _queued(rank: int, world_size: int, root: Path, gate: Gate, saved_before: bo
 def test_a_save_in_the_queue_of_a_surviving_writer_is_fenced(
     mounts: Mounts, tmp_path: Path, saved_before: bool
 ) -> None:
-    """It was published after the next job had restored an older step."""
+    """It used to be published after the next job had restored an older step."""
     gate = Gate.create(tmp_path)
     with launch_ranks(_queued, 1, mounts.one / "root", gate, saved_before) as trainer:
         trainer.wait_for_output(0, "^queued")
@@ -180,7 +181,7 @@ def test_a_save_in_the_queue_of_a_surviving_writer_is_waited_for(mounts: Mounts,
 
 
 def _open(rank: int, world_size: int, gate: Gate) -> None:
-    time.sleep(0.5)  # the restore is waiting by now; if it is not, the test shows less, and passes
+    time.sleep(0.5)  # the restore is probably waiting by now; if not, the test checks less, and passes
     gate.open()
 
 
@@ -190,7 +191,7 @@ def test_the_later_start_wins_on_whatever_mount(mounts: Mounts) -> None:
         state = state_of(0.0)
         assert second.restore(state) == 1
         first.save(state_of(2.0), 2)
-        second.save(state_of(20.0), 2)  # it continues step 1; step 2 is of another branch, and moved aside
+        second.save(state_of(20.0), 2)  # it continues step 1; step 2 is of another branch, and set aside
         with pytest.raises(FencedError):
             first.save(state_of(3.0), 3)
         assert second.restore(state) == 2
@@ -198,7 +199,7 @@ def test_the_later_start_wins_on_whatever_mount(mounts: Mounts) -> None:
     assert len(os.listdir(mounts.folder / "root/.superseded")) == 1
 
 
-# -- readers beside a job that uses files again ------------------------------------------------------------------------
+# -- readers next to a job that recycles files ------------------------------------------------------------------------
 
 
 def _options() -> dict[str, Any]:
@@ -219,7 +220,7 @@ def test_a_reader_with_a_lease_keeps_its_step(mounts: Mounts) -> None:
 
 
 def test_a_reader_without_a_lease_never_gets_two_steps_in_one_tensor(mounts: Mounts) -> None:
-    """It got elements of both, and all checksums were right."""
+    """It used to get elements of both, with correct checksums."""
     with ckpt.Checkpointer(mounts.one / "root", **_options()) as trainer:
         trainer.save(state_of(1.0), 1)
         opened = ckpt.open(mounts.read_only / "root")

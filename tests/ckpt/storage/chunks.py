@@ -1,4 +1,4 @@
-"""Stages arrays as a trainer does, for the tests of what is behind."""
+"""Stage arrays as a trainer does, for tests of writers and readers."""
 
 import mmap
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.storage.images import piece_array
-from ckpt.storage.metadata import ArrayMeta
-from ckpt.storage.writers import ChunkJob, ChunkWriter, WrittenChunk
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_codec import WrittenChunk, inner_chunk_array
+from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -43,7 +43,7 @@ CASES = [
 
 
 def elements(meta: ArrayMeta, *, seed: int = 0) -> Array:
-    """Random bits as the stored elements of the whole array: no value is special, nan least of all."""
+    """Return random bits as the stored elements of an array, including nan."""
     rng = np.random.default_rng(seed)
     shape = (*meta.shape, *meta.stored.trailing)
     count = int(np.prod(shape)) * meta.stored.numpy_dtype.itemsize
@@ -56,13 +56,13 @@ def bits(array: Array) -> bytes:
 
 
 def staged(meta: ArrayMeta, index: tuple[int, ...], array: Array) -> memoryview:
-    """The image of a chunk in page-aligned memory that held something else before."""
+    """Return an encoded chunk without checksums, in page-aligned memory that held other data before."""
     layout = meta.layout(index)
-    image = memoryview(mmap.mmap(-1, layout.image_bytes))
+    image = memoryview(mmap.mmap(-1, layout.buffer_bytes))
     image[:] = b"\xaa" * len(image)
-    for piece in layout.pieces:
+    for piece in layout.inner_chunks:
         box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
-        piece_array(meta, layout, piece, image)[...] = array[box]
+        inner_chunk_array(meta, layout, piece, image)[...] = array[box]
     return image
 
 
@@ -74,6 +74,6 @@ def write_array(writer: ChunkWriter, meta: ArrayMeta, directory: str, array: Arr
 
 
 def boxes(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """Some boxes of an array: all of it, and parts that begin and end anywhere."""
+    """Yield boxes of an array: the whole array, and random ones."""
     parts = [{(0, n), (n // 3, n - n // 4), (n // 2, n)} for n in shape]
     return [tuple(slice(a, b) for a, b in box) for box in product(*(sorted(part) for part in parts))]

@@ -9,7 +9,7 @@ Mount = Callable[..., Path]
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts a file system of a given type in a new directory; skips the test where that is not allowed."""
+    """Return a function that mounts a file system of a type in a new directory; skip the test if not allowed."""
     mounted: list[Path] = []
 
     def mount(kind: str, options: str = "rw") -> Path:

@@ -1,10 +1,10 @@
-"""What a loss of power may leave of a directory tree, by what POSIX promises.
+"""The directory trees that a loss of power may leave, according to POSIX.
 
-    file data     durable after an fsync of the file; before that, any content it has had since
-    a name        made, removed or linked: durable after an fsync of the directory; names of one directory come in order
-    a rename      as a whole, durable after an fsync of the directory it leads to
+    file data     durable after an fsync of the file; before, any content since the last one
+    a name        durable after an fsync of the directory; changes in one directory survive in order
+    a rename      atomic, durable after an fsync of the directory of the new name
 
-`Recorder` notes what system calls change, `crash` makes the tree that may be found after any number of them.
+`Recorder` records what system calls change, `crash` makes a tree that may be left after any number of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Change", "Recorder", "Tree", "crash", "materialise"]
 
 
 class Change(NamedTuple):
-    """What one system call has changed. `places` are the directories (by inode) and names that it is about."""
+    """A change by one system call. `places` are the affected directories (by inode) and names."""
 
     kind: str  # file, directory, data, sync, link, rename, unlink
     inode: int
@@ -40,7 +40,7 @@ class Tree:
 
     @classmethod
     def of(cls, path: Path) -> Tree:
-        """The tree at `path`, taken to be durable."""
+        """Return the tree at `path`, assumed to be durable."""
         tree = cls(path.stat().st_ino)
         tree._add(path)
         return tree
@@ -57,14 +57,14 @@ class Tree:
         return Tree(self.root, {number: dict(names) for number, names in self.directories.items()}, dict(self.files))
 
     def content(self, inode: int | None = None) -> Hashable:
-        """All names and bytes: equal for trees that nobody can tell apart."""
+        """Return all names and bytes, which are equal for equivalent trees."""
         inode = self.root if inode is None else inode
         if inode not in self.directories:
             return self.files[inode]
         return frozenset((name, self.content(entry)) for name, entry in self.directories[inode].items())
 
     def apply(self, change: Change) -> None:
-        """Do what a change of names did. One that is about a name that was lost does nothing."""
+        """Apply a change of names; ignore one of a name that was lost."""
         places = change.places
         names = [self.directories.get(directory, {}) for directory, _ in places]
         if change.kind in ("file", "directory", "link"):
@@ -80,9 +80,9 @@ class Tree:
 
 
 class Recorder:
-    """A hook for `Syscalls` that makes every call and notes what it changes.
+    """A hook for `Syscalls` that makes every call and records what it changes.
 
-    Inode numbers are used again: what is made while recording has a number of its own, below zero.
+    The system reuses inode numbers, so files made while recording get negative numbers instead.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Recorder:
         return result
 
     def _before(self, call: Call) -> Any:
-        """What is known only before the call."""
+        """Return what can be found only before the call."""
         if call.name == "open":
             return not call.args[1] & os.O_CREAT or os.path.lexists(call.args[0])
         return self._inode(call.args[0]) if call.name in ("rename", "renameat2", "unlink", "rmdir") else None
@@ -136,8 +136,9 @@ class Recorder:
 
 
 def crash(before: Tree, changes: list[Change], kept: random.Random | bool) -> Tree:
-    """The tree after a loss of power behind these changes. What is not durable is there (True), is not (False), or some
-    of it is (a source of random numbers)."""
+    """Return the tree after a loss of power that follows these changes.
+
+    What is not durable survives (True), does not (False), or survives in part (a source of random numbers)."""
     tree = before.copy()
     for change in _surviving(changes, kept):
         tree.apply(change)
@@ -156,8 +157,7 @@ def crash(before: Tree, changes: list[Change], kept: random.Random | bool) -> Tr
 
 
 def _surviving(changes: list[Change], kept: random.Random | bool) -> list[Change]:
-    """The changes of names that are found after the crash: the durable ones, and of the others the first few of each
-    directory."""
+    """Return the changes of names that survive the crash: durable ones, and the first few others of each directory."""
     named = [(at, change) for at, change in enumerate(changes) if change.places]
     synced = {(at, change.inode) for at, change in enumerate(changes) if change.kind == "sync"}
     last_sync: dict[int, int] = {}
@@ -166,7 +166,7 @@ def _surviving(changes: list[Change], kept: random.Random | bool) -> list[Change
     durable_until: dict[int, int] = {}
     for at, change in named:
         if last_sync.get(change.places[-1][0], -1) > at:
-            for directory, _ in change.places:  # what came before in the same directories is there, too
+            for directory, _ in change.places:  # earlier changes in the same directories survive, too
                 durable_until[directory] = at
     limits: dict[int, int] = {}
     for directory in sorted({directory for _, change in named for directory, _ in change.places}):
@@ -179,14 +179,14 @@ def _surviving(changes: list[Change], kept: random.Random | bool) -> list[Change
         directories = [directory for directory, _ in change.places]
         if all(at < limits[directory] for directory in directories):
             survivors.append(change)
-        else:  # nothing later of these directories can be there without it
+        else:  # no later change in these directories can survive without it
             for directory in directories:
                 limits[directory] = min(limits[directory], at)
     return survivors
 
 
 def materialise(tree: Tree, path: Path) -> None:
-    """Make the tree at `path`, which is not there."""
+    """Make the tree at `path`, which does not exist."""
     _make(tree, tree.root, path)
 
 

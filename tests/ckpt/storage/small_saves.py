@@ -1,4 +1,4 @@
-"""Saves small enough for hundreds of them, run in the process of the test, and what must hold of a root afterwards."""
+"""Small saves in the process of the test, and checks of the root afterwards."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 
 __all__ = ["SCENARIOS", "Scenario", "assert_whole", "opened", "save", "state_of"]
 
 
 def state_of(value: float) -> dict[str, Any]:
-    """What is saved as step `value`."""
+    """Return the state that is saved as step `value`."""
     return {"large": torch.arange(3000.0) * value, "small": torch.tensor([value, 2.0]), "value": value}
 
 
 @contextmanager
 def opened(root: Path, **options: Any) -> Iterator[ckpt.Checkpointer]:
-    """A Checkpointer whose writer uses one thread."""
+    """Return a Checkpointer whose writer uses one thread."""
     with ckpt.Checkpointer(root, threads=1, pack_below_bytes=4096, **options) as checkpointer:
         yield checkpointer
 
 
 def save(checkpointer: ckpt.Checkpointer, step: int) -> None:
-    """Save a step, all of it in this thread."""
+    """Save a step, entirely in this thread."""
     checkpointer.save_request(state_of(float(step)), step).execute_sync()
 
 
 def assert_whole(root: Path, *, strays: bool = False) -> list[int]:
-    """Every published step has its own bytes, and is valid; returns the steps. With `strays` there may be temporary
-    files in it."""
+    """Check that every published step is valid and has its own bytes, and return the steps.
+
+    With `strays` they may contain temporary files."""
     steps = CheckpointRoot(str(root)).steps()
     with ckpt.Checkpointer(root, read_only=True) as checkpointer:
         for step in steps:
@@ -52,11 +53,11 @@ def assert_whole(root: Path, *, strays: bool = False) -> list[int]:
 
 
 class _Died(BaseException):
-    """In place of a death: nothing handles it."""
+    """Raised in place of a death; nothing handles it."""
 
 
 def _die_before_the_commit(root: Path) -> None:
-    """Leave a complete save behind."""
+    """Leave a complete, unpublished save."""
     from tests.ckpt.storage.syscalls import Call, Syscalls
 
     def hook(call: Call, perform: Callable[..., Any]) -> Any:
@@ -82,7 +83,7 @@ class Scenario:
     complete_save_left: bool = False
 
     def prepare(self, root: Path) -> None:
-        """Make the root as it is before the save."""
+        """Make the root in its state before the save."""
         with opened(root, **self.options) as checkpointer:
             for step in range(1, self.earlier + 1):
                 save(checkpointer, step)

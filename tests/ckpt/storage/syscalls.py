@@ -1,7 +1,7 @@
 """The system calls by which saves and restores change a root, for tests that watch them or have them fail.
 
-`Syscalls` stands where the storage modules have `os`, so it sees every call whatever function makes it. It runs the
-saves of a test in one thread, so that the n-th call is the same one each time.
+`Syscalls` replaces `os` in the storage modules, so it sees every call. It runs the saves of a test in one thread, so
+that the n-th call is the same one each time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Hook = Callable[[Call, Callable[..., Any]], Any]
 
 
 class Syscalls:
-    """Intercepts the calls of the storage modules in one thread, the one that makes this."""
+    """Intercepts the calls of the storage modules in the thread that makes this object."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -112,7 +112,7 @@ class Syscalls:
 
 
 class _Os:
-    """The module `os`, with some functions of it replaced."""
+    """The module `os` with some functions replaced."""
 
     def __init__(self, replaced: dict[str, Callable[..., Any]]) -> None:
         self.__dict__.update(replaced)
@@ -122,7 +122,7 @@ class _Os:
 
 
 class _InThisThread:
-    """An executor that runs everything at once where it is called."""
+    """An executor that runs everything at once in the calling thread."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -138,7 +138,7 @@ class _InThisThread:
 
 
 def _remove_tree(proxy: Any, path: str) -> None:
-    """As shutil.rmtree, by calls that are seen."""
+    """As shutil.rmtree, by intercepted calls."""
     with proxy.scandir(path) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:

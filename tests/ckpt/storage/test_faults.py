@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import SCENARIOS, Scenario, assert_whole, opened, save
 from tests.ckpt.storage.syscalls import Call, Syscalls
 from tests.support.selection import FULL
 
-_CASES = 15  # of each scenario, unless all
+_CASES = 15  # per scenario, unless all
 _SHARES = range(8) if FULL else range(1)
 _CHANGING = {"link", "mkdir", "rename", "renameat2", "rmdir", "unlink"}
 
 
 class _Fault:
-    """A hook that lets call number `at` fail, and remembers all. No sync is made: power is not lost here."""
+    """A hook that makes call number `at` fail, and records all calls. Syncs are skipped: power is not lost here."""
 
     def __init__(self, at: int = -1, kind: str = "") -> None:
         self.calls: list[Call] = []
@@ -54,7 +54,7 @@ class _Fault:
 
 
 def _kinds(call: Call) -> list[str]:
-    """How a call can fail. (Python itself makes the calls of `os` again after EINTR, so none of them shows it.)"""
+    """Return how a call can fail; not EINTR, after which Python repeats the calls of `os`."""
     kinds = ["EIO", "ENOSPC"]
     if call.name in _CHANGING:
         kinds.append("done, EIO")
@@ -66,8 +66,8 @@ def _kinds(call: Call) -> list[str]:
 
 
 def _cases(scenario: Scenario, template: Path, folder: Path) -> list[tuple[int, str]]:
-    """All calls of the save, and how each can fail."""
-    for attempt in range(2):  # the first one finds out what is then known: the name of this host
+    """Return all calls of the save, and how each can fail."""
+    for attempt in range(2):  # fills caches, such as the name of this host
         copy = folder / f"counted_{attempt}"
         shutil.copytree(template, copy)
         counted = _Fault()
@@ -77,7 +77,7 @@ def _cases(scenario: Scenario, template: Path, folder: Path) -> list[tuple[int, 
 
 
 def _commit(calls: list[Call], step: int) -> int:
-    """The number of the call that publishes the step."""
+    """Return the number of the call that publishes the step."""
     name = f"step_{step:08d}"
     return next(
         (at for at, c in enumerate(calls) if c.name == "renameat2" and c.args[1].endswith(f"/{name}")), len(calls)
@@ -85,7 +85,7 @@ def _commit(calls: list[Call], step: int) -> int:
 
 
 def _descriptors() -> Counter[str]:
-    """What is open, by what it leads to."""
+    """Return the targets of the open descriptors."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of this listing
@@ -102,9 +102,9 @@ def _run(root: Path, scenario: Scenario, at: int, kind: str) -> None:
             with Syscalls().hooked(fault):
                 save(checkpointer, scenario.step)
         except CheckpointError as error:
-            failure = str(error)  # the error itself would keep what it has come through
+            failure = str(error)  # the traceback would keep objects alive
         assert fault.happened, "the call was not made"
-        strays = fault.calls[at].name == "unlink"  # then a temporary file cannot be removed
+        strays = fault.calls[at].name == "unlink"  # a temporary file cannot be removed then
         steps = assert_whole(root, strays=strays)
         assert scenario.step in steps or failure, "the save is no error, and the step is not there"
         assert scenario.step in steps or scenario.earlier in [*steps, 0], f"nothing is left but {steps}"
@@ -147,7 +147,7 @@ def test_a_call_that_fails_loses_nothing(tmp_path: Path, name: str, share: int) 
 
 @pytest.mark.parametrize("kind", ["EINTR", "done, EINTR"])
 def test_a_commit_that_a_signal_interrupts_is_repeated(tmp_path: Path, kind: str) -> None:
-    """Python repeats the calls of `os`, and this one is not of `os`. It is durable before the older step is removed."""
+    """Python does not repeat this call, which is not one of `os`. It is durable before the older step is removed."""
     scenario = SCENARIOS["retention"]
     for name in ("counted", "root"):
         (tmp_path / name).mkdir()

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import StorageError
-from ckpt.storage import files
-from ckpt.storage.files import Rename
-from ckpt.storage.locks import lock_shared, try_lock_exclusive
+from ckpt.storage import directories, files
+from ckpt.storage.directories import Rename, lock_shared, try_lock_exclusive
 from tests.ckpt.storage.conftest import Mount
 from tests.support import LeakCheck
 
@@ -45,25 +44,25 @@ def test_create_exclusive_has_one_winner(tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct", [True, False])
 def test_write_image(tmp_path: Path, size: int, direct: bool, leak_check: LeakCheck) -> None:
     path, view = tmp_path / "c", image(size)
-    used = files.write_image(str(path), view, size, direct=direct)
+    used = files.write_pages(str(path), view, size, direct=direct)
     files.sync_files([str(path)], [str(tmp_path)])
     assert path.read_bytes() == view[:size]
     assert not (used and not direct)
     with pytest.raises(StorageError, match="already"):
-        files.write_image(str(path), view, size, direct=direct)
+        files.write_pages(str(path), view, size, direct=direct)
 
 
 def test_file_systems_that_refuse_o_direct_when_opening(mount: Mount) -> None:
     path = mount("ramfs") / "c"
     view = image(10_000)
-    assert files.write_image(str(path), view, 10_000) is False
+    assert files.write_pages(str(path), view, 10_000) is False
     assert path.read_bytes() == view[:10_000]
 
 
 def test_file_systems_that_refuse_o_direct_when_writing(tmp_path: Path) -> None:
     misaligned = memoryview(mmap.mmap(-1, 3 * 4096))[1 : 1 + 2 * 4096]
     misaligned[:] = os.urandom(len(misaligned))
-    files.write_image(str(tmp_path / "c"), misaligned, 5000)
+    files.write_pages(str(tmp_path / "c"), misaligned, 5000)
     assert (tmp_path / "c").read_bytes() == misaligned[:5000]
 
 
@@ -71,7 +70,7 @@ def test_file_systems_that_refuse_o_direct_when_writing(tmp_path: Path) -> None:
 def test_disk_full(mount: Mount, direct: bool, leak_check: LeakCheck) -> None:
     root = mount("tmpfs", "size=1m")
     with pytest.raises(StorageError, match=rf"{root}/c: .*free space"):
-        files.write_image(str(root / "c"), image(2 << 20), 2 << 20, direct=direct)
+        files.write_pages(str(root / "c"), image(2 << 20), 2 << 20, direct=direct)
     with pytest.raises(StorageError, match="free space"):
         files.write_durable(str(root / "a.json"), bytes(2 << 20))
     assert not (root / "a.json").exists()
@@ -91,7 +90,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_write_that_is_cut_short(tmp_path: Path, direct: bool) -> None:
     with file_size_limit(10_000), pytest.raises(StorageError, match=r"ulimit -f|free space"):
-        files.write_image(str(tmp_path / "c"), image(20_000), 20_000, direct=direct)
+        files.write_pages(str(tmp_path / "c"), image(20_000), 20_000, direct=direct)
 
 
 def test_read_only_file_system(mount: Mount) -> None:
@@ -114,11 +113,11 @@ def test_errors_say_where_and_what_to_do(tmp_path: Path) -> None:
 
 def test_directories_are_made_below_a_root_that_exists(tmp_path: Path) -> None:
     root = str(tmp_path)
-    made = files.make_directories(root, "a/b")
-    assert made == [root, f"{root}/a", f"{root}/a/b"] == files.make_directories(root, "a/b")
-    assert files.make_directories(root, "") == [root]
+    made = directories.make_directories(root, "a/b")
+    assert made == [root, f"{root}/a", f"{root}/a/b"] == directories.make_directories(root, "a/b")
+    assert directories.make_directories(root, "") == [root]
     with pytest.raises(StorageError, match="abandoned"):
-        files.make_directories(f"{root}/gone", "a")
+        directories.make_directories(f"{root}/gone", "a")
     assert not (tmp_path / "gone").exists()
 
 
@@ -133,7 +132,9 @@ def test_rename_happens_once(tmp_path: Path) -> None:
     (tmp_path / "pending/x").touch()
     targets = [str(tmp_path / f"target{i}") for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda target: files.rename_directory(str(tmp_path / "pending"), target), targets))
+        results = list(
+            pool.map(lambda target: directories.rename_directory(str(tmp_path / "pending"), target), targets)
+        )
     assert sorted(result.name for result in results) == ["DONE"] + ["SOURCE_GONE"] * 15
     assert os.listdir(targets[results.index(Rename.DONE)]) == ["x"]
 
@@ -146,12 +147,12 @@ def test_rename_never_overwrites(tmp_path: Path, has_renameat2: bool, monkeypatc
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
     a, b, c = (str(tmp_path / name) for name in "abc")
-    assert files.rename_directory(a, b) is Rename.TARGET_EXISTS
+    assert directories.rename_directory(a, b) is Rename.TARGET_EXISTS
     assert os.listdir(b) == ["b"]
-    assert files.rename_directory(a, c) is Rename.DONE
-    assert files.rename_directory(a, c) in (Rename.SOURCE_GONE, Rename.TARGET_EXISTS)
+    assert directories.rename_directory(a, c) is Rename.DONE
+    assert directories.rename_directory(a, c) in (Rename.SOURCE_GONE, Rename.TARGET_EXISTS)
     with pytest.raises(StorageError):
-        files.rename_directory(b, str(tmp_path / "gone/b"))
+        directories.rename_directory(b, str(tmp_path / "gone/b"))
 
 
 def test_remove_tree(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_remove_tree(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/link").symlink_to(tmp_path / "kept")
     for _ in range(2):
-        files.remove_tree(str(tmp_path / "a"))
+        directories.remove_tree(str(tmp_path / "a"))
         assert os.listdir(tmp_path) == ["kept"]
 
 

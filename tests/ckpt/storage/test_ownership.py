@@ -1,4 +1,4 @@
-"""Tokens grow, the later start wins, and who is alive is known without locks."""
+"""Tokens grow, the later start wins, and live processes are known without locks."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_tokens_grow_and_the_newest_owns(ownership: Ownership) -> None:
 
 
 def test_an_earlier_start_cannot_take_the_root_back(ownership: Ownership) -> None:
-    """It restored when the token was 1; since then another job has claimed, and is alive."""
+    """It restored when the token was 1; since then another job, which is alive, has claimed the root."""
     earlier = ownership.claim(0)
     later = ownership.claim(earlier)
     with pytest.raises(FencedError):
@@ -69,7 +69,7 @@ def test_a_token_is_larger_than_those_of_a_root_that_was_removed(ownership: Owne
 
 
 def test_a_temporary_claim_is_waited_for(ownership: Ownership) -> None:
-    """A restore decides about what was left; a job that started before it saves afterwards."""
+    """A restore decides about pending saves; a job that started before it saves afterwards."""
     seen = ownership.claim(0)
     temporary = ownership.claim(seen, temporary=True)
     timer = threading.Timer(0.2, ownership.release, (temporary,))
@@ -85,7 +85,7 @@ def test_many_claims_at_once_are_all_different(tmp_path: Path) -> None:
     def claim() -> None:
         start.wait()
         own = Ownership(str(tmp_path))
-        tokens.append(own.claim(10**17))  # whatever is there was seen
+        tokens.append(own.claim(10**17))  # all claims were seen
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
@@ -114,7 +114,7 @@ def test_what_cannot_be_a_claim_is_none(ownership: Ownership, tmp_path: Path) ->
     assert ownership.state(token + 2) is OwnerState.GONE
 
 
-# -- who is alive ------------------------------------------------------------------------------------------------------
+# -- live processes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 def _register(
     processes: list[subprocess.Popen[str]], leases: Leases, rank: int, *trainer: int
 ) -> subprocess.Popen[str]:
-    """Another process registers as a writer, of itself or of `trainer`."""
+    """Have another process register as a writer, of itself or of `trainer`."""
     command = [sys.executable, "-c", _REGISTER, leases.path, str(rank), *map(str, trainer)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     processes.append(process)
@@ -140,14 +140,14 @@ def _register(
 
 def test_states_of_an_owner(ownership: Ownership, processes: list[subprocess.Popen[str]]) -> None:
     token = ownership.claim(0)
-    assert ownership.state(token) is OwnerState.ACTIVE  # this process claimed
+    assert ownership.state(token) is OwnerState.ACTIVE  # the claim of this process
     here = Process.here()
     writer = _register(processes, ownership.leases(token), 0, here.pid, here.start)
     assert ownership.state(token) is OwnerState.ACTIVE
     ownership.release(token, done=False)
     assert ownership.state(token) is OwnerState.FINISHING
     writer.kill()
-    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # a zombie is as dead as one that was waited for
+    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # a zombie counts as dead
     assert ownership.state(token) is OwnerState.GONE
     assert ownership.state(0) is OwnerState.GONE
 
@@ -174,7 +174,7 @@ def test_lines_that_are_not_whole_are_not_there(ownership: Ownership) -> None:
 
 
 def _on_another_host(processes: list[subprocess.Popen[str]], leases: Leases) -> subprocess.Popen[str]:
-    """A writer in a pid namespace of its own, of which nothing but its lease can be known from here."""
+    """Start a writer in its own pid namespace, of which this process knows only the lease."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable]
     process = subprocess.Popen(
         [*command, "-c", _REGISTER, leases.path, "1"],
@@ -202,7 +202,7 @@ def test_another_host_is_known_by_its_lease(ownership: Ownership, processes: lis
     assert ownership.state(token) is OwnerState.ACTIVE
     other.kill()
     other.wait()
-    assert leases.alive_ranks() == {1}  # that is not known yet
+    assert leases.alive_ranks() == {1}  # not known yet
     old = time.time() - EXPIRY_S - 1
     os.utime(lease, (old, old))
     assert leases.alive_ranks() == set()

@@ -1,4 +1,4 @@
-"""A loss of power after any system call of a save: what was published restores bit for bit, and the next start works.
+"""After a loss of power at any system call of a save, published steps restore bit for bit, and the next start works.
 
 TESTS=full pytest tests/ckpt/storage/test_power_loss.py     all states; else some, spread over the save
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.crash_states import Change, Recorder, Tree, crash, materialise
 from tests.ckpt.storage.small_saves import SCENARIOS, assert_whole, opened, save
 from tests.ckpt.storage.syscalls import Call, Syscalls
@@ -23,7 +23,7 @@ _EVERY = 1 if FULL else 9
 
 
 def _record(rank: int, world_size: int, root: Path, name: str) -> tuple[Tree, list[Change]]:
-    """In a process of its own, which is dead when what it left is looked at."""
+    """Record a save in a separate process, which has ended before its files are inspected."""
     scenario, recorder = SCENARIOS[name], Recorder()
     scenario.prepare(root)
     before = Tree.of(root)
@@ -34,12 +34,12 @@ def _record(rank: int, world_size: int, root: Path, name: str) -> tuple[Tree, li
 
 
 def _without_syncs(call: Call, perform: Callable[..., Any]) -> Any:
-    """Power is not lost twice, and syncs would take most of the time."""
+    """Skip syncs: power is lost only once, and they would take most of the time."""
     return None if call.name == "fsync" else perform(*call.args)
 
 
 def _states(before: Tree, changes: list[Change]) -> Iterator[tuple[int, str, Tree]]:
-    """The different trees that a loss of power can leave, and behind how many changes it was."""
+    """Yield the distinct trees that a loss of power can leave, with the number of changes before it."""
     seen = set()
     for count in range(len(changes) + 1):
         if count % _EVERY and count < len(changes):

@@ -1,4 +1,4 @@
-"""Two jobs on one root, and what the second one must never lose, in the orders of events that a model has found.
+"""Two jobs on one root: the second must never lose a step, in orders of events found by a model.
 
 See tests/ckpt/crash/ownership_model.py. Both jobs run in this process; one acts at a chosen point of the other.
 """
@@ -13,7 +13,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import assert_whole, opened, save, state_of
 from tests.ckpt.storage.syscalls import Call, Syscalls
 
@@ -24,7 +24,7 @@ def _restore(root: Path) -> int | None:
 
 
 def test_a_first_save_that_fails_leaves_a_step_to_restore(tmp_path: Path) -> None:
-    """The earlier owner has gone on, and has removed what the later one restored."""
+    """The earlier owner has continued, and removed the step that the later one restored."""
 
     def fails(call: Call, perform: Callable[..., Any]) -> Any:
         if call.name == "pwrite":
@@ -48,7 +48,7 @@ def test_a_first_save_that_fails_leaves_a_step_to_restore(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("reuse_files", [False, True], ids=["remove", "reuse"])
 def test_retention_of_an_earlier_owner_leaves_the_steps_of_the_later_one(tmp_path: Path, reuse_files: bool) -> None:
-    """It has looked at the token, and waits for so long before the rename that another job saves the same step."""
+    """It has checked the token, and waits so long before the rename that another job saves the same step."""
     options = {"keep_last": 1, "reuse_files": reuse_files}
     intervened = False
 

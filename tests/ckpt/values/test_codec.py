@@ -1,4 +1,4 @@
-"""Values come back from JSON as they were, of any type that a state may hold."""
+"""Values of every type that a state may hold survive JSON unchanged."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import torch
 from hypothesis import given
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage.documents import seal, unseal
+from ckpt.storage.documents import decode_document, encode_document
 from ckpt.values.codec import UnencodableError, decode_value, encode_value
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, of equal types all the way down, in the same order, floats bit for bit."""
+    """Return whether two values are equal, with equal types and orders at all levels, and floats bit for bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, deque):
@@ -86,7 +86,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_values_keep_value_and_type(value: Any) -> None:
-    document = unseal(seal({"value": encode_value(value)}), "x")
+    document = decode_document(encode_document({"value": encode_value(value)}), "x")
     assert same(decode_value(document["value"]), value)
 
 
@@ -99,7 +99,7 @@ def test_values_keep_value_and_type(value: Any) -> None:
         struct.unpack("d", b"\x01\0\0\0\0\0\xf8\xff")[0],
         -math.inf,
         -0.0,
-        "\ud83d\ude00",  # halves of a pair, not the character
+        "\ud83d\ude00",  # two lone surrogates, not the character
         {"$": "tuple", "items": []},
         {"b": 1, "a": 2},
         {1: "int", "1": "str", (1,): "tuple", None: "none"},
@@ -143,7 +143,7 @@ def test_values_keep_value_and_type(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_special_values(value: Any) -> None:
-    assert same(decode_value(unseal(seal({"v": encode_value(value)}), "x")["v"]), value)
+    assert same(decode_value(decode_document(encode_document({"v": encode_value(value)}), "x")["v"]), value)
 
 
 def nested() -> list[Any]:
@@ -195,7 +195,7 @@ def test_damaged_values(encoded: Any) -> None:
     ids=str,
 )
 def test_damaged_standard_values(encoded: Any) -> None:
-    with pytest.raises(CheckpointCorruptError, match="not the form of a value of type"):
+    with pytest.raises(CheckpointCorruptError, match="invalid value of type"):
         decode_value(encoded)
 
 
@@ -210,7 +210,7 @@ def test_a_file_in_memory_keeps_its_position() -> None:
 
 
 def test_equal_sets_have_equal_forms() -> None:
-    numbers = [8 * n for n in range(50)]  # small integers are in the order of their hashes otherwise
+    numbers = [8 * n for n in range(50)]  # otherwise small integers are ordered by their hashes
     forms = {json.dumps(encode_value(set(order))) for order in (numbers, numbers[::-1])}
     assert len(forms) == 1
 

@@ -1,4 +1,4 @@
-"""Enums, named tuples and registered types: a name in a checkpoint means what the program says, or nothing."""
+"""Enums, named tuples and registered types: only the program gives a name in a checkpoint a meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt import AsyncCallsQueue, Checkpointer, StateError, StateMismatchError, 
 
 class Mode(enum.Enum):
     FAST = "fast"
-    SLOW = object()  # that a value is nothing a state may hold does not matter
+    SLOW = object()  # the members may have values that a state cannot hold
 
 
 class Level(enum.IntEnum):
@@ -55,7 +55,7 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
+    """Remove what a test has registered."""
     import ckpt.values.registry
 
     monkeypatch.setattr(ckpt.values.registry, "_ENCODERS", {})

@@ -1,4 +1,4 @@
-"""Random number generators go on where they were, on every rank, whatever devices there are."""
+"""Random number generators continue from their saved state, on every rank, with any devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """The generators are those of the whole test process."""
+    """Restore the generators, which belong to the whole test process."""
     rng = RngState()
     before = rng.state_dict()
     yield
@@ -43,7 +43,7 @@ def _draw() -> list[float]:
 
 
 class _Training:
-    """Dropout, noise from numpy, and a choice by `random`, in every step."""
+    """Training with dropout, noise from numpy, and a choice by `random` in every step."""
 
     def __init__(self, seed: int) -> None:
         _seed(seed)
@@ -69,7 +69,7 @@ def test_training_resumes_bit_for_bit(queue: AsyncCallsQueue, tmp_path: Path) ->
         training.run(3)
         checkpointer.save(training.state, 3)
         assert training.run(1) != training.run(1)
-        checkpointer.save(training.state, 5)  # what a save has is taken when it is made
+        checkpointer.save(training.state, 5)  # the state of the generators at the time of the save
         losses = training.run(5)
 
         resumed = _Training(2)
@@ -130,7 +130,7 @@ def test_another_generator_of_numpy_is_kept(queue: AsyncCallsQueue, tmp_path: Pa
 
 
 class _Cuda:
-    """CUDA as far as `RngState` uses it; this machine need not have any."""
+    """A fake of the CUDA functions that `RngState` uses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int, initialized: bool = True) -> None:
         self.states = [torch.full((16,), device, dtype=torch.uint8) for device in range(devices)]
@@ -155,7 +155,7 @@ def test_cuda_may_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = RngState()
     assert rng.state_dict().keys() == on_three.keys(), "so that either can be restored into the other"
     rng.load_state_dict(on_three)
-    on_none = rng.state_dict()  # without CUDA, but not without what it had
+    on_none = rng.state_dict()  # without CUDA, but with its saved state
 
     cuda = _Cuda(monkeypatch, 2, initialized=False)
     RngState().load_state_dict(on_none)
@@ -169,7 +169,7 @@ def test_cuda_may_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_that_is_resumed_draws_what_it_would_have_drawn(queue: AsyncCallsQueue, tmp_path: Path) -> None:
     def run(steps: int) -> list[list[float]]:
-        """To this step: what is drawn in each."""
+        """Train up to this step, and return the random numbers of each step."""
         drawn: list[list[float]] = []
         state = {"model": nn.Linear(2, 2), "rng": RngState()}
         with ckpt.Checkpointer(tmp_path / "run") as checkpointer:

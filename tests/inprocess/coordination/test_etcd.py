@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from inprocess.coordination import Access, Guard, Namespace, RestartIndex
-from inprocess.coordination.etcd import EtcdClient, EtcdCluster
+from inprocess.coordination.etcd import EtcdClient
+from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.etcd_messages import Span, after, read
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_child_cannot_use, eventually

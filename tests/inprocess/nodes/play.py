@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ckpt
-from ckpt.storage.commit import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from tests.inprocess.nodes.faults import Fault
 from tests.inprocess.nodes.job import Job
 from tests.inprocess.nodes.judge import Apart, End, Facts, Limits, Published, Stopped, Violation, judge

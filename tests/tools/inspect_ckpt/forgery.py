@@ -7,24 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.storage.checksums import crc32c
-from ckpt.storage.documents import seal, seal_root, unseal, unseal_root
+from ckpt.native import crc32c
+from ckpt.storage.documents import decode_document, decode_root, encode_document, encode_root
 
 __all__ = ["reseal_part", "reseal_root", "rename_array"]
 
 
 def reseal_root(step: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    document = unseal_root((step / "zarr.json").read_bytes(), "zarr.json")
+    document = decode_root((step / "zarr.json").read_bytes(), "zarr.json")
     change(document)
-    (step / "zarr.json").write_bytes(seal_root(document))
+    (step / "zarr.json").write_bytes(encode_root(document))
 
 
 def reseal_part(step: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a part, and update its checksum in the root document."""
     file = step / f"parts/rank_{rank:05d}.json"
-    part = unseal(file.read_bytes(), file.name)
+    part = decode_document(file.read_bytes(), file.name)
     change(part)
-    file.write_bytes(seal(part))
+    file.write_bytes(encode_document(part))
     reseal_root(step, lambda root: root["attributes"]["ckpt"]["parts"].__setitem__(rank, crc32c(file.read_bytes())))
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
-from ckpt.storage.tensorstores import open_array
+from ckpt.storage.array_metadata import open_array
+from ckpt.storage.commit import PendingSave, Reason
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 from tests.tools.inspect_ckpt.forgery import rename_array, reseal_part, reseal_root
 from tools.inspect_ckpt.__main__ import main
@@ -266,7 +268,7 @@ def outside(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return open_array(step, directory, *args)
 
     monkeypatch.setattr(os, "open", guarded)
-    monkeypatch.setattr("ckpt.storage.reader.open_array", guarded_tensorstore)
+    monkeypatch.setattr("ckpt.storage.chunk_reader.open_array", guarded_tensorstore)
     return outside
 
 

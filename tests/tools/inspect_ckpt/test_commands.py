@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId, parse_save_name
+from ckpt.storage.commit import Abandoned, PendingSave, Reason
+from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
 from inprocess.ipc.process import Process
 from tests.tools.inspect_ckpt import states

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ckpt.storage.checksums import crc32c
+from ckpt.native import crc32c
 from tools.bench.limits import cached_share, drop_cache
 from tools.bench.systems import SYSTEMS, Place, make_system
 from tools.bench.systems.jobs import MemoryRequest, Turn

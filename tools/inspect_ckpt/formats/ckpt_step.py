@@ -23,15 +23,17 @@ from ckpt.errors import CheckpointError, SaveAbandonedError
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
+from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import make_save_plan
 from ckpt.saving.layout import make_part
 from ckpt.saving.part import Part
 from ckpt.saving.write import PartWriter, SaveOptions
 from ckpt.staging.copy_op import CopyOp
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.commit import Abandoned, PendingSave, Reason
 from ckpt.storage.dtypes import stored
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import CheckpointRoot
 from ckpt.values.codec import encode_value
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.planning.boxes import Box, make_up
+from ckpt.planning.boxes import Box, tile_exactly
 from ckpt.storage.dtypes import names as dtype_names
 
 from ..output import CannotReadError
@@ -203,7 +203,7 @@ def _check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
             raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk with another number of dimensions")
         if any(o + n > size for o, n, size in zip(box.offset, box.shape, shape, strict=True)):
             raise CheckpointCorruptError(f"{name} {list(shape)} has a chunk outside of it, at {list(box.offset)}")
-    if not make_up(shape, boxes):
+    if not tile_exactly(shape, boxes):
         covered = sum(box.elements for box in boxes)
         raise CheckpointCorruptError(
             f"{name} has {covered} of {math.prod(shape)} elements in its chunks, or some of them twice"

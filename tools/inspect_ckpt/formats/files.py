@@ -18,7 +18,8 @@ import numpy as np
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.planning.boxes import Box
-from ckpt.storage.files import fsync_directory, storage_errors, sync_files
+from ckpt.storage.directories import fsync_directory
+from ckpt.storage.files import storage_errors, sync_files
 
 from ..output import CannotReadError
 from .state import Bytes

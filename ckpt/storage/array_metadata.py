@@ -1,101 +1,36 @@
-"""The Zarr v3 documents of a step, and the geometry of its chunk files.
+"""The Zarr v3 metadata of a step: its arrays, groups and root; and its arrays as tensorstores.
 
-A chunk file is one chunk's elements in C order and their CRC-32C. With inner chunks it is a shard: each inner chunk
-with its CRC-32C, in C order, then the index (offset and length of each, 64-bit) with its CRC-32C:
-
-    plain     | elements | crc |
-    sharded   | inner 0 | crc | inner 1 | crc | ... | index | crc |
-
-All numbers are little-endian. Chunks at the edge of an array have the full size too, padded with zeros; only inner
-chunks that lie outside altogether are left out. The Zarr specification is at
-https://zarr-specs.readthedocs.io/en/latest/v3/.
+The Zarr specification is at https://zarr-specs.readthedocs.io/en/latest/v3/.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from operator import mod
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c, packed
-from ckpt.storage.documents import canonical
+from ckpt.native import CHECKSUM_BYTES
+from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, FileLayout, file_layout, indices
+from ckpt.storage.documents import canonical_json
 from ckpt.storage.dtypes import StoredDtype, native_name, stored
 
-__all__ = [
-    "MAX_DIMENSIONS",
-    "PAGE_BYTES",
-    "ArrayMeta",
-    "FileLayout",
-    "Piece",
-    "group_document",
-    "groups",
-    "indices",
-    "root_document",
-]
-
-PAGE_BYTES = 4096
-"""Chunk images in memory are aligned and padded to this: what O_DIRECT asks for, and the page size of shared memory."""
+__all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "new_context", "open_array", "root_document"]
 
 MAX_DIMENSIONS = 64
-"""Of a tensor: torch and numpy have no more."""
+"""The most dimensions of a tensor in torch and numpy."""
 
-INDEX_ENTRY_BYTES = 16
-_MOST_SMALLER = 1 << 15  # a block of zstd: 128 KiB in 4 bytes
-_LEAST_LARGER, _FRAME_BYTES = 128, 1024  # more than zstd adds to what it cannot compress
-_MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
+_MAX_RATIO = 1 << 15  # zstd stores a block of 128 KiB in 4 bytes at best
+_MAX_GROWTH, _FRAME_BYTES = 128, 1024  # zstd adds less than this to incompressible data
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 _ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 _CRC32C = {"name": "crc32c"}
 _DTYPE_ATTRIBUTE = "torch_dtype"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A contiguous run of elements in a chunk file: an inner chunk, or the whole of a chunk that has none.
-
-    It holds the box at `origin` (in the array) of `shape`, without what is padding; its bytes start at `offset` in the
-    file and have the strides of a full piece. `position` is its place in the shard's index.
-    """
-
-    origin: tuple[int, ...]
-    shape: tuple[int, ...]
-    offset: int
-    position: int
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """Where everything is in the image of one chunk file. `full_shape` is that of a piece with its padding."""
-
-    pieces: tuple[Piece, ...]
-    full_shape: tuple[int, ...]
-    piece_bytes: int
-    index_entries: int
-    index_offset: int
-    file_bytes: int
-
-    @property
-    def image_bytes(self) -> int:
-        """The size of the file's image in memory: whole pages."""
-        return -(-self.file_bytes // PAGE_BYTES) * PAGE_BYTES
-
-    @functools.cached_property
-    def index(self) -> bytes:
-        """What is at `index_offset`: where each inner chunk is, and a checksum; nothing where there are none."""
-        if not self.index_entries:
-            return b""
-        entries = [_MISSING] * self.index_entries
-        for piece in self.pieces:
-            entries[piece.position] = (piece.offset, self.piece_bytes + CHECKSUM_BYTES)
-        index = b"".join(struct.pack("<QQ", *entry) for entry in entries)
-        return index + packed(crc32c(index))
 
 
 @dataclass(frozen=True)
@@ -134,12 +69,12 @@ class ArrayMeta:
 
     @property
     def sharded(self) -> bool:
-        """Whether chunks are shards of inner chunks."""
+        """Whether chunks are shards, which consist of inner chunks."""
         return self.inner_chunk_shape is not None
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
-        """How many chunks there are along each dimension."""
+        """The number of chunks along each dimension."""
         return tuple([-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True)])
 
     def chunk_indices(self) -> Iterable[tuple[int, ...]]:
@@ -151,73 +86,69 @@ class ArrayMeta:
         return ".".join(["c", *map(str, index), *("0" for _ in self.stored.trailing)])
 
     def layout(self, index: tuple[int, ...]) -> FileLayout:
-        """Return the geometry of the image of the chunk at `index`; `ValueError` if it is outside the grid.
-
-        The file is as the image, unless the array is compressed.
-        """
+        """Return the layout of the chunk file at `index`, before compression; `ValueError` if outside the grid."""
         if len(index) != len(self.shape) or any(not 0 <= i < n for i, n in zip(index, self.grid_shape, strict=True)):
             raise ValueError(f"chunk {index} is outside the grid {self.grid_shape}")
         inner = self.inner_chunk_shape
-        return _layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
+        return file_layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
 
     @functools.cached_property
     def index_bytes(self) -> int:
-        """The size of the index of a shard, its checksum included; 0 where chunks are no shards."""
+        """The size of a shard's index including its checksum; 0 where chunks are not shards."""
         if self.inner_chunk_shape is None:
             return 0
         inner = zip(self.chunk_shape, self.inner_chunk_shape, strict=True)
         return math.prod(size // part for size, part in inner) * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
 
     @property
-    def piece_bytes(self) -> int:
-        """The bytes of the elements of a piece, padding included."""
+    def inner_chunk_bytes(self) -> int:
+        """The size of the elements of an inner chunk, padding included."""
         return math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize
 
     def file_bytes(self, index: tuple[int, ...]) -> int:
-        """Return the size of the image of a chunk without making its layout, which has a part for every piece."""
+        """Return the size of a chunk file before compression, without listing inner chunks as `layout` does."""
         full = self.inner_chunk_shape or self.chunk_shape
         first, last = self.box_of(index)
-        pieces = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))
-        return pieces * (self.piece_bytes + CHECKSUM_BYTES) + self.index_bytes
+        inner_chunks = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))
+        return inner_chunks * (self.inner_chunk_bytes + CHECKSUM_BYTES) + self.index_bytes
 
-    def misfit(self, index: tuple[int, ...], file_bytes: int) -> str | None:
-        """Return what is wrong if the file of a chunk has this size; None if it can have it.
+    def size_problem(self, index: tuple[int, ...], file_bytes: int) -> str | None:
+        """Return what is wrong with this size of a chunk file, to be put after its path; None if nothing is.
 
-        It has that of its image, or if it is compressed, neither too few bytes for what is said to come out of them,
-        nor more than zstd makes of bytes that cannot be compressed.
+        The size of an uncompressed file is known. A compressed one must have enough bytes for its elements to come out
+        of them, and no more than zstd makes of incompressible data.
         """
         expected = self.file_bytes(index)
         if self.compression is None:
             return None if file_bytes == expected else f"has {file_bytes} bytes instead of {expected}"
-        piece_bytes = self.piece_bytes
-        pieces = (expected - self.index_bytes) // (piece_bytes + CHECKSUM_BYTES)
-        if piece_bytes > (file_bytes - self.index_bytes) * _MOST_SMALLER:
+        inner_chunk_bytes = self.inner_chunk_bytes
+        inner_chunks = (expected - self.index_bytes) // (inner_chunk_bytes + CHECKSUM_BYTES)
+        if inner_chunk_bytes > (file_bytes - self.index_bytes) * _MAX_RATIO:
             return f"has {file_bytes} bytes, which are too few for its array"
-        if file_bytes > expected + pieces * (piece_bytes // _LEAST_LARGER + _FRAME_BYTES):
+        if file_bytes > expected + inner_chunks * (inner_chunk_bytes // _MAX_GROWTH + _FRAME_BYTES):
             return f"has {file_bytes} bytes, which are too many for its array"
         return None
 
     def box_of(self, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return from where to where in the array a chunk's elements are, without padding."""
+        """Return the first and the last index (excluded) in the array of a chunk's elements, padding excluded."""
         first = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         return first, tuple(min(o + c, n) for o, c, n in zip(first, self.chunk_shape, self.shape, strict=True))
 
     def first_byte(self, index: tuple[int, ...], first: tuple[int, ...], last: tuple[int, ...]) -> int | None:
-        """Return where the elements from `first` to `last` of the array begin among those in the pieces of a chunk's
-        file, one piece behind the other; None if they are not one run there.
+        """Return the byte at which the elements from `first` to `last` begin in a chunk, or None.
 
-        They are one if the pieces are some rows each of the chunk's first dimension that has several, with all there is
-        behind it.
+        Checksums are not counted. None if the elements are not contiguous in the file apart from checksums: they are if
+        each inner chunk consists of whole rows of the chunk's first dimension that has more than one.
         """
         chunk = self.chunk_shape
         dim = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk))
-        behind = slice(dim + 1, None)
+        after = slice(dim + 1, None)
         inner = self.inner_chunk_shape or chunk
-        if not inner[behind] == chunk[behind] == self.shape[behind]:
+        if not inner[after] == chunk[after] == self.shape[after]:
             return None
-        if any(a != 0 or b != n for a, b, n in zip(first[behind], last[behind], chunk[behind], strict=True)):
+        if any(a != 0 or b != n for a, b, n in zip(first[after], last[after], chunk[after], strict=True)):
             return None
-        row_bytes = math.prod(chunk[behind]) * self.stored.itemsize
+        row_bytes = math.prod(chunk[after]) * self.stored.itemsize
         return (first[dim] - index[dim] * chunk[dim]) * row_bytes if dim < len(chunk) else 0
 
     def array_document(self) -> dict[str, Any]:
@@ -248,7 +179,7 @@ class ArrayMeta:
     @functools.cached_property
     def document_bytes(self) -> bytes:
         """The content of the array's ``zarr.json``: the same bytes for equal arrays."""
-        return canonical(self.array_document())
+        return canonical_json(self.array_document())
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], where: str) -> ArrayMeta:
@@ -262,7 +193,7 @@ class ArrayMeta:
             if meta.array_document() == document:
                 return meta
             why: object = "it differs from what this package writes"
-        except Exception as error:  # whatever a damaged document leads to
+        except Exception as error:  # a damaged document may raise anything
             why = repr(error)
         raise CheckpointCorruptError(f"{where} does not describe an array of a checkpoint: {why}")
 
@@ -287,46 +218,13 @@ class ArrayMeta:
         )
 
 
-def indices(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """Yield every index of a grid, in C order; `itertools.product` would make a list of each range first."""
-    if not ranges:
-        yield ()
-    elif all(ranges):
-        for first in indices(ranges[:-1]):
-            for last in ranges[-1]:
-                yield (*first, last)
-
-
-@functools.lru_cache(maxsize=1 << 14)  # the tensors of all layers of a model are alike
-def _layout(
-    array: tuple[int, ...],
-    chunk: tuple[int, ...],
-    inner_chunk: tuple[int, ...] | None,
-    itemsize: int,
-    index: tuple[int, ...],
-) -> FileLayout:
-    full = inner_chunk or chunk
-    counts = tuple(size // part for size, part in zip(chunk, full, strict=True))
-    piece_bytes = math.prod(full) * itemsize
-    pieces: list[Piece] = []
-    for position, inner in enumerate(product(*map(range, counts))):
-        origin = tuple(i * c + j * s for i, c, j, s in zip(index, chunk, inner, full, strict=True))
-        if all(start < end for start, end in zip(origin, array, strict=True)):
-            shape = tuple(min(s, n - o) for s, n, o in zip(full, array, origin, strict=True))
-            pieces.append(Piece(origin, shape, len(pieces) * (piece_bytes + CHECKSUM_BYTES), position))
-    index_entries = 0 if inner_chunk is None else math.prod(counts)
-    index_offset = len(pieces) * (piece_bytes + CHECKSUM_BYTES)
-    index_bytes = 0 if inner_chunk is None else index_entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
-    return FileLayout(tuple(pieces), full, piece_bytes, index_entries, index_offset, index_offset + index_bytes)
-
-
 def group_document() -> dict[str, Any]:
     """Return the ``zarr.json`` of a group below the root."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {}}
 
 
 def groups(directories: Iterable[str]) -> list[str]:
-    """Return the groups that arrays in these `directories` are in, sorted, the root itself not included."""
+    """Return the groups that contain the arrays in `directories`, sorted, without the root."""
     parents: set[str] = set()
     for directory in directories:
         while (directory := directory.rpartition("/")[0]) and directory not in parents:
@@ -335,7 +233,7 @@ def groups(directories: Iterable[str]) -> list[str]:
 
 
 def root_document(arrays: Mapping[str, ArrayMeta], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``zarr.json`` of a step, to be sealed by `seal_root`: `summary` is its attribute ``ckpt``.
+    """Return the ``zarr.json`` of a step, for `encode_root`; `summary` is its attribute ``ckpt``.
 
     `arrays` are keyed by directory; their metadata is inline ("consolidated"), so that a step opens with one read.
     """
@@ -347,3 +245,32 @@ def root_document(arrays: Mapping[str, ArrayMeta], summary: Mapping[str, Any]) -
         "attributes": {"ckpt": dict(summary)},
         "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
     }
+
+
+def new_context(threads: int) -> Any:
+    """Return a tensorstore context with `threads` concurrent file operations and copies, without cache and syncs."""
+    import tensorstore as ts
+
+    limit = {"limit": threads}
+    return ts.Context({"file_io_concurrency": limit, "data_copy_concurrency": limit, "file_io_sync": False})
+
+
+def open_array(root: str, directory: str, meta: ArrayMeta, context: Any) -> Any:
+    """Return the array in `directory` below `root` (a local directory or a URL) as a tensorstore, without accessing it.
+
+    Reading a missing chunk is an error, and a chunk of zeros is written like any other.
+    """
+    import tensorstore as ts
+
+    if "://" in root:
+        kvstore: Any = f"{root.rstrip('/')}/{directory}/"
+    else:
+        kvstore = {"driver": "file", "path": os.path.join(root, directory) + "/"}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "metadata": meta.array_document(),
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+    return ts.open(spec, context=context, open=True, assume_metadata=True).result()

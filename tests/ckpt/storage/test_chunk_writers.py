@@ -1,4 +1,4 @@
-"""The conformance of both ways to write, and that standard readers read what they wrote."""
+"""Both chunk writers conform, and standard readers read what they write."""
 
 import os
 import subprocess
@@ -15,10 +15,10 @@ from zarr.core.dtype import data_type_registry
 
 from ckpt.errors import StorageError
 from ckpt.storage import dtypes, zarr_plugin
-from ckpt.storage.documents import canonical
-from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
-from ckpt.storage.verification import verify_chunk
-from ckpt.storage.writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
+from ckpt.storage.array_metadata import ArrayMeta, group_document, groups, root_document
+from ckpt.storage.chunk_codec import verify_chunk
+from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
+from ckpt.storage.documents import canonical_json
 from tests.ckpt.storage.chunks import CASES, Case, bits, elements, staged, write_array
 from tests.ckpt.storage.conftest import Mount
 from tests.support import LeakCheck
@@ -122,8 +122,8 @@ def write_step(root: Path, arrays: dict[str, tuple[ArrayMeta, Any]]) -> None:
         (root / directory / "zarr.json").write_bytes(meta.document_bytes)
         write_array(DirectChunkWriter(str(root)), meta, directory, array)
     for group in groups(metas):
-        (root / group / "zarr.json").write_bytes(canonical(group_document()))
-    (root / "zarr.json").write_bytes(canonical(root_document(metas, {"step": 1})))
+        (root / group / "zarr.json").write_bytes(canonical_json(group_document()))
+    (root / "zarr.json").write_bytes(canonical_json(root_document(metas, {"step": 1})))
 
 
 def native_cases() -> dict[str, tuple[ArrayMeta, Any]]:
@@ -179,7 +179,7 @@ def test_the_plugin_covers_all_native_types_that_zarr_python_lacks() -> None:
     assert ours == native - (set(data_type_registry.contents) - ours)
 
 
-@pytest.mark.parametrize("module", ["writers", "reader", "zarr_plugin", "files", "locks"])
+@pytest.mark.parametrize("module", ["chunk_writers", "chunk_reader", "zarr_plugin", "files", "directories"])
 def test_import_is_cheap(module: str) -> None:
     code = f"import sys, ckpt.storage.{module}; sys.exit('torch' in sys.modules or 'tensorstore' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -1,7 +1,7 @@
-"""Reads boxes of arrays straight into memory, and finds the file behind a damaged one.
+"""Read boxes of arrays straight into memory, and name the damaged file if that fails.
 
-Uncompressed arrays in local files are read directly (see `direct_reads`), all others, and what turns out to be damaged,
-through tensorstore.
+Uncompressed arrays in local files are read directly (see `direct_reads`). All others, and boxes whose direct read
+failed, are read through tensorstore.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, CheckpointTimeoutError, StorageError
+from ckpt.storage.array_metadata import ArrayMeta, new_context, open_array
+from ckpt.storage.chunk_codec import check_size, verify_chunk
+from ckpt.storage.chunk_layout import indices
 from ckpt.storage.direct_reads import read_box, read_runs
-from ckpt.storage.metadata import ArrayMeta, indices
-from ckpt.storage.tensorstores import new_context, open_array
-from ckpt.storage.verification import check_size, verify_chunk
 
 __all__ = ["ArrayRead", "ArrayReader"]
 
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ArrayReader:
-    """Reads arrays below `root`, a published step: a local directory or the URL of a store that tensorstore knows.
+    """Reads arrays below `root`, a published step: a local directory or the URL of a store that tensorstore supports.
 
     At most `threads` files are read at once.
     """
@@ -34,7 +34,7 @@ class ArrayReader:
     def __init__(self, root: str, *, threads: int = 8) -> None:
         self._root = root
         self._context = new_context(threads)
-        self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end with it
+        self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end when it is garbage-collected
 
     def read_into(
         self,
@@ -44,17 +44,16 @@ class ArrayReader:
         offset: tuple[int, ...],
         destination: Array,
     ) -> ArrayRead:
-        """Start to read the box at `offset` of the array in `directory` into `destination`, without another copy of it
-        where the box is made of whole inner chunks that are runs of `destination`.
+        """Start to read the box at `offset` of the array in `directory` into `destination`.
 
-        `destination` is writable and aligned, with the stored dtype and the shape of the box (followed by the trailing
-        dimension of a raw dtype). It must stay alive and untouched until the result is there. `tensor` is the name in
-        errors.
+        Makes no copy where the box consists of whole inner chunks that are contiguous in `destination`, which is
+        writable and aligned, with the stored dtype and the shape of the box (followed by the trailing dimension of a
+        raw dtype). It must stay alive and untouched until the result is available. `tensor` is the name for errors.
         """
         shape = destination.shape[: len(meta.shape)]
         expected = (*shape, *meta.stored.trailing)
         if destination.shape != expected or destination.dtype != meta.stored.numpy_dtype:
-            raise ValueError(f"{tensor}: {destination.dtype}{destination.shape} is no box of {meta.stored}")
+            raise ValueError(f"{tensor}: {destination.dtype}{destination.shape} cannot hold a box of {meta.stored}")
         if not len(offset) == len(shape) == len(meta.shape) or any(
             o < 0 or o + n > size for o, n, size in zip(offset, shape, meta.shape, strict=True)
         ):
@@ -68,10 +67,10 @@ class ArrayReader:
         return ArrayRead(box, direct, through_tensorstore)
 
     def read_runs(self, meta: ArrayMeta, directory: str, tensor: str, runs: Sequence[tuple[int, Array]]) -> ArrayRead:
-        """Start to read bytes of a 1-d array of bytes into several places: from an offset on, as many as fill an array.
+        """Start to read `runs` of a 1-d array of bytes: pairs of an offset and the array to fill from there.
 
-        In order, and none across two chunks; arrays are 1-d, of bytes, and one run of memory. The rest is as in
-        `read_into`.
+        The runs are in order, and none crosses the boundary of a chunk. The arrays to fill are 1-d, contiguous, and of
+        bytes. Otherwise as `read_into`.
         """
         start, end = runs[0][0], max(offset + array.nbytes for offset, array in runs)
         box = _Box(self._root, directory, meta, tensor, (start,), (end - start,))
@@ -91,7 +90,7 @@ class ArrayReader:
     def check_sizes(
         self, meta: ArrayMeta, directory: str, tensor: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> None:
-        """Check that the files of a box can have what the metadata say, without reading them. Raises as a read does."""
+        """Check that the files of a box have possible sizes, without reading them. Raises as a read does."""
         _Box(self._root, directory, meta, tensor, offset, shape).check_sizes()
 
     def _is_direct(self, meta: ArrayMeta) -> bool:
@@ -108,7 +107,7 @@ class ArrayReader:
 
 @dataclass(frozen=True)
 class _Scattered:
-    """A read of a block that is on its way, and goes to several places when it is there."""
+    """A pending read of a block, to be copied into several arrays when it is complete."""
 
     read: Any
     block: Array
@@ -122,27 +121,27 @@ class _Scattered:
 
 
 class ArrayRead:
-    """A read that is on its way. After an error its destination holds undefined elements."""
+    """A pending read. After an error the elements of its destination are undefined."""
 
-    def __init__(self, box: _Box, direct: Future[bool] | None, otherwise: Any) -> None:
-        """`otherwise` is a future of tensorstore; with a `direct` read, a function that makes one should that fail."""
+    def __init__(self, box: _Box, direct: Future[bool] | None, fallback: Any) -> None:
+        """`fallback` is a future of tensorstore; with a `direct` read, a function that makes one if that fails."""
         self._box = box
         self._direct = direct
-        self._otherwise = otherwise
+        self._fallback = fallback
 
     def result(self, timeout_s: float) -> None:
         """Wait until the destination is filled.
 
-        `CheckpointCorruptError` with tensor, chunk and file if bytes are missing or not those that were written;
-        `StorageError` if the store refuses; `CheckpointTimeoutError` after `timeout_s`.
+        Raises `CheckpointCorruptError`, naming tensor, chunk and file, if bytes are missing or damaged; `StorageError`
+        if the store fails; `CheckpointTimeoutError` after `timeout_s`.
         """
         try:
             if self._direct is None:
-                self._otherwise.result(timeout=timeout_s)
+                self._fallback.result(timeout=timeout_s)
             elif not self._direct.result(timeout_s):
-                self._box.verify()  # tensorstore believes more than this
+                self._box.verify()  # tensorstore accepts some files that this does not
                 self._box.check_room()
-                self._otherwise().result(timeout=timeout_s)
+                self._fallback().result(timeout=timeout_s)
         except TimeoutError as error:
             raise CheckpointTimeoutError(
                 f"tensor {self._box.tensor}: not read from {self._box.root} in {timeout_s} s; is the store overloaded?"
@@ -154,9 +153,8 @@ class ArrayRead:
             self._box.verify()
             if isinstance(error, ValueError) and "://" not in self._box.root:
                 raise CheckpointCorruptError(
-                    f"tensor {self._box.tensor}: the files in {self._box.root}/{self._box.directory} have the "
-                    f"checksums of their bytes, but no data can be made of these: {error}; restore from another step "
-                    "or copy"
+                    f"tensor {self._box.tensor}: the checksums of the files in {self._box.root}/{self._box.directory} "
+                    f"are correct, but the files cannot be decoded: {error}; restore from another step or copy"
                 ) from error
             raise StorageError(
                 f"tensor {self._box.tensor}: cannot read from {self._box.root}/{self._box.directory}: {error} "
@@ -174,23 +172,25 @@ class _Box:
     shape: tuple[int, ...]
 
     def check_sizes(self) -> int:
-        """Raise for the first chunk of this box that is no regular file of a size it can have; return the largest."""
+        """Raise for the first chunk of this box that is no regular file of a possible size; return the largest size."""
         return max(
             (check_size(self.root, self.directory, self.meta, index, self.tensor) for index in self._chunks()),
             default=0,
         )
 
     def check_room(self) -> None:
-        """Raise unless tensorstore can be given this box: it would follow a link, wait for a pipe, and end the process
-        if it has no memory for a file or for a piece."""
+        """Raise unless it is safe to read this box with tensorstore.
+
+        It would follow a link, wait for a pipe, and end the process if there is no memory for a file or an inner chunk.
+        """
         try:
-            np.empty(max(self.check_sizes(), self.meta.piece_bytes), np.uint8)
+            np.empty(max(self.check_sizes(), self.meta.inner_chunk_bytes), np.uint8)
         except MemoryError:
             self.verify()
             raise
 
     def verify(self) -> None:
-        """Raise for the first damaged chunk of this box. Chunks of other stores than files are not looked at."""
+        """Raise for the first damaged chunk of this box. Only local files are checked."""
         for index in self._chunks():
             verify_chunk(self.root, self.directory, self.meta, index, self.tensor)
 

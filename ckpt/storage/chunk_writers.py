@@ -1,12 +1,10 @@
-"""Two ways to write the chunks of a save, which leave the same files, byte for byte.
+"""Write the chunks of a save, directly or through tensorstore; the files are the same, byte for byte.
 
-`DirectChunkWriter` completes the file's image where it was staged and hands it to the device (O_DIRECT): no copy, no
-page cache. `TensorStoreChunkWriter` goes through tensorstore: for compressed arrays, and for stores that are not a
-local file system.
+`DirectChunkWriter` completes an encoded chunk where it was staged and writes it with O_DIRECT: no copy, no page cache.
+`TensorStoreChunkWriter` is for compressed arrays, and for stores other than a local file system.
 
 Both run in a writer process. `write` and `describe` may be called from several threads at once (4 to 8 keep a local
-disk busy);
-nothing is durable before `finish`. After an error the save cannot be completed any more; the files are left for
+disk busy). Nothing is durable before `finish`. After an error the save cannot be completed; its files are left for
 clean-up.
 """
 
@@ -21,62 +19,52 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt.errors import StorageError
-from ckpt.storage.chunk_files import check_chunk_file
-from ckpt.storage.files import holds, make_directories, sync_files, write_image, write_new
-from ckpt.storage.images import piece_array, seal
-from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.array_metadata import ArrayMeta, new_context, open_array
+from ckpt.storage.chunk_codec import WrittenChunk, add_checksums, check_chunk_file, inner_chunk_array
+from ckpt.storage.directories import make_directories
+from ckpt.storage.files import holds, sync_files, write_new, write_pages
 from ckpt.storage.regular_files import DamagedFileError
-from ckpt.storage.tensorstores import new_context, open_array
 
-__all__ = ["ChunkJob", "ChunkWriter", "DirectChunkWriter", "TensorStoreChunkWriter", "WrittenChunk"]
+__all__ = ["ChunkJob", "ChunkWriter", "DirectChunkWriter", "TensorStoreChunkWriter"]
 
 
 @dataclass(frozen=True)
 class ChunkJob:
-    """A chunk to write: of the array `meta` in `directory` (relative to the save), the one at `index` of the grid.
+    """A chunk to write: the one at `index` of the array `meta` in `directory`, relative to the save.
 
-    `image` is writable, starts at a page boundary and has ``meta.layout(index).image_bytes``. The elements are in the
-    places of the layout's pieces; the rest is undefined, and is filled in by the writer, but for the checksums of the
-    pieces whose offsets are in `sealed`.
+    `encoded` is writable, starts at a page boundary and has ``meta.layout(index).buffer_bytes`` bytes. The elements are
+    where the layout puts them. The rest is undefined and is filled in by the writer, except that the inner chunks whose
+    offsets are in `checksummed` have their checksums already.
     """
 
     meta: ArrayMeta
     directory: str
     index: tuple[int, ...]
-    image: memoryview
-    sealed: Collection[int] = ()
-
-
-@dataclass(frozen=True)
-class WrittenChunk:
-    """A chunk's file, relative to the save: its size, and the checksum of the checksums of its pieces, in C order."""
-
-    file: str
-    file_bytes: int
-    crc32c: int
+    encoded: memoryview
+    checksummed: Collection[int] = ()
 
 
 class ChunkWriter(Protocol):
-    """Writes the chunks of one rank's part of a save."""
+    """A way to write the chunks of one rank's part of a save."""
 
     def write(self, job: ChunkJob) -> WrittenChunk:
-        """Write one chunk. `StorageError` if the store refuses."""
+        """Write one chunk. `StorageError` if that fails."""
         ...
 
     def describe(self, directory: str, meta: ArrayMeta) -> None:
-        """Write the metadata of the array in `directory`. `StorageError` if the store refuses."""
+        """Write the metadata of the array in `directory`. `StorageError` if that fails."""
         ...
 
     def finish(self) -> None:
-        """Make all that was written durable, with the directories it is in. `StorageError` if the store refuses."""
+        """Make everything written durable, including its directories. `StorageError` if that fails."""
         ...
 
 
 class DirectChunkWriter:
-    """Writes uncompressed chunks below `root`, an existing local directory, straight from their images.
+    """Write uncompressed chunks below `root`, an existing local directory, straight from memory.
 
     Falls back to buffered writes on a file system without O_DIRECT. `threads` is the number of parallel syncs. With
-    `reuse` files that are there are written over; those of metadata only if they differ.
+    `reuse`, existing files are overwritten; those of metadata only if they differ.
     """
 
     def __init__(self, root: str, *, threads: int = 8, reuse: bool = False) -> None:
@@ -84,31 +72,29 @@ class DirectChunkWriter:
         self._direct = True
 
     def write(self, job: ChunkJob) -> WrittenChunk:
-        """Write one chunk. `StorageError` if the file system refuses, or if the chunk is there already and files are
-        not reused."""
+        """Write one chunk. `StorageError` if the write fails, or if the chunk exists and files are not reused."""
         if job.meta.compression is not None:
             raise ValueError(f"{job.directory}: compressed chunks are written through tensorstore")
         layout = job.meta.layout(job.index)
-        checksum = seal(job.meta, layout, job.image, job.sealed)
+        checksum = add_checksums(job.meta, layout, job.encoded, job.checksummed)
         key = job.meta.chunk_key(job.index)
-        path, over = self._tree.place(job.directory, key)
-        image = job.image[: layout.image_bytes]
-        self._direct = write_image(path, image, layout.file_bytes, direct=self._direct, over=over)
+        path, overwrite = self._tree.place(job.directory, key)
+        encoded = job.encoded[: layout.buffer_bytes]
+        self._direct = write_pages(path, encoded, layout.file_bytes, direct=self._direct, overwrite=overwrite)
         self._tree.written(path)
         return WrittenChunk(f"{job.directory}/{key}", layout.file_bytes, checksum)
 
     def describe(self, directory: str, meta: ArrayMeta) -> None:
-        """Write the metadata of the array in `directory`. `StorageError` if it is there already and files are not
-        reused."""
+        """Write the metadata of an array. `StorageError` if it exists and files are not reused."""
         self._tree.write(directory, "zarr.json", meta.document_bytes)
 
     def finish(self) -> None:
-        """Make all that was written durable, with the directories it is in."""
+        """Make everything written durable, including its directories."""
         self._tree.finish()
 
 
 class TensorStoreChunkWriter:
-    """Writes chunks below `root`, an existing local directory or the URL of a store that tensorstore knows.
+    """Write chunks below `root`, an existing local directory or the URL of a store that tensorstore supports.
 
     `threads` is the number of parallel writes and syncs.
     """
@@ -119,11 +105,11 @@ class TensorStoreChunkWriter:
         self._context = new_context(threads)
 
     def write(self, job: ChunkJob) -> WrittenChunk:
-        """Write one chunk. `StorageError` if the store refuses."""
+        """Write one chunk. `StorageError` if that fails."""
         key = job.meta.chunk_key(job.index)
         path = None if self._tree is None else self._tree.place(job.directory, key)[0]
         layout = job.meta.layout(job.index)
-        checksum, file_bytes = seal(job.meta, layout, job.image, job.sealed), layout.file_bytes
+        checksum, file_bytes = add_checksums(job.meta, layout, job.encoded, job.checksummed), layout.file_bytes
         try:
             store = self._write(job)
             if job.meta.compression is not None:
@@ -137,7 +123,7 @@ class TensorStoreChunkWriter:
         return WrittenChunk(f"{job.directory}/{key}", file_bytes, checksum)
 
     def describe(self, directory: str, meta: ArrayMeta) -> None:
-        """Write the metadata of the array in `directory`. `StorageError` if the store refuses."""
+        """Write the metadata of the array in `directory`. `StorageError` if that fails."""
         if self._tree is not None:
             self._tree.write(directory, "zarr.json", meta.document_bytes)
             return
@@ -149,7 +135,7 @@ class TensorStoreChunkWriter:
             raise StorageError(f"cannot write {self._root}/{directory}/zarr.json: {error} (check the store)") from error
 
     def finish(self) -> None:
-        """Make all that was written durable, with the directories it is in. Other stores than files are so at once."""
+        """Make everything written durable. Nothing to do in stores other than local files."""
         if self._tree is not None:
             self._tree.finish()
 
@@ -158,16 +144,16 @@ class TensorStoreChunkWriter:
 
         store = open_array(self._root, job.directory, job.meta, self._context)
         layout = job.meta.layout(job.index)
-        with ts.Transaction() as transaction:  # one write of the file, whatever the number of its pieces
-            for piece in layout.pieces:
-                box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
-                elements = np.require(piece_array(job.meta, layout, piece, job.image), requirements="A")
+        with ts.Transaction() as transaction:  # writes the file once, however many inner chunks it has
+            for inner in layout.inner_chunks:
+                box = tuple(slice(o, o + n) for o, n in zip(inner.origin, inner.shape, strict=True))
+                elements = np.require(inner_chunk_array(job.meta, layout, inner, job.encoded), requirements="A")
                 store.with_transaction(transaction)[box].write(elements).result()
         return store
 
 
 class _Tree:
-    """The files a writer has written below its root, and the directories that it may have added a name to."""
+    """The files that a writer has written below its root, and the directories to sync with them."""
 
     def __init__(self, root: str, threads: int, reuse: bool = False) -> None:
         self._root = root
@@ -178,8 +164,10 @@ class _Tree:
         self._reuse = reuse
 
     def place(self, directory: str, name: str) -> tuple[str, bool]:
-        """Return the path of a file to be written, and whether it is there, to be written over. If not, its directory
-        is."""
+        """Return the path of a file to be written, and whether it exists and is to be overwritten.
+
+        Otherwise its directory exists when this returns.
+        """
         parent = os.path.join(self._root, directory)
         path = os.path.join(parent, name)
         if self._reuse and os.path.lexists(path):
@@ -190,16 +178,16 @@ class _Tree:
         return path, False
 
     def write(self, directory: str, name: str, data: bytes) -> None:
-        """Write a file, unless it is reused and holds that already."""
-        path, over = self.place(directory, name)
-        if not (over and holds(path, data)):
-            write_new(path, data, replace=over)
+        """Write a file, unless it is reused and has this content already."""
+        path, overwrite = self.place(directory, name)
+        if not (overwrite and holds(path, data)):
+            write_new(path, data, replace=overwrite)
             self.written(path)
 
     def written(self, path: str) -> None:
-        """The file is complete."""
+        """Note that a file is complete."""
         self._files.append(path)
 
     def finish(self) -> None:
-        """Make all of it durable."""
+        """Make all files and directories durable."""
         sync_files(self._files, self._made, threads=self._threads)

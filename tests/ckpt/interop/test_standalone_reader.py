@@ -1,4 +1,4 @@
-"""docs/format.md is enough to write a reader: one written from it alone finds every bit of real checkpoints."""
+"""docs/format.md is sufficient: a reader written from it alone reads every bit of real checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from tests.ckpt.interop import states
 from tests.ckpt.interop.conftest import Saved
-from tests.ckpt.interop.stranger_reader import Step
+from tests.ckpt.interop.standalone_reader import Step
 
 
 @pytest.mark.parametrize("name", ["layouts", "layouts_packed"])
@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_found(saved: Saved, tmp_path: Path) -> None:
 
 
 def _leaves(state: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """What a checkpoint has an entry of its own for; lists without tensors are one."""
+    """Yield the leaves with an entry of their own in a checkpoint; a list without tensors is one leaf."""
     if isinstance(state, dict):
         for key, item in state.items():
             yield from _leaves(item, (*path, key))

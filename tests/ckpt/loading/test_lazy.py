@@ -1,4 +1,4 @@
-"""`ckpt.open`: lazy arrays by name, in a process that cannot import torch."""
+"""`ckpt.open`: tensors by name, in a process that cannot import torch."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def test_what_is_no_checkpoint(tmp_path: Path, what: str) -> None:
 
 
 def test_an_array_outside_the_step_is_never_opened(tmp_path: Path) -> None:
-    from ckpt.storage.documents import seal_root, unseal_root
+    from ckpt.storage.documents import decode_root, encode_root
 
     with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
         checkpointer.save({"a": torch.zeros(9000)}, 1)
     root = tmp_path / "root" / "step_00000001" / "zarr.json"
-    document = unseal_root(root.read_bytes(), "root")
+    document = decode_root(root.read_bytes(), "root")
     nodes = document["consolidated_metadata"]["metadata"]
     nodes["../../elsewhere"] = nodes.pop("a")
-    root.write_bytes(seal_root(document))
+    root.write_bytes(encode_root(document))
     with pytest.raises(ckpt.CheckpointCorruptError, match="not inside the step"):
         ckpt.open(tmp_path / "root")

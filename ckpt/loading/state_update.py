@@ -1,12 +1,12 @@
-"""Put values in place and have objects load their state, first in a trial that can be undone.
+"""Assign values and have objects load their state, first in a trial that can be undone.
 
-    trial: small tensors of objects that may refuse (the old ones are kept) -> values -> those objects load
-    read:  all tensors
-    end:   all objects load, in the order of the state
+    trial:  small tensors of objects that may refuse (the old ones are kept) -> values -> those objects load
+    read:   all tensors
+    finish: all objects load, in the order of the state
 
-An object's own `load_state_dict` may raise. So those that may are asked before the large tensors, of which there is no
-second copy, are overwritten. Modules and optimizers without code of their own for that cannot refuse: shapes and
-names fit by then. Runs in the trainer.
+An object's own `load_state_dict` may raise. So objects that may refuse are tried before the large tensors, of which
+there is no second copy, are overwritten. Modules and optimizers that do not override PyTorch's code for loading cannot
+refuse: names and shapes fit by then. Runs in the trainer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ckpt.errors import StateError
 from ckpt.loading.match import Assignment, Match, Read, is_below
 from ckpt.loading.optimizers import keep_dtypes
 from ckpt.paths import display
-from ckpt.planning.leaves import RngState
-from ckpt.planning.state_dict import Owner
+from ckpt.planning.state_dict import Owner, RngState
 
-__all__ = ["Placement"]
+__all__ = ["StateUpdate"]
 
 _KEPT_BYTES = 64 << 20
-"""Tensors of objects that may refuse are read for the trial if they are no more than this together: so much memory is
-needed for a copy of what they held before."""
+"""Tensors of objects that may refuse are read for the trial if they have at most this size together.
+
+Their old content is copied, which takes as much memory."""
 
 
-class Placement:
-    """What one restore does besides reading. Random number generators are set last: loading may use them."""
+class StateUpdate:
+    """The part of a restore besides reading. Random number generators are set last: loading may use them."""
 
     def __init__(self, match: Match, owners: list[Owner]) -> None:
         self._match = match
@@ -46,9 +46,9 @@ class Placement:
         self._tried: list[Owner] = []
 
     def try_objects(self, read: Callable[[list[Read]], object]) -> None:
-        """Put the values in place, and have the objects load that may refuse. `read` fills tensors.
+        """Assign values, and have the objects load that may refuse. `read` fills tensors.
 
-        Raises StateError, naming the object; then `put_back` is to be called, as after any other failure.
+        Raises StateError, naming the object. Call `roll_back` then, as after any other failure.
         """
         with torch.no_grad():
             self._kept = [(early, early[2].local.clone()) for early in self._early]
@@ -60,10 +60,10 @@ class Placement:
             _assign(assignment, assignment.value)
         for owner in self._may_refuse:
             self._tried.append(owner)
-            owner.load(_copied(owner.state_dict))  # it may take it apart
+            owner.load(_copied(owner.state_dict))  # it may modify the state dict
 
-    def put_back(self) -> list[str]:
-        """Undo the trial; returns what could not be undone, in words."""
+    def roll_back(self) -> list[str]:
+        """Undo the trial, and return messages about what could not be undone."""
         with torch.no_grad():
             for (_, _, leaf), kept in self._kept:
                 leaf.local.copy_(kept)
@@ -83,7 +83,7 @@ class Placement:
         return failed
 
     def finish(self) -> None:
-        """Have all objects load: the tensors are filled. StateError says what has been restored and what has not."""
+        """Have all objects load; the tensors are filled. StateError says what has been restored and what has not."""
         _written(self._match.reads)
         for number, owner in enumerate(self._owners):
             try:
@@ -91,8 +91,8 @@ class Placement:
             except StateError as error:
                 left = ", ".join(display(other.path) for other in self._owners[number + 1 :]) or "none"
                 raise StateError(
-                    f"{error}. All tensors, values and the objects before it have been restored and stay so; it has "
-                    f"perhaps been changed in part. Objects after it that have not loaded: {left}"
+                    f"{error}. All tensors, values and the objects before it have been restored; it may be "
+                    f"partly changed. Objects after it that have not loaded: {left}"
                 ) from error.__cause__
             keep_dtypes(owner.stateful, owner.state_dict)
 
@@ -113,12 +113,12 @@ def _assign(assignment: Assignment, value: Any) -> None:
         assignment.leaf.assign(value)
     except Exception as error:
         raise StateError(
-            f"{display(assignment.path)}: the container does not take {value!r:.100}: {error!r}"
+            f"{display(assignment.path)}: the container does not accept {value!r:.100}: {error!r}"
         ) from error
 
 
 def _may_refuse(stateful: Any) -> bool:
-    """Whether its `load_state_dict` runs code that is not PyTorch's own, or its own idea of what fits."""
+    """Return whether `load_state_dict` of an object runs code other than PyTorch's own."""
     if isinstance(stateful, torch.nn.Module):
         return not all(map(_is_plain_module, stateful.modules()))
     if isinstance(stateful, torch.optim.Optimizer):
@@ -150,12 +150,12 @@ def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copied(node: Any) -> Any:
-    """Containers anew, leaves as they are."""
+    """Copy the containers of a tree, not its leaves."""
     if isinstance(node, dict):
-        twin = copy.copy(node)
+        copied = copy.copy(node)
         for key, item in node.items():
-            twin[key] = _copied(item)
-        return twin
+            copied[key] = _copied(item)
+        return copied
     if type(node) is list or type(node) is tuple:
         return type(node)(map(_copied, node))
     return node

@@ -1,10 +1,10 @@
-"""Readers of a published step: leases that spare them its removal, and the check that keeps what they read whole.
+"""Hold a published step while it is read: a lease against its removal, and a check that it was not replaced.
 
     <root>/.readers/<save>/<host>-<pid>-<start>-<random>    a process reads this step; renewed like writers' leases
 
-Before any file of a removed step is written over, its directory is renamed, and then its documents are removed. So a
+Before any file of a removed step is overwritten, its directory is renamed, and then its documents are deleted. So a
 reader that finds the same documents in the same place *after* it has read, has read that step and nothing else. That
-holds on any file system; a lease only saves it from reading again.
+holds on any file system; a lease only saves reading again.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import threading
 import time
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.storage import files
-from ckpt.storage.documents import unseal
+from ckpt.storage import directories, files
+from ckpt.storage.directories import DirectoryLock, lock_shared
+from ckpt.storage.documents import decode_document
 from ckpt.storage.leases import RENEW_S, is_fresh
-from ckpt.storage.locks import DirectoryLock, lock_shared
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from inprocess.ipc.process import Process
 
-__all__ = ["StepReader", "forget_readers", "is_read"]
+__all__ = ["StepReader", "remove_stale_readers", "has_readers"]
 
 _READERS = ".readers"
 _MAX_INTENT_BYTES = 1 << 20
 
 
 class StepReader:
-    """Holds a published step, for one who reads it. Any process; the file that is the lease is made where it can be.
+    """Holds a published step while it is read. Any process. A context manager.
 
-    With `renewing` a thread renews the lease until `close`; else each `check` does. Use as a context manager.
+    Makes a lease where it can. With `renewing` a thread renews it until `close`; otherwise each `check` does.
     """
 
     def __init__(self, path: str, root: str | None = None, *, renewing: bool = False) -> None:
-        """`path` is the directory of the step, `root` that of its root if a lease may be made there.
+        """Open the step in directory `path`; with `root`, its checkpoint root, make a lease there.
 
-        CheckpointNotFoundError if it is being removed, or is no step.
+        CheckpointNotFoundError if it is being removed, or is not a step.
         """
         self.path = path
         self._pid = os.getpid()
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._lease: str | None = None
         self._renewed = time.monotonic()
         self._lock = self._locked()
@@ -62,7 +62,7 @@ class StepReader:
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless the step is still the one that was opened.
 
-        What was read before a check that succeeds is of that step.
+        If it returns, all data read before is of that step.
         """
         if _identity(self.path) != self._identity:
             raise CheckpointNotFoundError(
@@ -72,8 +72,8 @@ class StepReader:
             self._renew()
 
     @property
-    def is_there(self) -> bool:
-        """Whether the step is still the one that was opened."""
+    def still_there(self) -> bool:
+        """Return whether the step is still the one that was opened."""
         try:
             self.check()
         except CheckpointNotFoundError:
@@ -81,13 +81,13 @@ class StepReader:
         return True
 
     def close(self) -> None:
-        """Let the step go. Idempotent."""
-        self._over.set()
+        """Release the step. Idempotent."""
+        self._closed.set()
         lease, self._lease = self._lease, None
-        if lease is not None and os.getpid() == self._pid:  # it is not that of a fork
+        if lease is not None and os.getpid() == self._pid:  # a fork must not remove its parent's lease
             with contextlib.suppress(OSError, StorageError):
                 files.remove(lease)
-                os.rmdir(os.path.dirname(lease))  # if no other reader has a lease
+                os.rmdir(os.path.dirname(lease))  # fails if another reader has a lease
         if self._lock is not None:
             self._lock.close()
 
@@ -102,8 +102,8 @@ class StepReader:
             lock = lock_shared(self.path)
         except StorageError:
             if not os.path.isdir(self.path):
-                raise CheckpointNotFoundError(f"{self.path} is not there (any more)") from None
-            return None  # no permission to open the directory itself: what can be read is found out soon
+                raise CheckpointNotFoundError(f"{self.path} does not exist (any more)") from None
+            return None  # no permission to open the directory itself; reads show whether the files can be opened
         if lock is None:
             raise CheckpointNotFoundError(f"{self.path} is being removed; open another step")
         return lock
@@ -115,20 +115,20 @@ class StepReader:
                 files.touch(self._lease)
 
     def _keep(self) -> None:
-        while not self._over.wait(RENEW_S):
+        while not self._closed.wait(RENEW_S):
             self._renew()
 
 
-def forget_readers(root: str) -> None:
-    """Remove what readers left that are gone. For the owner."""
-    for save in files.names_in(os.path.join(root, _READERS)):
+def remove_stale_readers(root: str) -> None:
+    """Remove the leases of readers that have ended. For the owner."""
+    for save in directories.names_in(os.path.join(root, _READERS)):
         directory = os.path.join(root, _READERS, save)
         if not _has_reader(directory):
-            files.remove_tree(directory)
+            directories.remove_tree(directory)
 
 
-def is_read(root: str, path: str) -> bool:
-    """Whether the published step in directory `path` has a reader, as far as leases tell."""
+def has_readers(root: str, path: str) -> bool:
+    """Return whether the published step in directory `path` has a reader with a lease."""
     save = _save_of(path)
     if save is None:
         return False
@@ -136,8 +136,8 @@ def is_read(root: str, path: str) -> bool:
 
 
 def _has_reader(directory: str) -> bool:
-    names = files.names_in(directory)
-    now = files.server_time(directory) if names else 0.0
+    names = directories.names_in(directory)
+    now = directories.server_time(directory) if names else 0.0
     return any(_is_alive(os.path.join(directory, name), now) for name in names)
 
 
@@ -152,7 +152,7 @@ def _is_alive(lease: str, now: float) -> bool:
 
 
 def _make_lease(root: str, save: str) -> str | None:
-    """The file; None where it cannot be made."""
+    """Make a lease and return its file; None if it cannot be made."""
     own = Process.here()
     directory = os.path.join(root, _READERS, save)
     try:
@@ -165,8 +165,10 @@ def _make_lease(root: str, save: str) -> str | None:
 
 
 def _identity(path: str) -> tuple[bytes, int, int] | None:
-    """What tells the step at `path` from another one there: its intent, and the file that describes all. None if
-    neither is there. Opened anew each time: that makes the client of a network file system ask the server."""
+    """Return what distinguishes the step at `path` from another one there; None if it has neither intent nor root.
+
+    The files are opened each time: that makes the client of a network file system ask the server.
+    """
     try:
         intent = read_document_at(os.path.join(path, "intent.json"), _MAX_INTENT_BYTES)
     except CheckpointCorruptError as damage:
@@ -183,11 +185,11 @@ def _identity(path: str) -> tuple[bytes, int, int] | None:
 
 
 def _save_of(path: str) -> str | None:
-    """The save that was published as the step at `path`; None if nothing tells."""
+    """Return the name of the save that was published as the step at `path`; None if its intent does not say."""
     where = os.path.join(path, "intent.json")
     try:
         data = read_document_at(where, _MAX_INTENT_BYTES)
-        save = None if data is None else unseal(data, where).get("save")
+        save = None if data is None else decode_document(data, where).get("save")
     except (CheckpointCorruptError, StorageError):
         return None
     return save if isinstance(save, str) and "/" not in save and save not in ("", ".", "..") else None

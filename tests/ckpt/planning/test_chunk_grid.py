@@ -1,4 +1,4 @@
-"""Chunk grids: every boundary between boxes lies on them, and their files have sizes that a file system likes."""
+"""Chunk grids have every boundary between boxes on them, and files of reasonable sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
-from ckpt.planning.grid import common_grid, refine
+from ckpt.planning.chunk_grid import common_grid, refine
 
 _MB = 1 << 20
 

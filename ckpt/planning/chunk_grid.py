@@ -1,8 +1,8 @@
-"""Chunk grids: how a tensor is cut into files such that each file belongs to exactly one rank.
+"""Chunk grids: how a tensor is divided into files such that exactly one rank writes each file.
 
-Every boundary between two ranks' boxes must lie on the (regular) grid. Where the boxes are those of an even division
-the grid is the boxes themselves. Otherwise the greatest common divisor of all boundaries may give a grid of reasonable
-chunks; if it does not, each box becomes an array of its own.
+Every boundary between the boxes of two ranks must lie on the regular grid. If the tensor is divided evenly, the chunks
+are the boxes. Otherwise the greatest common divisor of all boundaries may give chunks of reasonable size; if it does
+not, each box becomes an array of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from dataclasses import dataclass
 
 from ckpt.planning.boxes import Box
 
-__all__ = ["GridOptions", "Grid", "common_grid", "refine"]
+__all__ = ["Grid", "GridOptions", "common_grid", "refine"]
+
+_INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
+_MIN_INNER_BYTES = 96 << 10
+_TOO_SMALL = 8  # times smaller than wanted
 
 
 @dataclass(frozen=True, slots=True)
 class GridOptions:
-    """Sizes that shape the files of a checkpoint, in bytes.
+    """Sizes, in bytes, that determine the files of a checkpoint.
 
-    Tensors of at most `pack_below_bytes` share files, those of each rank. Files have about `file_bytes` at most, and
-    are divided into inner chunks of about `inner_bytes` at most, so that a restore to another sharding reads little
-    more than it needs.
+    Tensors of at most `pack_below_bytes` share the files of their rank. Files have about `file_bytes` at most. They are
+    divided into inner chunks of about `inner_bytes` at most, so that a restore to another sharding reads little more
+    than it needs.
     """
 
     pack_below_bytes: int = 16 << 10
@@ -33,15 +37,14 @@ class GridOptions:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Chunks of `chunk_shape`; each a shard of inner chunks when `inner_chunk_shape` is given, which divides it."""
+    """A grid of chunks; with `inner_chunk_shape`, which divides `chunk_shape`, each is a shard of inner chunks."""
 
     chunk_shape: tuple[int, ...]
     inner_chunk_shape: tuple[int, ...] | None = None
 
 
 def common_grid(shape: tuple[int, ...], boxes: Sequence[Box], itemsize: int) -> tuple[int, ...] | None:
-    """The largest chunk shape with every boundary of `boxes` on its grid; None if that would make unreasonably many
-    chunks."""
+    """Return the largest chunk shape with every boundary of `boxes` on its grid; None if that makes too many chunks."""
     chunk = tuple(
         _common_size(size, {box.offset[dim] for box in boxes} | {box.offset[dim] + box.shape[dim] for box in boxes})
         for dim, size in enumerate(shape)
@@ -56,33 +59,29 @@ def _common_size(size: int, boundaries: Iterable[int]) -> int:
 
 
 def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target_bytes: int, inner_bytes: int) -> Grid:
-    """Cut the chunks of a grid into files of about `target_bytes`, as equal as can be, and these into inner chunks.
+    """Divide the chunks of a grid into files of about `target_bytes`, as even as possible, and these into inner chunks.
 
-    Only leading dimensions are cut, so that every piece is one run of memory in a C-ordered tensor. Inner chunks have
-    about `inner_bytes`, and of tensors that are not large less (see `_INNER_CHUNKS`).
+    Only leading dimensions are divided, so that every inner chunk is contiguous in a C-ordered tensor. Inner chunks
+    have about `inner_bytes`, and less in tensors that are not large (see `_INNER_CHUNKS`).
     """
     bounded = [part < size for part, size in zip(chunk, shape, strict=True)]
     outer = list(_cut(chunk, bounded, itemsize, target_bytes))
     wanted = math.prod(shape) * itemsize // _INNER_CHUNKS
-    inner = _cut(tuple(outer), bounded, itemsize, min(target_bytes, inner_bytes, max(wanted, _LEAST_INNER_BYTES)))
+    inner = _cut(tuple(outer), bounded, itemsize, min(target_bytes, inner_bytes, max(wanted, _MIN_INNER_BYTES)))
     file_bytes = math.prod(outer) * itemsize
     for dim, is_bounded in enumerate(bounded):
         if not is_bounded:
             outer[dim] = -(-outer[dim] // inner[dim]) * inner[dim]
     too_much = math.prod(outer) * itemsize - target_bytes
-    if file_bytes <= target_bytes and too_much > 0:  # inner chunks have a row more together: one file more
+    if file_bytes <= target_bytes and too_much > 0:  # rounding up to inner chunks made it too large
         return refine(shape, chunk, itemsize, target_bytes - too_much, inner_bytes)
     return Grid(tuple(outer), inner if tuple(outer) != inner else None)
 
 
-_INNER_CHUNKS = 96  # a rank that needs a third of a tensor reads one too much at each of two ends
-_LEAST_INNER_BYTES = 96 << 10
-
-
 def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_bytes: int) -> tuple[int, ...]:
-    """A large part of a chunk, in leading dimensions, of about `target_bytes` at most (or one element).
+    """Return the shape of a part of a chunk of about `target_bytes` at most, or one element.
 
-    A bounded dimension is divided evenly, so where its size has few divisors the part may be bigger.
+    A bounded dimension is divided evenly, so the part may be larger if its size has few divisors.
     """
     part = list(chunk)
     for dim, size in enumerate(chunk):
@@ -97,13 +96,10 @@ def _cut(chunk: tuple[int, ...], bounded: Sequence[bool], itemsize: int, target_
 
 
 def _divisor(size: int, wanted: int) -> int:
-    """A divisor of `size` near `wanted`: not above it, unless the next one below is much too small."""
+    """Return a divisor of `size` near `wanted`: the next one below, unless that is much too small."""
     if wanted >= size:
         return size
     low = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
     divisors = [*low, *(size // d for d in reversed(low))]
     below = max(d for d in divisors if d <= wanted)
     return below if below * _TOO_SMALL > wanted else min(d for d in divisors if d >= wanted)
-
-
-_TOO_SMALL = 8

@@ -9,7 +9,8 @@ from hypothesis import given
 
 from ckpt.errors import CheckpointCorruptError, StateError
 from ckpt.storage import dtypes
-from ckpt.storage.metadata import PAGE_BYTES, ArrayMeta, groups, root_document
+from ckpt.storage.array_metadata import ArrayMeta, groups, root_document
+from ckpt.storage.chunk_layout import PAGE_BYTES
 from tests.ckpt.storage.chunks import CASES, Case
 
 TORCH_DTYPES = sorted({dtypes.torch_dtype_name(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
@@ -82,16 +83,16 @@ def test_pieces_cover_the_array_once_and_do_not_overlap_in_the_file(meta: ArrayM
     for index in meta.chunk_indices():
         layout = meta.layout(index)
         ends = [0]
-        for piece in layout.pieces:
+        for piece in layout.inner_chunks:
             assert piece.offset >= ends[-1]
-            ends.append(piece.offset + layout.piece_bytes + 4)
+            ends.append(piece.offset + layout.inner_chunk_bytes + 4)
             grid: list[list[int]] = [[]]
             for origin, size in zip(piece.origin, piece.shape, strict=True):
                 assert size > 0
                 grid = [[*p, i] for p in grid for i in range(origin, origin + size)]
             covered += [tuple(p) for p in grid]
-        assert ends[-1] == layout.index_offset <= layout.file_bytes <= layout.image_bytes
-        assert layout.image_bytes % PAGE_BYTES == 0
+        assert ends[-1] == layout.index_offset <= layout.file_bytes <= layout.buffer_bytes
+        assert layout.buffer_bytes % PAGE_BYTES == 0
     everything = [()]
     for size in meta.shape:
         everything = [(*p, i) for p in everything for i in range(size)]  # type: ignore[misc]
@@ -118,7 +119,7 @@ def test_the_size_of_a_file_is_known_without_its_layout(case: Case) -> None:
     for index in case.meta.chunk_indices():
         size = case.meta.layout(index).file_bytes
         assert case.meta.file_bytes(index) == size
-        assert case.meta.misfit(index, size) is None
+        assert case.meta.size_problem(index, size) is None
 
 
 @pytest.mark.parametrize("size", [True, 4.0, -1, 1 << 63, "4", None])

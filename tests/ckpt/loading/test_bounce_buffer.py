@@ -1,4 +1,4 @@
-"""Tensors that storage cannot be read straight into are filled by way of other memory, however large they are."""
+"""Tensors that are not plain CPU memory are filled through a bounce buffer, whatever their size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt import Checkpointer
 
 @pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"compression": "zstd"}], ids=str)
 def test_more_than_is_read_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Rows of a tensor at a time, a row that is longer than what is read at once, and many small ones together."""
+    """Some rows of a tensor at a time, a row larger than the buffer, and many small tensors together."""
     generator = torch.Generator().manual_seed(4)
     shapes: dict[str, tuple[int, ...]] = {"rows": (701, 7001), "row": (1, 4_300_007), "run": (4_300_007,)}
     shapes |= {"number": (), "empty": (0, 3)} | {f"small {n}": (n + 1, 3) for n in range(50)}

@@ -1,4 +1,4 @@
-"""Look into a published checkpoint without torch: lazy arrays by name."""
+"""Open a published checkpoint without torch: tensors by name, read when they are indexed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
-from ckpt.storage.commit import CheckpointRoot
-from ckpt.storage.readers import StepReader
+from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.step_reader import StepReader
 
 __all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
 
@@ -25,8 +25,7 @@ _ATTEMPTS = 20
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of a checkpoint; nothing is read before it is indexed. `dtype` is torch's name, `shape` the global
-    shape."""
+    """A tensor of a checkpoint, read when it is indexed. `dtype` is torch's name, `shape` the global shape."""
 
     name: str
     dtype: str
@@ -36,12 +35,11 @@ class LazyTensor:
     _reader: StepReader
 
     def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
-        """Read the elements that `key` (integers, slices with step 1, ...) selects.
+        """Read the elements selected by `key` (integers, slices with step 1, ...).
 
-        The array has the numpy dtype of the same name (that of ml_dtypes for bfloat16 and float8), or uint8 with a last
-        dimension of the size of an element for a dtype that numpy has no name for. All of it is of the step that was
-        opened. Raises CheckpointCorruptError if bytes are damaged, CheckpointNotFoundError if the step was removed
-        since it was opened.
+        The array has the numpy dtype of the same name (that of ml_dtypes for bfloat16 and float8). Where numpy has none
+        it is uint8, with a last dimension of the size of an element. Raises CheckpointCorruptError if bytes are
+        damaged, CheckpointNotFoundError if the step was removed since it was opened.
         """
         probe = np.lib.stride_tricks.as_strided(np.zeros((), np.uint8), self.shape, (0,) * len(self.shape))
         shape = probe[key].shape
@@ -49,28 +47,28 @@ class LazyTensor:
         try:
             result = Fetch(self._index).array(self.name, self._stored, box)
         except CheckpointError:
-            self._reader.check()  # of a step that is gone, nothing is damaged
+            self._reader.check()  # raises if the step was removed: then nothing is damaged
             raise
         self._reader.check()
         return result.reshape((*shape, *result.shape[len(box.shape) :]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        """`numpy.asarray` reads all of it."""
+        """Read all elements, for `numpy.asarray`."""
         if copy is False:
             raise ValueError("the elements are on disk: an array of them is a copy")
         return np.asarray(self[...], dtype=dtype)
 
     def read(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """Read all of it."""
+        """Read all elements."""
         return self[...]
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """A published step: tensors by name (keys joined by "/"), including aliases. `values` are the leaves that are not
-    tensors.
+    """A published step: a mapping of names (keys joined by "/") to tensors, including aliases.
 
-    What belongs to single ranks is under ``<name>@rank<r>``. While it is open, retention leaves the step alone, as far
-    as leases and locks reach (see docs/guide.md); `close` it, use it as a context manager, or drop it.
+    `values_by_name` has the leaves that are not tensors. Leaves of single ranks are named ``<name>@rank<r>``. While it
+    is open, retention does not remove the step, as far as leases and locks reach (see docs/guide.md). `close` it, use
+    it as a context manager, or drop it.
     """
 
     def __init__(self, index: CheckpointIndex, reader: StepReader) -> None:
@@ -103,7 +101,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return len(self._tensors)
 
     def close(self) -> None:
-        """Let the step go: it may be removed from now on. What is read later is still checked. Idempotent."""
+        """Release the step, which may be removed then. Later reads are still checked. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -116,7 +114,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
     """Open a published step: `path` is its directory, or a checkpoint root (then `step`, or the newest one).
 
-    Reads metadata only. Needs no write permission; where there is some, a lease is made in the root that `path` is.
+    Reads metadata only. Needs no write permission; with it, a lease is made if `path` is a checkpoint root.
     Raises CheckpointNotFoundError, CheckpointCorruptError, FormatVersionError.
     """
     where = os.fspath(path)
@@ -132,7 +130,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
             return _opened(root.step_path(chosen), where)
         except CheckpointNotFoundError:
             if step is not None or attempt == _ATTEMPTS - 1:
-                raise  # else the newest step was removed just now, because there is a newer one
+                raise  # else the newest step was just removed, because there is a newer one
     raise AssertionError("unreachable")
 
 
@@ -149,7 +147,7 @@ def _opened(path: str, root: str | None) -> Checkpoint:
 
 
 def _box_of(key: Any, shape: tuple[int, ...]) -> Box:
-    """The box of the elements that `key` selects."""
+    """Return the box of the elements that `key` selects."""
     keys = key if isinstance(key, tuple) else (key,)
     if Ellipsis in keys:
         at = keys.index(Ellipsis)

@@ -1,0 +1,131 @@
+"""Restore a published step into the state of a running program, in place.
+
+The coordinator tells all ranks which steps are published. They restore the newest one (see `restore_step`); if it is
+damaged, the one before. Nothing is written to the state before everything fits on every rank, and the trial is undone
+if it fails on any rank. Runs in the trainer; collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from ckpt.loading.all_or_none import Alone, error_class
+from ckpt.loading.restore_step import MemorySource, RestoreReport, StepHold, restore_step
+from ckpt.planning.description import Gather
+from ckpt.storage.root import CheckpointRoot
+
+__all__ = ["restore"]
+
+_log = logging.getLogger("ckpt")
+_MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
+
+
+def restore(
+    root: CheckpointRoot,
+    state: Any,
+    step: int | None,
+    strict: bool,
+    ranks: Gather,
+    memory: MemorySource | None = None,
+    before: Callable[[], None] | None = None,
+    read_only: bool = False,
+) -> RestoreReport | None:
+    """Restore the newest published step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
+
+    The coordinator calls `before` first. With `read_only` no lease is made. If a step is removed while it is read, this
+    starts again with the steps that are left. A rank that is `Alone` among several tries no older step, since the
+    others would not do the same.
+    """
+    damaged: list[int] = []
+    error: CheckpointError | None = None
+    removed = 0
+    candidates = _candidates(root, step, ranks, before)
+    while candidates:
+        candidate = candidates.pop(0)
+        try:
+            with _held(root, candidate, ranks, read_only) as hold:
+                report = restore_step(hold, state, candidate, strict, ranks, memory)
+        except _RemovedError as gone:
+            removed += 1
+            if step is not None or isinstance(ranks, Alone) or removed == _MAX_REMOVED:
+                raise CheckpointNotFoundError(str(gone), step=candidate) from gone
+            _log.warning("%s; looking for the newest step again", gone)
+            candidates = [other for other in _candidates(root, None, ranks, None) if other not in damaged]
+        except CheckpointCorruptError as corrupt:
+            if step is not None or isinstance(ranks, Alone):
+                raise
+            error = corrupt
+            damaged.append(candidate)
+            _log.warning("step %d cannot be restored, trying the step before: %s", candidate, corrupt)
+        else:
+            report = replace(report, damaged=tuple(damaged))
+            _log.info("rank %d restored %s", ranks.rank, report)
+            return report
+    if error is not None:
+        raise error
+    return None
+
+
+class _RemovedError(Exception):
+    """The step was removed while it was read; raised on all ranks."""
+
+
+def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: Callable[[], None] | None) -> list[int]:
+    """Return the steps to try, newest first, as seen by the coordinator, so that all ranks try the same. Collective."""
+    payload = b""
+    if ranks.rank == 0 or isinstance(ranks, Alone):
+        try:
+            if before is not None:
+                before()
+            payload = json.dumps(_steps(root)).encode()
+        except CheckpointError as error:
+            payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
+    steps = json.loads(ranks(payload)[0])
+    if isinstance(steps, dict):
+        raise error_class(steps["kind"])(steps["text"])
+    if step is None:
+        return sorted(steps, reverse=True)
+    if step not in steps:
+        raise CheckpointNotFoundError(f"{root.path} has no published step {step}; it has {steps or 'none'}", step=step)
+    return [step]
+
+
+def _steps(root: CheckpointRoot) -> list[int]:
+    """Return the published steps.
+
+    CheckpointNotFoundError if all steps were superseded: then training must not silently start from scratch.
+    """
+    steps = root.steps()
+    superseded = [] if steps else root.superseded()
+    if superseded:
+        raise CheckpointNotFoundError(
+            f"{root.path} has no published step, but superseded ones: a job was killed just before it published the "
+            f"first step of another branch. Make one the newest again: inspect_ckpt restore-branch {root.path} "
+            f"{superseded[-1]}; or remove them: inspect_ckpt rm"
+        )
+    return steps
+
+
+@contextlib.contextmanager
+def _held(root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> Iterator[StepHold]:
+    """Hold a step on all ranks, and raise `_RemovedError` on all of them for an error caused by its removal."""
+    hold = StepHold(root, step, ranks, read_only)
+    try:
+        yield hold
+    except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
+        if hold.was_removed(error):
+            raise _RemovedError(f"step {step} of {root.path} was removed while it was read") from error
+        raise
+    finally:
+        hold.close()

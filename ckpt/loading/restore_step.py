@@ -1,0 +1,251 @@
+"""Restore one step into a state, in phases that succeed on all ranks or on none.
+
+open       hold the step, read its index
+match      pair each leaf of the state with what is stored; compare names, shapes, dtypes
+trial      assign values, have objects load that may refuse; undone if this or the next phase fails on any rank
+read       fill the tensors, from memory or storage
+load       have all objects load
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ckpt.collection import without_collection
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError
+from ckpt.loading.all_or_none import Alone, all_or_none
+from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
+from ckpt.loading.fetch import BoxRead, Fetch
+from ckpt.loading.index import CheckpointIndex, read_index
+from ckpt.loading.match import Match, Read, match_state, unknown_on_all_ranks
+from ckpt.loading.optimizers import Optimizers
+from ckpt.loading.state_update import StateUpdate
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box
+from ckpt.planning.description import Gather
+from ckpt.planning.state_dict import TensorLeaf, flatten
+from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.step_reader import StepReader
+
+__all__ = ["FilledTensors", "MemorySource", "RestoreReport", "StepHold", "restore_step"]
+
+_log = logging.getLogger("ckpt")
+_SHOWN = 20
+_MIN_THREADS, _MAX_THREADS = 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did on this rank: the bytes of tensors by where they came from, and the time.
+
+    `save` is the save that was published as this step. `damaged` are the newer steps that were tried first and could
+    not be restored, because bytes of them are missing or wrong.
+    """
+
+    step: int
+    save: str = ""
+    own_memory_bytes: int = 0
+    neighbour_memory_bytes: int = 0
+    storage_bytes: int = 0
+    seconds: float = 0.0
+    damaged: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        sources = {
+            "own staging memory": self.own_memory_bytes,
+            "staging memory of neighbours": self.neighbour_memory_bytes,
+            "storage": self.storage_bytes,
+        }
+        text = ", ".join(f"{nbytes} bytes from {source}" for source, nbytes in sources.items() if nbytes)
+        return f"step {self.step}: {text or 'no tensors'}, {1000 * self.seconds:.0f} ms"
+
+
+class FilledTensors(Protocol):
+    """The tensors that a memory source has filled."""
+
+    @property
+    def paths(self) -> frozenset[Path]: ...
+    @property
+    def own_bytes(self) -> int: ...
+    @property
+    def neighbour_bytes(self) -> int: ...
+
+
+class MemorySource(Protocol):
+    """Memory that may hold tensors of a published step."""
+
+    def fill(
+        self, step_path: str, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int
+    ) -> FilledTensors:
+        """Fill those of `leaves` that are in memory."""
+        ...
+
+
+class StepHold:
+    """Holds one step on all ranks while it is read. The coordinator makes the lease, for all, and releases it last."""
+
+    def __init__(self, root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> None:
+        self.root = root
+        self.path = root.step_path(step)
+        self._ranks = ranks
+        self._leads = not read_only and ranks.rank == 0 and not isinstance(ranks, Alone)
+        self._reader: StepReader | None = None
+
+    def open(self) -> None:
+        """Begin to read. CheckpointNotFoundError if the step does not exist any more."""
+        self._reader = StepReader(self.path, self.root.path if self._leads else None, renewing=True)
+
+    def check(self) -> None:
+        """Raise CheckpointNotFoundError unless everything that this rank has read is of this step."""
+        if self._reader is not None:
+            self._reader.check()
+
+    def was_removed(self, error: CheckpointError) -> bool:
+        """Return whether the step was removed or replaced, as seen by any rank. Collective."""
+        is_gone = isinstance(error, CheckpointNotFoundError)
+        still_there = not is_gone and (self._reader is None or self._reader.still_there)
+        return b"-" in self._ranks(b"+" if still_there else b"-")
+
+    def close(self) -> None:
+        """Release the step. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+def restore_step(
+    hold: StepHold, state: Any, step: int, strict: bool, ranks: Gather, memory: MemorySource | None
+) -> RestoreReport:
+    """Restore one step; see `ckpt.loading.restore.restore`. Collective."""
+    begin = time.perf_counter()
+    attempt = _Attempt(ranks, step, memory)
+    with attempt.phase("open"), without_collection():
+        hold.open()
+        attempt.index = read_index(hold.path)
+    with attempt.phase("match"), without_collection():
+        attempt.match(state)
+    with attempt.phase("match"):
+        attempt.check(strict)
+    try:
+        with attempt.phase("load"):
+            attempt.try_objects()
+        with attempt.phase("read"):
+            attempt.read()
+            hold.check()
+    except Exception as error:
+        attempt.roll_back(error)
+        raise
+    with attempt.phase("load"):
+        attempt.finish()
+    save = str(attempt.index.summary["save"])
+    return replace(attempt.report, save=save, seconds=time.perf_counter() - begin)
+
+
+class _Attempt:
+    """One attempt to restore one step, on this rank."""
+
+    def __init__(self, ranks: Gather, step: int, memory: MemorySource | None) -> None:
+        self._ranks = ranks
+        self._step = step
+        self._memory = memory
+        self.report = RestoreReport(step)
+        self.index: CheckpointIndex
+        self._match: Match
+        self._update: StateUpdate
+        self._reading = False
+
+    def phase(self, action: str) -> AbstractContextManager[None]:
+        """Run one phase of the attempt; see `all_or_none`."""
+        return all_or_none(self._ranks, self._step, action)
+
+    def match(self, state: Any) -> None:
+        """Flatten the state and pair every leaf with what is stored."""
+        optimizers = Optimizers(self.index, self._ranks.rank)
+        flat = flatten(state, expand=optimizers.expand)
+        self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, optimizers.unit)
+        self._match.problems += optimizers.problems
+        owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
+        self._update = StateUpdate(self._match, owners)
+
+    def check(self, strict: bool) -> None:
+        """Raise StateMismatchError, listing all that does not fit; log it unless `strict`. Collective."""
+        unexpected = unknown_on_all_ranks(self._match.unknown, self._ranks)
+        problems = [problem.text for problem in self._match.problems]
+        problems += [f"unexpected: {display(path)}" for path in unexpected]
+        if not problems:
+            return
+        problems.sort(key=lambda problem: (problem.split(":")[0], problem))
+        text = f"{len(problems)} name(s) of the state do not fit step {self._step}:{_listed(problems)}"
+        if strict:
+            raise StateMismatchError(text + "\nNothing was restored; strict=False restores what fits", step=self._step)
+        left_out = [display(path) for path in self._match.left_out]
+        with_them = f"\nand what belongs to them:{_listed(left_out)}" if left_out else ""
+        _log.warning("%s%s\nrestored without these", text, with_them)
+
+    def try_objects(self) -> None:
+        """Assign values, and have the objects load that may refuse; see `StateUpdate`."""
+        self._update.try_objects(lambda reads: self._fetch(reads, frozenset()))
+
+    def roll_back(self, error: Exception) -> None:
+        """Undo the trial, and add a note to `error` about what could not be undone."""
+        failed = self._update.roll_back()
+        rank = self._ranks.rank
+        if failed:
+            error.add_note(f"rank {rank}: could not be restored to its state before: {'; '.join(failed)}")
+        if self._reading:
+            error.add_note(
+                f"rank {rank}: tensors of the state may be partly overwritten; values and objects are as before"
+            )
+        elif not failed:
+            error.add_note(f"rank {rank}: the state is as it was before")
+
+    def read(self) -> None:
+        """Fill the tensors from memory where it has them, the rest from storage."""
+        self._reading = True
+        nbytes = self._fetch(self._match.reads, self._from_memory())
+        self.report = replace(self.report, storage_bytes=nbytes)
+
+    def _fetch(self, reads: list[Read], filled: frozenset[Path]) -> int:
+        """Read from storage what is not filled, and return the number of bytes."""
+        fetch = Fetch(self.index, threads=min(max(_MIN_THREADS, torch.get_num_threads()), _MAX_THREADS))
+        direct: list[BoxRead] = []
+        bounced: list[BouncedRead] = []
+        for path, tensor, leaf in reads:
+            if path in filled:
+                continue
+            name = display(path)
+            for box, at in leaf.boxes:
+                target = leaf.local[Box(at, box.shape).slices((0,) * len(at))]
+                if target.is_cpu and not target.is_conj() and not target.is_neg():
+                    direct.append(BoxRead(name, tensor, box, as_numpy(target)))
+                else:
+                    bounced.append(BouncedRead(name, tensor, box, target))
+        fetch.read(direct)
+        read_bounced(fetch, bounced)
+        return fetch.bytes_read
+
+    def _from_memory(self) -> frozenset[Path]:
+        if self._memory is None:
+            return frozenset()
+        leaves = {path: leaf for path, _, leaf in self._match.reads}
+        with without_collection():
+            filled = self._memory.fill(self.index.path, self.index.summary, leaves, self._ranks.rank)
+        self.report = replace(
+            self.report, own_memory_bytes=filled.own_bytes, neighbour_memory_bytes=filled.neighbour_bytes
+        )
+        return filled.paths
+
+    def finish(self) -> None:
+        """Have stateful objects load."""
+        self._update.finish()
+
+
+def _listed(lines: list[str]) -> str:
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "".join(f"\n  {line}" for line in (*lines[:_SHOWN], *more))

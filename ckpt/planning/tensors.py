@@ -1,0 +1,154 @@
+"""The tensors of a state: their memory, sharding and boxes on this rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.errors import StateError
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.description import TensorSpec
+
+__all__ = [
+    "PLAIN_TENSORS",
+    "DTensors",
+    "LocalBox",
+    "check_storable",
+    "local_tensor",
+    "shares_elements",
+    "tensor_over",
+    "tensor_spec",
+    "whole_box",
+    "without_graph",
+]
+
+LocalBox = tuple[Box, tuple[int, ...]]
+"""A box of a global tensor, and its offset in the local one."""
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""The types of tensors that can be stored, besides DTensor."""
+
+# One object for equal shardings, so that comparing them does not compare all their ranks.
+_shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
+
+
+class DTensors:
+    """The DTensors of one state. Most share a mesh and a sharding, so these are looked up only once."""
+
+    def __init__(self) -> None:
+        self._shardings: dict[tuple[int, Any, Any], tuple[Any, Sharding]] = {}
+        self._coordinates: dict[Sharding, tuple[int, ...] | None] = {}
+        self._boxes: dict[tuple[tuple[int, ...], Sharding], tuple[list[LocalBox], int | None]] = {}
+
+    def sharding(self, path: Path, tensor: Any) -> Sharding | None:
+        """Return the sharding of a DTensor; None for any other tensor. StateError if it cannot be stored."""
+        placements = getattr(tensor, "placements", None)
+        mesh = getattr(tensor, "device_mesh", None)
+        if placements is None or mesh is None:
+            return None
+        key = id(mesh), placements, tuple(map(type, placements))  # a strided shard may compare equal to a plain one
+        known = self._shardings.get(key)
+        if known is None:
+            ours = tuple(_placement(path, placement) for placement in placements)
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            # The mesh is kept, so that its id is not reused.
+            known = self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, ours)
+        return known[1]
+
+    def boxes(self, path: Path, tensor: Any, local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
+        """Return the boxes in `local`, this rank's shard. StateError if its size contradicts its sharding."""
+        key = tuple(tensor.shape), sharding
+        known = self._boxes.get(key)
+        if known is None:
+            known = self._boxes[key] = self._find_boxes(*key)
+        boxes, held = known
+        if held is not None and held != local.numel():
+            raise StateError(
+                f"{display(path)}: this DTensor's shard has {local.numel()} elements where {held} are expected; its "
+                f"placements {tensor.placements} are not supported"
+            )
+        return list(boxes)
+
+    def _find_boxes(self, shape: tuple[int, ...], sharding: Sharding) -> tuple[list[LocalBox], int | None]:
+        """Return the boxes and the number of their elements, which is None if this rank is not in the mesh."""
+        if sharding not in self._coordinates:
+            self._coordinates[sharding] = sharding.coordinate(torch.distributed.get_rank())
+        coordinate = self._coordinates[sharding]
+        if coordinate is None:
+            return [], None
+        boxes = list(local_boxes(shape, sharding, coordinate))
+        return boxes, sum(box.elements for box, _ in boxes)
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return this rank's memory of a DTensor. Call it under `no_grad`: detaching a DTensor takes ten times as long."""
+    local: torch.Tensor = tensor.to_local()
+    return without_graph(local)
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory, detached from the autograd graph."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _placement(path: Path, placement: Any) -> Placement:
+    if placement.is_replicate():
+        return Placement()
+    if placement.is_partial():
+        raise StateError(
+            f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
+        )
+    return Placement(placement.dim, int(getattr(placement, "split_factor", 1)))
+
+
+def shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether several elements are the same memory, as in an expanded tensor."""
+    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+
+
+def check_storable(path: Path, tensor: torch.Tensor) -> None:
+    """Raise StateError for a tensor that cannot be stored."""
+    problem = None
+    if tensor.layout != torch.strided:
+        problem = f"has the layout {tensor.layout}; save its to_dense() or its parts"
+    elif tensor.is_quantized:
+        problem = "is quantized; save its int_repr() and scales"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no data"
+    elif type(tensor) not in PLAIN_TENSORS:
+        problem = f"is a {type(tensor).__qualname__}; of tensor subclasses only DTensor can be stored"
+    if problem:
+        raise StateError(f"{display(path)}: this tensor {problem}")
+
+
+# One object for equal specs, so that comparing them does not compare their fields.
+@functools.lru_cache(maxsize=4096)
+def tensor_spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
+    """Return the description of a tensor."""
+    return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_box(shape: tuple[int, ...]) -> LocalBox:
+    """Return the box that covers a tensor of `shape`, which is local as a whole."""
+    return Box.whole(shape), (0,) * len(shape)
+
+
+def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Return a tensor over the memory of an array; None if torch cannot make one."""
+    if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+        return None
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        dtype = getattr(torch, array.dtype.name, None)  # the types of ml_dtypes have the names of torch's
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
+        return None
+    if not array.flags.c_contiguous:
+        return None
+    as_integers = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize]
+    return torch.from_numpy(array.view(as_integers)).view(dtype)

@@ -1,0 +1,201 @@
+"""List, make, sync, rename, remove and lock directories.
+
+Failures are `StorageError`s, and durable means the same, as in `files`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Container
+from contextlib import suppress
+from enum import Enum
+
+from ckpt.storage.files import fsync, rename_no_replace, storage_errors, under
+
+__all__ = [
+    "DirectoryLock",
+    "Rename",
+    "check_writable",
+    "fresh_names",
+    "fsync_directory",
+    "lock_shared",
+    "make_directories",
+    "names_in",
+    "remove_subdirectories",
+    "remove_tree",
+    "rename_directory",
+    "server_time",
+    "try_lock_exclusive",
+]
+
+_REMOVE_ATTEMPTS = 5
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Rename(Enum):
+    """The outcome of a rename that never overwrites."""
+
+    DONE = "done"
+    SOURCE_GONE = "source gone"
+    TARGET_EXISTS = "target exists"
+
+
+def server_time(path: str) -> float:
+    """Return the time of the file system of directory `path`, in seconds; that of this host if it is not writable."""
+    try:
+        _probe(path)
+        return os.stat(path).st_mtime
+    except OSError:
+        return time.time()
+
+
+def names_in(path: str) -> list[str]:
+    """Return the names in a directory, sorted, without hidden ones; none if it does not exist."""
+    with storage_errors("list", path):
+        try:
+            return sorted(name for name in os.listdir(path) if not name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def fresh_names(path: str) -> list[str]:
+    """Return the names in a directory as `names_in`, bypassing the client's cache if this host may write there.
+
+    The client of a network file system answers from its cache for seconds; making a name in the directory ends that.
+    """
+    with suppress(OSError):
+        _probe(path)
+    return names_in(path)
+
+
+def check_writable(path: str) -> None:
+    """Raise StorageError if no file can be made in directory `path`."""
+    with storage_errors("write", path):
+        _probe(path)
+
+
+def fsync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    with storage_errors("sync", path):
+        fsync(path)
+
+
+def make_directories(root: str, relative: str, made: Container[str] = ()) -> list[str]:
+    """Make directory `relative` below `root`, which exists, and return the paths from `root` to it, both included.
+
+    Never makes `root`: the directory of an abandoned save must not come back. Paths in `made` are known to exist. The
+    directory is durable after a sync of all returned paths.
+    """
+    paths = [root]
+    if relative:
+        under(root, relative)
+        for part in relative.split("/"):
+            paths.append(os.path.join(paths[-1], part))
+            if paths[-1] not in made:
+                with storage_errors("make directory", paths[-1]), suppress(FileExistsError):
+                    os.mkdir(paths[-1])
+    return paths
+
+
+def rename_directory(source: str, target: str) -> Rename:
+    """Rename a directory, durably and atomically, without overwriting.
+
+    Exactly one of several processes that rename the same directory, or to the same target, succeeds. Where the system
+    cannot promise that in one step, only an *empty* directory can be overwritten. Look at what is there afterwards: a
+    network file system may report `SOURCE_GONE` for its own rename that it repeated, and after a `StorageError` of the
+    final sync the rename is done, but perhaps not durable.
+    """
+    with storage_errors("rename", source):
+        try:
+            rename_no_replace(source, target)
+        except FileNotFoundError:
+            if os.path.lexists(source):
+                raise  # the directory of the target is missing
+            return Rename.SOURCE_GONE
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                return Rename.TARGET_EXISTS
+            raise
+        for parent in dict.fromkeys((os.path.dirname(target), os.path.dirname(source))):
+            fsync(parent)
+        return Rename.DONE
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory tree, without following links, even while other processes remove it or write to it."""
+    for attempt in range(_REMOVE_ATTEMPTS):
+        with storage_errors("remove", path):
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                if not os.path.lexists(path):
+                    return
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or attempt == _REMOVE_ATTEMPTS - 1:
+                    raise
+            else:
+                return
+
+
+def remove_subdirectories(path: str) -> None:
+    """Remove all directories in `path`, even if a process still writes there."""
+    with storage_errors("clean up", path), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(entry.path)
+
+
+def _probe(path: str) -> None:
+    """Make and remove a hidden file in directory `path`."""
+    probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
+    os.close(os.open(probe, _NEW_FILE, 0o666))
+    os.unlink(probe)
+
+
+class DirectoryLock:
+    """A lock on a directory by flock(2), held until `close` or the end of the process. A context manager."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> DirectoryLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def lock_shared(path: str) -> DirectoryLock | None:
+    """Lock a directory against removal, shared with other readers; None if it is being removed. Never waits.
+
+    It saves work on one host and decides nothing: a network file system may keep locks on its client, or have none.
+    """
+    return _lock(path, fcntl.LOCK_SH)
+
+
+def try_lock_exclusive(path: str) -> DirectoryLock | None:
+    """Lock a directory for removal; None if another process holds a lock on it. Never waits."""
+    return _lock(path, fcntl.LOCK_EX)
+
+
+def _lock(path: str, operation: int) -> DirectoryLock | None:
+    with storage_errors("lock", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            pass  # the file system has no locks, or none for directories: go on without
+        return DirectoryLock(fd)

@@ -1,0 +1,281 @@
+"""The checkpoint root: the directory that holds published steps and the saves on their way there.
+
+<root>/.owner/              the job that may publish (see `ownership`)
+<root>/.pending/<save>/     being written; can be published only while it holds intent.json
+    intent.json                 made once, by the coordinator, before any writer starts
+    parts/rank_00000.json       this rank's part is durable
+<root>/step_00000100/       published: the same directory under its final name
+<root>/.abandoned/<save>/   abandoned: the same directory; its arrays will never be read
+    reason.json                 why, for all ranks; kept for a while after the rest is removed
+<root>/.superseded/<save>/  a published step of another branch, moved here by the owner; only a person removes it
+<root>/.damaged/<save>/     a published step that was found damaged; likewise
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import time
+from typing import Any
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
+from ckpt.storage import directories, files
+from ckpt.storage.directories import Rename, try_lock_exclusive
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.files import storage_errors
+from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
+from ckpt.storage.ownership import Ownership
+from ckpt.storage.regular_files import read_document_at
+from ckpt.storage.step_reader import has_readers, remove_stale_readers
+
+__all__ = [
+    "FORMAT_VERSION",
+    "INTENT",
+    "CheckpointRoot",
+    "intent_of_step",
+    "owner_of_step",
+    "read_bytes",
+    "read_json",
+    "read_part_of_step",
+]
+
+FORMAT_VERSION = 1
+INTENT = "intent.json"
+_KEEP_RECORDS_S = 3600.0
+_VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
+_REMOVED_STEP = re.compile(r"(step_\d{8,18})-removed-(\d+)-[0-9a-f]+")
+_ANY_OWNER = 10**18  # as the token of a process that may move any owner's step
+
+
+class CheckpointRoot:
+    """A checkpoint root. Makes nothing on disk until a save begins. Any process, any thread."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.ownership = Ownership(path)
+
+    @property
+    def pending_path(self) -> str:
+        return os.path.join(self.path, ".pending")
+
+    @property
+    def abandoned_path(self) -> str:
+        return os.path.join(self.path, ".abandoned")
+
+    @property
+    def superseded_path(self) -> str:
+        return os.path.join(self.path, ".superseded")
+
+    @property
+    def damaged_path(self) -> str:
+        return os.path.join(self.path, ".damaged")
+
+    def step_path(self, step: int) -> str:
+        """Return the directory of `step` once it is published."""
+        return os.path.join(self.path, step_name(step))
+
+    def steps(self) -> list[int]:
+        """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read."""
+        return sorted(int(match[1]) for name in self._names(self.path) if (match := PUBLISHED_STEP.fullmatch(name)))
+
+    def pending(self) -> list[SaveId]:
+        """Return the saves that are neither published nor abandoned, lowest step first."""
+        return _saves(self._names(self.pending_path))
+
+    def abandoned(self) -> list[SaveId]:
+        """Return the abandoned saves that are not removed yet."""
+        return _saves(self._names(self.abandoned_path))
+
+    def superseded(self) -> list[str]:
+        """Return the names of the superseded steps, by step."""
+        return sorted(name for name in self._names(self.superseded_path) if name.startswith("step_"))
+
+    def make(self) -> None:
+        """Make the root and its directories for pending and abandoned saves, durably."""
+        missing = []
+        path = os.path.abspath(self.path)
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in (*reversed(missing), self.pending_path, self.abandoned_path):
+            with storage_errors("make directory", path):
+                try:
+                    os.mkdir(path)
+                except FileExistsError:
+                    if not os.path.isdir(path):
+                        raise StorageError(f"{path} is a file; choose another checkpoint root") from None
+                    continue
+                directories.fsync_directory(os.path.dirname(os.path.abspath(path)))
+
+    def _names(self, path: str) -> list[str]:
+        try:
+            return os.listdir(path)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise StorageError(f"checkpoint root {self.path} is a file; choose a directory") from None
+        except OSError as error:
+            raise StorageError(f"cannot list {path}: {error.strerror} (check its permissions and owner)") from error
+
+    def tip(self) -> dict[str, Any] | None:
+        """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none."""
+        steps = self.steps()
+        if not steps:
+            return None
+        return {"step": steps[-1], "save": (intent_of_step(self.step_path(steps[-1])) or {}).get("save")}
+
+    def remove_step(self, step: int, token: int | None = None) -> bool:
+        """Remove a published step; False if it is being read. A crash leaves it whole or removed.
+
+        For the owner. With its `token`, raises FencedError instead if the step was saved by a later owner.
+        """
+        target = self.move_step(step, self.abandoned_path, token)
+        if target is None:
+            return False
+        directories.remove_tree(target)
+        return True
+
+    def move_step(self, step: int, where: str, token: int | None = None) -> str | None:
+        """Move a published step to directory `where`, if it exists, and return its new path; None if it is being read.
+
+        Another job may have claimed the root and saved the same step since the caller checked its token. So the moved
+        step is inspected: if its owner's token is larger than `token`, it is moved back and FencedError is raised.
+        """
+        mover = _ANY_OWNER if token is None else token
+        target = os.path.join(where, f"{step_name(step)}-removed-{mover}-{secrets.token_hex(4)}")
+        if not self._rename_step(step, target):
+            return None
+        if self.undo_move(target):
+            self.ownership.check(mover)
+        return target
+
+    def undo_move(self, path: str) -> bool:
+        """Publish a step again that `move_step` has moved to `path` although it is of a later owner.
+
+        Returns whether that was so. The process that moved it may have died before it could do this.
+        """
+        taken = _REMOVED_STEP.fullmatch(os.path.basename(path))
+        if taken is None or owner_of_step(path) <= int(taken[2]):
+            return False
+        directories.rename_directory(path, os.path.join(self.path, taken[1]))
+        return True
+
+    def _rename_step(self, step: int, target: str) -> bool:
+        path = self.step_path(step)
+        try:
+            lock = try_lock_exclusive(path)
+        except StorageError:
+            if not os.path.isdir(path):
+                return True
+            raise
+        if lock is None:
+            return False
+        with lock:
+            if has_readers(self.path, path):
+                return False
+            directories.rename_directory(path, target)
+        return True
+
+    def set_aside(self, step: int, where: str) -> str | None:
+        """Move a published step to directory `where`, durably, even if it is being read, and return its new path.
+
+        None if it does not exist. Nothing is removed. For the owner.
+        """
+        path = self.step_path(step)
+        with storage_errors("make directory", where), contextlib.suppress(FileExistsError):
+            os.mkdir(where)
+        directories.fsync_directory(self.path)
+        name = str((intent_of_step(path) or {}).get("save", ""))
+        if parse_save_name(name) is None:
+            name = step_name(step)
+        target = os.path.join(where, name)
+        while (result := directories.rename_directory(path, target)) is Rename.TARGET_EXISTS:
+            target = os.path.join(where, f"{name}-{secrets.token_hex(4)}")
+        return target if result is Rename.DONE else None
+
+    def clean(self) -> None:
+        """Free the space of abandoned saves and interrupted removals. For the owner.
+
+        Writers that have not noticed yet that their save was abandoned may still write there. Ranks learn from the
+        record of a save that it was abandoned, and why, so records are kept for `_KEEP_RECORDS_S`.
+        """
+        for name in self._names(self.abandoned_path):
+            path = os.path.join(self.abandoned_path, name)
+            try:
+                is_record = parse_save_name(name) is not None
+                old = time.time() - os.stat(path).st_mtime > _KEEP_RECORDS_S
+                if is_record and not old:
+                    directories.remove_subdirectories(path)
+                elif not self.undo_move(path):
+                    directories.remove_tree(path)
+            except (OSError, StorageError):
+                continue  # it was removed meanwhile, or the next clean-up will remove it
+        with contextlib.suppress(StorageError):
+            remove_stale_readers(self.path)
+        with contextlib.suppress(OSError):
+            for name in self._names(self.pending_path):
+                path = os.path.join(self.pending_path, name)
+                if name.startswith(".") and time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S:
+                    files.remove(path)  # a temporary file whose writer died
+
+    def check_writable(self) -> None:
+        """Raise StorageError when the root cannot be made or written to."""
+        self.make()
+        directories.check_writable(self.pending_path)
+
+    def confirm(self, token: int) -> None:
+        """Raise StorageError unless this process sees the claim with `token`, just made by another rank, and can write.
+
+        Ranks that do not share a file system fail here, before anything is saved.
+        """
+        deadline = time.monotonic() + _VISIBLE_S
+        while not self.ownership.has(token):
+            if time.monotonic() >= deadline:
+                raise StorageError(
+                    f"{os.path.abspath(self.path)} on {socket.gethostname()} is not the directory that rank 0 has "
+                    "under this name: a file that rank 0 wrote is missing. Mount the same shared file system at the "
+                    "checkpoint root on all hosts"
+                )
+            time.sleep(_PAUSE_S)
+        directories.check_writable(self.pending_path)
+
+
+def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
+    """Return a rank's part manifest of the published step at `path`. CheckpointCorruptError if damaged or missing."""
+    document = read_json(os.path.join(path, part_name(rank)))
+    if document is None:
+        raise CheckpointCorruptError(f"{path}/{part_name(rank)} is missing")
+    return document
+
+
+def intent_of_step(path: str) -> dict[str, Any] | None:
+    """Return the intent of the published step in directory `path`; None if it is missing or damaged."""
+    try:
+        return read_json(os.path.join(path, INTENT))
+    except CheckpointError:
+        return None
+
+
+def owner_of_step(path: str) -> int:
+    """Return the token of the owner that saved the step in directory `path`; 0 if its intent does not say."""
+    save = parse_save_name(str((intent_of_step(path) or {}).get("save", "")))
+    return 0 if save is None else save.owner
+
+
+def _saves(names: list[str]) -> list[SaveId]:
+    saves = (parse_save_name(name) for name in names)
+    return sorted((save for save in saves if save is not None), key=lambda save: (save.step, save.owner, save.nonce))
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """Return the document at `path`; None if it does not exist. CheckpointCorruptError if it is damaged."""
+    data = read_bytes(path)
+    return None if data is None else decode_document(data, path)
+
+
+def read_bytes(path: str) -> bytes | None:
+    """Return the content of a document; None if it does not exist."""
+    return read_document_at(path, MAX_DOCUMENT_BYTES)
