@@ -22,10 +22,11 @@ from ckpt.loading.sources import Alone, RestoreReport
 from ckpt.native import warn_if_portable
 from ckpt.planning.grid import GridOptions
 from ckpt.ranks import Ranks
-from ckpt.saving.publish import Retention
 from ckpt.saving.recover import Branch, recover_for_restore
-from ckpt.saving.save import Saver, StagingOptions
-from ckpt.saving.write import SaveOptions
+from ckpt.saving.retention import Retention
+from ckpt.saving.save import Saver
+from ckpt.saving.stage import StagingOptions
+from ckpt.saving.task import SaveOptions
 from ckpt.storage.commit import CheckpointRoot
 from ckpt.storage.retired import discard_retired
 
@@ -167,7 +168,7 @@ class Checkpointer:
         try:
             return self._queue.schedule_async_request(request)
         except Exception as error:
-            self._saver.not_scheduled(request, error)
+            self._saver.not_scheduled(error)
             raise
 
     def save(self, state: Any, step: int) -> None:

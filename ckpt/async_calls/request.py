@@ -29,15 +29,20 @@ class CallTimer(Protocol):
 
 @runtime_checkable
 class RecoverableCall(Protocol):
-    """An `async_fn` that wants to know in the trainer when its call can no longer be finalized.
+    """An `async_fn` that stays in the trainer, and learns there when its call can no longer be finalized.
 
-    The object itself stays in the trainer; a pickled copy of it runs in the writer. It may also define
-    ``on_event(event: dict) -> None``, which the trainer calls with every event that the running copy sends by
-    `WriterContext.report`, in order, from within a method of the queue; and ``on_begun(at_ns: int) -> CallTimer |
-    None``, which is called when its turn has come, with the time of CLOCK_MONOTONIC.
+    What runs in the writer is its `in_writer`. It may also define ``on_event(event: dict) -> None``, which the trainer
+    calls with every event that the writer sends by `WriterContext.report`, in order, from within a method of the queue;
+    and ``on_begun(at_ns: int) -> CallTimer | None``, which is called when its turn has come, with the time of
+    CLOCK_MONOTONIC. Any `async_fn` may define these two.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    in_writer: Callable[..., Any]
+    """Is pickled, and called in the writer with the arguments of the request."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the same in the trainer, for `AsyncRequest.execute_sync`."""
+        ...
 
     def abandoned(self, error: CheckpointError) -> CheckpointError | None:
         """The call failed, its writer died or was killed, or (`no_dist=False`) it failed on another rank. Returns the

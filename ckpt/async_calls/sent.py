@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt.async_calls.payload import Payload
-from ckpt.async_calls.request import CallTimer
+from ckpt.async_calls.request import CallTimer, RecoverableCall
 
 __all__ = ["SentCall"]
 
@@ -28,7 +28,8 @@ class SentCall:
     ) -> None:
         self.index = index
         self.label = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        self.payload = Payload(fn, args, kwargs, preload_fn)
+        in_writer = fn.in_writer if isinstance(fn, RecoverableCall) else fn
+        self.payload = Payload(in_writer, args, kwargs, preload_fn)
         self.attempts = 0
         self.timer: CallTimer | None = None
         self._on_begun: Callable[[int], CallTimer | None] | None = getattr(fn, "on_begun", None)

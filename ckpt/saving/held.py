@@ -27,9 +27,9 @@ from ckpt.errors import CheckpointError
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
-from ckpt.saving.layout import copies_from
-from ckpt.saving.part import LocalBoxes, Part, PartPlan
+from ckpt.saving.layout import LocalBoxes, Part, copies_from
 from ckpt.saving.planner import Planned
+from ckpt.saving.task import PartPlan
 from ckpt.staging.arena import Arena, Slot
 from ckpt.staging.copies import Copies
 from ckpt.staging.copy import Unstaged, unstage

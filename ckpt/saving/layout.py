@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import StateError
@@ -16,14 +17,35 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, position_of
 from ckpt.planning.packing import PackedTensor
 from ckpt.planning.save_plan import ArrayPlan, SavePlan
-from ckpt.saving.part import Image, LocalBoxes, Part, PartPlan
+from ckpt.saving.task import Image, PartPlan
 from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.documents import EncodedList
 from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
-__all__ = ["copies_from", "make_part"]
+__all__ = ["LocalBoxes", "Part", "copies_from", "make_part"]
+
+LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
+"""What a rank holds of each tensor: boxes of the global one, and the offset of each in the local one."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's share of every save of a structure: the writer's plan, and for each piece the copies that fill it.
+
+    Bytes that must be zero, in the pack and behind the last elements of an array, are `gaps`: offset and number of
+    bytes.
+    """
+
+    plan: PartPlan
+    copies: tuple[Copies, ...]
+    gaps: tuple[tuple[tuple[int, int], ...], ...]
+
+    def clear_gaps(self, piece: int, slot: memoryview) -> None:
+        """Make them zero in the slot of a piece."""
+        for offset, nbytes in self.gaps[piece]:
+            slot[offset : offset + nbytes] = bytes(nbytes)
 
 
 def make_part(

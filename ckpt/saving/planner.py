@@ -25,8 +25,7 @@ from ckpt.planning.replicas import replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
-from ckpt.saving.layout import make_part
-from ckpt.saving.part import LocalBoxes, Part
+from ckpt.saving.layout import LocalBoxes, Part, make_part
 from ckpt.saving.samples import Replicas
 from ckpt.storage.commit import SaveId
 

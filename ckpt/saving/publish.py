@@ -9,36 +9,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.replicas import Warn, all_names, check_replicas
 from ckpt.storage import files
 from ckpt.storage.checksums import crc32c
-from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Published
+from ckpt.storage.commit import Abandoned, PendingSave, Published
 from ckpt.storage.documents import EncodedList, canonical, seal, seal_root
 from ckpt.storage.metadata import ArrayMeta, group_document, groups, root_document
-from ckpt.storage.retired import retire_step
 
-__all__ = ["PartFile", "Retention", "publish", "retain"]
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Which published steps stay: the newest `keep_last`, and every multiple of `keep_every`. None keeps all. With
-    `reuse_files` the next save writes over the files of one that does not."""
-
-    keep_last: int | None = None
-    keep_every: int | None = None
-    reuse_files: bool = False
-
-    def superfluous(self, steps: list[int]) -> list[int]:
-        """The steps to remove, oldest first; never the newest."""
-        if self.keep_last is None:
-            return []
-        old = sorted(steps)[: -self.keep_last]
-        return [step for step in old if not (self.keep_every and step % self.keep_every == 0)]
+__all__ = ["PartFile", "publish"]
 
 
 _OF_INTENT = ("format", "save", "step", "owner", "continues", "world_size", "plan")
@@ -141,18 +122,3 @@ def _check_cover(pending: PendingSave, arrays: dict[str, ArrayMeta], chunks: set
                 raise CheckpointCorruptError(f"{pending.path}: no part holds chunk {index} of {directory}")
     if expected != len(chunks):
         raise CheckpointCorruptError(f"{pending.path}: the parts hold {len(chunks)} chunks, the arrays have {expected}")
-
-
-def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, plan: str) -> None:
-    """Remove superfluous steps and what abandoned saves left. Never a step being read, nor anything newer than
-    `newest`. `plan` is the digest of the plan that the next save is likely to have.
-
-    For the owner: FencedError if `token` is not the newest; a step of a later owner is put back.
-    """
-    root.ownership.check(token)
-    for step in retention.superfluous([step for step in root.steps() if step <= newest]):
-        if retention.reuse_files:
-            retire_step(root, step, plan, token)
-        else:
-            root.remove_step(step, token)
-    root.clean()

@@ -1,7 +1,7 @@
 """The trainer's half of a save: name the leaves, plan once, copy this rank's share into a slot, and describe what is
 left to do.
 
-    flatten state -> (structure known? else plan: one collective) -> free slot -> copy -> AsyncRequest(PartWriter)
+    flatten state -> (structure known? else plan: one collective) -> free slot -> copy -> AsyncRequest(SaveHandle)
 
 Touches storage only to claim the root, before the first save of a run. Runs in the trainer's thread that trains.
 """
@@ -10,51 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.planning.grid import GridOptions
-from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
-from ckpt.saving.held import HEADER_BYTES, SAMPLES_OFFSET, HeldMemory
-from ckpt.saving.part import Part
-from ckpt.saving.planner import Planned, Planner, Prepared
+from ckpt.saving.handle import SaveHandle
+from ckpt.saving.held import HeldMemory
+from ckpt.saving.planner import Planner, Prepared
 from ckpt.saving.recover import Branch
-from ckpt.saving.replicas import Digests, Tolerance
-from ckpt.saving.side_stream import SideStream
-from ckpt.saving.write import PartWriter, SaveOptions
-from ckpt.staging.arena import Arena, Slot, SlotState
-from ckpt.staging.copy import Staged, stage
+from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
+from ckpt.saving.task import Offsets, ReplicasDiffer, SaveOptions, WriteTask
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
 from ckpt.storage.ownership import ClaimLease
+from ckpt.storage.writers import WrittenChunk
 from inprocess.ipc.process import Process
 
-__all__ = ["Saver", "StagingOptions"]
+__all__ = ["Saver"]
 
 _log = logging.getLogger("ckpt")
-_WAIT_SLICE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class StagingOptions:
-    """How state gets into shared memory. `slot_timeout_s` bounds the wait for a free slot; `replicas` says what
-    parameters are that ranks have different."""
+@dataclass(slots=True)
+class _Undecided:
+    """A save that this rank has staged, or begun to stage; `handle` once it is staged."""
 
-    slots: int = 2
-    max_host_bytes: int | None = None
-    overlap: bool = False
-    slot_timeout_s: float = 600.0
-    compression: str | None = None
-    grid: GridOptions = field(default_factory=GridOptions)
-    replicas: Tolerance = "error"
+    world_size: int
+    handle: SaveHandle | None = None
 
 
 class Saver:
@@ -71,23 +57,24 @@ class Saver:
         self._root = CheckpointRoot(root)
         self._ranks = ranks
         self._queue = queue
-        self._staging = staging
+        self._slot_timeout_s = staging.slot_timeout_s
         self._options = options
-        self._arena = Arena(staging.slots, staging.max_host_bytes, pin=True)
-        self._planner = Planner(ranks, staging.grid, self._arena.max_slot_bytes, staging.compression)
+        self._stager = Stager(ranks, staging, self._wait_for_writers)
+        self._planner = Planner(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
         self._pieces_queue: AsyncCallsQueue | None = None
-        self._generation = 0
-        self._side_stream = SideStream()
-        self.memory = HeldMemory(self._arena)
-        self._shared_for: Planned | None = None
         self.on_begun: Callable[[int], CallTimer | None] | None = None  # of every call that writes
         self._warned: set[str] = set()  # of names that ranks have different
-        self._in_flight: dict[SaveId, InFlight] = {}  # noted before anything is staged, so that no fault can lose one
+        self._in_flight: dict[SaveId, _Undecided] = {}  # noted before anything is staged, so that no fault can lose one
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
         self._claim_lease = ClaimLease(self._root.ownership)
         self._closed = False
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
+
+    @property
+    def memory(self) -> HeldMemory:
+        """What the slots hold of published steps."""
+        return self._stager.memory
 
     @property
     def seen(self) -> int:
@@ -137,7 +124,7 @@ class Saver:
         Process.here()  # looks into /proc the first time
         self._queue.start()
         claims = claim or (self._token is not None and not self._in_flight)
-        self._fit_arena(self._planner.prepare(state, self, claim=claims).planned)
+        self._stager.fit(self._planner.prepare(state, self, claim=claims).planned)
 
     @property
     def last_rank(self) -> int | None:
@@ -153,23 +140,29 @@ class Saver:
         self._planner.begin_attempt(step)
         try:
             prepared = self._planner.prepare(state, self)
-            self._fit_arena(prepared.planned)
+            self._stager.fit(prepared.planned)
             save = self._planner.save_id()
             assert save is not None
             self._seen = self._token = save.owner
-            self._in_flight[save] = InFlight(save, prepared.planned.save_plan.world_size)
-            writer = self._stage_all(prepared, save, begin)
-            writer.on_decided = lambda: self._decided(save)
+            undecided = self._in_flight[save] = _Undecided(prepared.planned.save_plan.world_size)
+            handle = undecided.handle = self._stage_all(prepared, save, begin)
         except Exception as error:
             self._refused(error)
             raise
-        done = [writer.on_decided, lambda: self._taken_over(writer.branch), lambda: self._arena.keep(writer.region)]
-        return AsyncRequest(writer, (), done)
+        task = handle.task
+        done = [
+            handle.on_decided,
+            lambda: self._taken_over(task.branch),
+            lambda: self._stager.keep(task.region),
+        ]
+        return AsyncRequest(handle, (), done)
 
-    def not_scheduled(self, request: AsyncRequest, error: Exception) -> None:
-        """The queue refused `request`: nobody will run it."""
-        if isinstance(request.async_fn, PartWriter):
-            request.async_fn.free_slot()
+    def not_scheduled(self, error: Exception) -> None:
+        """The queue refused the last request, so it is never run."""
+        save = self._planner.save_id()
+        undecided = None if save is None else self._in_flight.get(save)
+        if undecided is not None and undecided.handle is not None:
+            undecided.handle.free_slot()
         self._refused(error)
 
     def interrupt(self) -> None:
@@ -187,9 +180,10 @@ class Saver:
     def settle_all(self, rank: int, deadline: float) -> None:
         """After a fault: see that no save of this epoch is undecided, at the latest soon after `deadline`."""
         self._queue.mend()
-        scheduled = {fn.save for fn in self._queue.functions() if isinstance(fn, PartWriter)}
-        for save, in_flight in list(self._in_flight.items()):
-            in_flight = replace(in_flight, scheduled=save in scheduled)
+        functions = [fn for fn in self._queue.functions() if fn is not None]
+        for save, undecided in list(self._in_flight.items()):
+            scheduled = any(fn is undecided.handle for fn in functions)
+            in_flight = InFlight(save, undecided.world_size, scheduled)
             settle(self._root, in_flight, rank, deadline, self._queue.wait_for_events)
         self._refuse(self._in_flight, rank)
 
@@ -210,10 +204,9 @@ class Saver:
         """
         self._ranks.forget()
         self._in_flight.clear()
-        self._side_stream.forget()
         if self._pieces_queue is not None:
             self._pieces_queue.recover(0.0)
-        self._arena.free_all()
+        self._stager.forget()
         self._planner.begin_epoch()
 
     def close(self) -> None:
@@ -221,10 +214,9 @@ class Saver:
         self._closed = True
         self._claim_lease.close()
         self._release(done=not self._in_flight)
-        self.memory.close()
         if self._pieces_queue is not None:
             self._pieces_queue.close(abort=True)
-        self._arena.close()
+        self._stager.close()
 
     def _refused(self, error: Exception) -> None:
         """This rank will have no part in a save the others may have scheduled: abandon it, so that they learn why."""
@@ -255,92 +247,56 @@ class Saver:
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
-    def _fit_arena(self, planned: Planned) -> None:
-        needed = planned.part.plan.slot_bytes + HEADER_BYTES
-        if needed > self._arena.slot_bytes:
-            while self._arena.in_use():
-                self._wait_for_slot(time.monotonic() + self._staging.slot_timeout_s)
-            self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
-        if self._shared_for is not planned:
-            self.memory.share(self._ranks, planned, self._staging.compression)
-            self._shared_for = planned
-
-    def _stage_all(self, prepared: Prepared, save: SaveId, begin: float) -> PartWriter:
-        """Stage this rank's part. Of one that does not fit a slot, all pieces but the last are written when this
-        returns."""
-        earlier: list[tuple[str, str, int, int]] = []
+    def _stage_all(self, prepared: Prepared, save: SaveId, begin: float) -> SaveHandle:
+        """Stage this rank's share. If it does not fit a slot, all pieces but the last are written on return."""
         last = prepared.planned.part.plan.pieces - 1
+        earlier = []
         for piece in range(last):
-            writer = self._stage_piece(prepared, save, piece, begin)
-            writer.on_written = earlier.extend
-            self._write_piece_now(writer)
-        writer = self._stage_piece(prepared, save, last, begin)
+            staged = self._stager.stage(prepared, save, piece, begin)
+            earlier.append(SaveHandle(self._task(prepared, save, piece, staged), staged.slot, on_begun=self.on_begun))
+            self._write_piece_now(earlier[-1])
+        staged = self._stager.stage(prepared, save, last, begin)
         try:
             self._finish_pieces()
         except BaseException:
-            writer.free_slot()
+            staged.slot.release()
             raise
-        writer.earlier = earlier
-        return writer
+        written = tuple(chunk for handle in earlier for chunk in handle.written)
+        return SaveHandle(
+            self._task(prepared, save, last, staged, written),
+            staged.slot,
+            on_decided=lambda: self._decided(save),
+            on_differing=lambda report: self._warn_of_replicas(save.step, report),
+            on_begun=self.on_begun,
+        )
 
-    def _stage_piece(self, prepared: Prepared, save: SaveId, piece: int, begin: float) -> PartWriter:
-        planned = prepared.planned
-        last = piece == planned.part.plan.pieces - 1
-        deadline = time.monotonic() + self._staging.slot_timeout_s
-        slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline))
-        try:
-            waited = time.perf_counter()
-            self._generation += 1
-            self.memory.clear(slot)
-            stream = self._side_stream.stream_for(prepared.flat)
-            replicas = self._sample(prepared, save, slot, stream) if last else None
-            staged = self._copy(planned.part, prepared.flat, slot, piece, stream)
-            self.memory.label(slot, save, self._generation)
-            done = time.perf_counter()
-        except BaseException:
-            slot.state = SlotState.FREE
-            raise
-        slot.state = SlotState.WRITING
-        times = {
-            "begin": time.time() - (done - begin),
-            "wait_s": waited - begin,
-            "stage_s": done - waited,
-            "stall_s": done - begin,
-        }
-        self._side_stream.note(staged)
-        return PartWriter(
+    def _task(
+        self, prepared: Prepared, save: SaveId, piece: int, staged: StagedBatch, earlier: tuple[WrittenChunk, ...] = ()
+    ) -> WriteTask:
+        is_last = piece == prepared.planned.part.plan.pieces - 1
+        return WriteTask(
             root=self._root.path,
             save=save,
             rank=self._ranks.rank,
-            plan=planned.plan_bytes,
-            region=slot.region,
-            flag_offset=self._arena.slot_bytes - HEADER_BYTES,
-            generation=self._generation,
+            plan=prepared.planned.plan_bytes,
+            region=staged.slot.region,
+            flag_offset=staged.flag_offset,
+            generation=staged.generation,
             piece=piece,
-            last=last,
-            values=prepared.values if last else [],
-            times=times,
+            last=is_last,
+            values=prepared.values if is_last else [],
+            times=staged.times,
             options=self._options,
             trainer=Process.here(),
             branch=self._branch,
-            sealed=staged.sealed,
-            replicas=replicas,
-            on_slot_free=lambda: setattr(slot, "state", SlotState.FREE),
-            on_begun=self.on_begun,
-            on_differing=lambda names, mixed: self._warn_of_replicas(save.step, names, mixed),
+            sealed=Offsets.of(staged.sealed),
+            earlier=earlier,
+            replicas=staged.replicas,
         )
 
-    def _sample(self, prepared: Prepared, save: SaveId, slot: Slot, stream: torch.cuda.Stream | None) -> Digests | None:
-        """Samples of what other ranks have, too."""
-        tolerance = self._staging.replicas
-        if prepared.planned.save_plan.world_size == 1 or tolerance == "ignore":
-            return None
-        room = slot.tensor, self._arena.slot_bytes - HEADER_BYTES + SAMPLES_OFFSET
-        return prepared.planned.replicas.sample(prepared.flat, prepared.encoded, save.name, tolerance, room, stream)
-
-    def _warn_of_replicas(self, step: int, names: list[str], mixed: bool) -> None:
-        """Once for each name."""
-        new = [name for name in names if name not in self._warned]
+    def _warn_of_replicas(self, step: int, report: ReplicasDiffer) -> None:
+        """Log the names that differ, each once."""
+        new = [name for name in report.names if name not in self._warned]
         self._warned.update(new)
         if new:
             _log.warning(
@@ -348,50 +304,22 @@ class Saver:
                 "into ckpt.PerRank",
                 step,
                 "; ".join(new),
-                "parts of each rank's" if mixed else "those of the lowest rank that has them",
+                "parts of each rank's" if report.mixed else "those of the lowest rank that has them",
             )
 
-    def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int, stream: torch.cuda.Stream | None) -> Staged:
-        tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
-        if slot.cleared_for is not part.gaps[piece]:
-            if slot.cleared_for is not None:  # new memory is zero
-                part.clear_gaps(piece, slot.region.buffer)
-            slot.cleared_for = part.gaps[piece]
-        staged = stage(part.copies[piece], tensors, slot.tensor, stream)
-        flag = slot.tensor[self._arena.slot_bytes - HEADER_BYTES :][:8].view(torch.int64)
-        if stream is None:
-            flag.fill_(self._generation)
-            return staged
-        staged.then_set(flag, self._generation)
-        if self._staging.overlap:
-            self._side_stream.hook_optimizers(flat)
-        else:
-            staged.wait()
-        return staged
-
-    def _wait_for_slot(self, deadline: float) -> None:
-        """Let the writers' answers come in; the queue's and, for a save in pieces, the extra writer's."""
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            steps = sorted({slot.step for slot in self._arena.in_use() if slot.step is not None})
-            raise CheckpointTimeoutError(
-                f"rank {self._ranks.rank}: no staging slot became free in {self._staging.slot_timeout_s:g} s; the "
-                f"saves of steps "
-                f"{steps} hold them. Is a request not scheduled, or storage stuck?",
-                rank=self._ranks.rank,
-            )
-        queue = (
-            self._pieces_queue if self._pieces_queue and self._pieces_queue.get_num_unfinalized_calls() else self._queue
-        )
-        queue.wait_for_events(min(_WAIT_SLICE_S, remaining_s))
+    def _wait_for_writers(self, timeout_s: float) -> None:
+        """Let answers of writers come in: of the queue or, for a save in pieces, of the extra writer."""
+        pieces = self._pieces_queue
+        queue = pieces if pieces is not None and pieces.get_num_unfinalized_calls() else self._queue
+        queue.wait_for_events(timeout_s)
 
     # -- saves that do not fit -----------------------------------------------------------------------------------------
 
-    def _write_piece_now(self, writer: PartWriter) -> None:
+    def _write_piece_now(self, handle: SaveHandle) -> None:
         """Have an extra writer process write a piece while the next one is staged."""
         if self._pieces_queue is None:
-            self._pieces_queue = AsyncCallsQueue(timeout_s=self._staging.slot_timeout_s)
-        self._pieces_queue.schedule_async_request(AsyncRequest(writer, (), []))
+            self._pieces_queue = AsyncCallsQueue(timeout_s=self._slot_timeout_s)
+        self._pieces_queue.schedule_async_request(AsyncRequest(handle, (), []))
 
     def _finish_pieces(self) -> None:
         while self._pieces_queue is not None and self._pieces_queue.get_num_unfinalized_calls():

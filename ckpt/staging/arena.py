@@ -63,6 +63,10 @@ class Slot:
         """Wait for `prepare`. Raises what it raised: OSError when the system has not enough memory."""
         self._ready.result()
 
+    def release(self) -> None:
+        """Nobody uses the slot any more: the next save may be staged in it."""
+        self.state = SlotState.FREE
+
     def close(self) -> None:
         """Give the memory back. Idempotent. A writer that still writes from it keeps its own mapping. Not while
         `prepare` runs."""

@@ -25,6 +25,7 @@ from ckpt.async_calls import WriterConfig
 from ckpt.errors import CheckpointError
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import save as save_module
+from ckpt.saving import stage as stage_module
 from ckpt.staging.copies import Copies
 from ckpt.storage.ownership import Ownership
 from inprocess.abort import AbortTorchDistributed
@@ -112,7 +113,7 @@ class Saboteur:
         self._faults = list(faults)
         self._log = log
         self._checkpointer = checkpointer
-        self._patch(save_module, "stage", "staging", after_some=True)
+        self._patch(stage_module, "stage", "staging", after_some=True)
         self._patch(save_module, "settle", "drain")
         self._patch(save_module.Saver, "settle_all", "drain")
         self._patch(checkpointer_module, "restore", "restore")

@@ -21,7 +21,7 @@ import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
 from ckpt.storage.commit import CheckpointRoot, PendingSave, intent_of_step
 from ckpt.storage.retired import retire_step, retired_path
-from tests.ckpt.crash.killers import KillingWriter, wait_until
+from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import RankGroup, launch_ranks
 from tests.support.selection import FULL
 
@@ -145,14 +145,14 @@ def _train(rank: int, world_size: int, cell: Cell, folder: Path, roots: tuple[Pa
         _strike_before_staging(cell, checkpointer)
     request = checkpointer.save_request(_state(2), 2)
     fate_is_open = cell.point == "before publish" and cell.rank != 0
-    writer = KillingWriter.instead_of(
-        request.async_fn,  # type: ignore[arg-type]
+    request = with_writer(
+        request,
         point=cell.point,
         victims=cell.victims if is_victim else (),
         trainer_pid=os.getpid(),
         hold=str(folder / "go") if fate_is_open else "",
     )
-    checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+    checkpointer.queue.schedule_async_request(request)
     answer: dict[str, Any] = {"finalized": None, "error": None}
     begin = time.monotonic()
     try:
@@ -184,20 +184,20 @@ def _kept(root: CheckpointRoot) -> list[str]:
 
 def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
     """In the trainer: its writer dies idle, the trainer itself with a part of the copies made."""
-    from ckpt.saving import save
+    from ckpt.saving import stage as stage_module
     from ckpt.staging.copies import Copies
 
     if "writer" in cell.victims:
         _kill_the_idle_writer(checkpointer.queue)
     if "trainer" not in cell.victims:
         return
-    stage = save.stage
+    stage = stage_module.stage
 
     def stage_and_die(copies: Copies, *rest: Any) -> Any:
         stage(Copies.of(copies.ops[:1]), *rest)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    save.stage = stage_and_die
+    stage_module.stage = stage_and_die
 
 
 def _wait_for_death(pid: int) -> None:

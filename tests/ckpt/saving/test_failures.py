@@ -32,7 +32,7 @@ from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Publishe
 from ckpt.storage.locks import lock_shared
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
-from tests.ckpt.crash.killers import KillingWriter, wait_until
+from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
 
 _MB = 1 << 20
@@ -337,9 +337,7 @@ def test_an_aborted_save_is_never_published(tmp_path: Path, leak_check: LeakChec
         gate.wait_entered()
     request = checkpointer.save_request(_state(2.0), 2)
     request.add_finalize_fn(lambda: functions.fail("never called"))
-    assert isinstance(request.async_fn, write.PartWriter)
-    held = KillingWriter.instead_of(request.async_fn, hold=str(tmp_path / "never"))
-    checkpointer.queue.schedule_async_request(request._replace(async_fn=held))
+    checkpointer.queue.schedule_async_request(with_writer(request, hold=str(tmp_path / "never")))
     if begun:
         wait_until(lambda: [PendingSave(root, save).parts_present() for save in root.pending()] == [{0}], "the part")
     checkpointer.queue.close(abort=True)

@@ -1,6 +1,6 @@
 """Write a checkpoint of another format as a step of ours: with the plan, the writer and the commit of every save.
 
-    plan -> one slot of shared memory: fill a piece from the other format, let PartWriter write it, again -> publish
+    plan -> one slot of shared memory: fill a piece from the other format, write it, again -> publish
 
 Takes about `_SLOT_BYTES` of memory, whatever the size of the tensors. All in this process, and without torch.
 """
@@ -21,11 +21,12 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import make_save_plan
-from ckpt.saving.layout import make_part
-from ckpt.saving.part import Part
-from ckpt.saving.write import PartWriter, SaveOptions
+from ckpt.saving.layout import Part, make_part
+from ckpt.saving.task import BatchWritten, Report, SaveOptions, WriteTask
+from ckpt.saving.write import write_share
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.writers import WrittenChunk
 from ckpt.values.codec import encode_value
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
@@ -98,12 +99,17 @@ def _write_pieces(
     plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
     flag_offset = region.size - _FLAG_BYTES
     region.buffer[flag_offset : flag_offset + 8] = _GENERATION.to_bytes(8, "little")
-    earlier: list[tuple[str, str, int, int]] = []
+    earlier: list[WrittenChunk] = []
+
+    def take(report: Report) -> None:
+        if isinstance(report, BatchWritten):
+            earlier.extend(report.chunks)
+
     for piece in range(part.plan.pieces):
         _fill(state, part, piece, region, progress)
         last = piece == part.plan.pieces - 1
         staged_s = time.time() - begin
-        writer = PartWriter(
+        task = WriteTask(
             root=pending.root.path,
             save=pending.save,
             rank=0,
@@ -117,10 +123,9 @@ def _write_pieces(
             times={"begin": begin, "wait_s": 0.0, "stage_s": staged_s, "stall_s": staged_s},
             options=SaveOptions(),
             trainer=Process.here(),
-            earlier=earlier if last else [],
-            on_written=earlier.extend,
+            earlier=tuple(earlier) if last else (),
         )
-        writer()
+        write_share(task, take)
 
 
 def _encoded(path: Path, value: Any) -> Any:

@@ -1,0 +1,228 @@
+"""What the trainer and the writer process of a save tell each other: frozen dataclasses, free of torch.
+
+    trainer --- WriteTask -----------------------------------------------▶ writer
+    trainer ◀-- BatchWritten, ReplicasDiffer, SlotFree, Abandoned, NotDurable --- writer
+
+A task holds the plan as bytes that are made once for a structure of state; the writer keeps what it unpickles of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.paths import Path
+from ckpt.saving.recover import Branch
+from ckpt.saving.replicas import Digests
+from ckpt.saving.retention import Retention
+from ckpt.storage.commit import Abandoned, Reason, SaveId
+from ckpt.storage.documents import EncodedList
+from ckpt.storage.metadata import ArrayMeta
+from ckpt.storage.writers import WrittenChunk
+from inprocess.ipc.process import Process
+from inprocess.ipc.shared_memory import SharedMemory
+
+__all__ = [
+    "COORDINATOR",
+    "BatchWritten",
+    "Image",
+    "NotDurable",
+    "Offsets",
+    "PartPlan",
+    "ReplicasDiffer",
+    "Report",
+    "SaveOptions",
+    "SlotFree",
+    "WriteTask",
+    "from_event",
+    "to_event",
+    "unpickled_plan",
+]
+
+COORDINATOR = 0
+"""The rank whose writer begins and publishes every save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One chunk file of this rank: of array number `array`, chunk `index`; its image is at `offset` in the slot of its
+    `piece`.
+
+    A save that fits one slot has one piece, number 0.
+    """
+
+    array: int
+    index: tuple[int, ...]
+    offset: int
+    image_bytes: int
+    piece: int
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What a rank's writer does in every save of this structure.
+
+    `described` are the numbers of the arrays whose metadata this rank writes; `packed` are the entries of the part
+    manifest about tensors (or boxes of them) in the pack; `slot_bytes` is what each piece needs at most.
+    """
+
+    rank: int
+    world_size: int
+    plan_digest: str
+    directories: tuple[str, ...]
+    metas: tuple[ArrayMeta, ...]
+    described: tuple[int, ...]
+    images: tuple[Image, ...]
+    packed: EncodedList
+    aliases: tuple[tuple[Path, Path], ...]
+    slot_bytes: int
+    pieces: int
+
+
+@functools.lru_cache(maxsize=2)
+def unpickled_plan(data: bytes) -> PartPlan:
+    """Return the plan in the bytes of a task, which the trainer of this writer has made.
+
+    Kept from one save to the next, with all that it has computed.
+    """
+    plan: PartPlan = pickle.loads(data)
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a writer works.
+
+    `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process.
+    """
+
+    threads: int = 6
+    commit_timeout_s: float = 600.0
+    retention: Retention = field(default_factory=Retention)
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """A set of offsets in a slot, as bytes: pickled one by one, thousands of numbers take longer than a small save."""
+
+    packed: bytes = b""
+
+    @classmethod
+    def of(cls, offsets: frozenset[int]) -> Offsets:
+        """Pack the offsets. The set is the same object in every save of a structure, so its bytes are cached."""
+        return cls(_packed(offsets))
+
+    def unpacked(self) -> frozenset[int]:
+        """Return the offsets."""
+        return _unpacked(self.packed)
+
+
+@functools.lru_cache(maxsize=2)
+def _packed(offsets: frozenset[int]) -> bytes:
+    return array("Q", offsets).tobytes()
+
+
+@functools.lru_cache(maxsize=2)
+def _unpacked(data: bytes) -> frozenset[int]:
+    return frozenset(array("Q", data))
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """One rank's share of one save, or a batch of it, as its writer process gets it.
+
+    `plan` is a pickled `PartPlan`. `region` is the slot with the images of batch number `piece`; they are complete when
+    the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `sealed` are the
+    offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are not tensors,
+    `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are the chunks
+    that were written with earlier batches. With a `branch` the coordinator first takes over what earlier owners of the
+    root left.
+    """
+
+    root: str
+    save: SaveId
+    rank: int
+    plan: bytes
+    region: SharedMemory
+    flag_offset: int
+    generation: int
+    piece: int
+    last: bool
+    values: list[Any]
+    times: dict[str, float]
+    options: SaveOptions
+    trainer: Process
+    branch: Branch | None = None
+    sealed: Offsets = Offsets()
+    earlier: tuple[WrittenChunk, ...] = ()
+    replicas: Digests | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFree:
+    """Nothing reads the slot any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWritten:
+    """These chunks of a batch are written and durable; the part manifest will list them."""
+
+    chunks: tuple[WrittenChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasDiffer:
+    """Ranks have different values of these names; the step holds parts of each (`mixed`), or the lowest rank's."""
+
+    names: tuple[str, ...]
+    mixed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NotDurable:
+    """The step is published, but may not survive a loss of power."""
+
+    message: str
+
+
+Report = SlotFree | BatchWritten | ReplicasDiffer | Abandoned | NotDurable
+"""What a writer tells its trainer while it runs a task."""
+
+
+def to_event(report: Report) -> dict[str, Any]:
+    """Return the report as JSON."""
+    match report:
+        case SlotFree():
+            return {"slot_free": True}
+        case BatchWritten(chunks):
+            return {"written": [[chunk.file, chunk.file_bytes, chunk.crc32c] for chunk in chunks]}
+        case ReplicasDiffer(names, mixed):
+            return {"differing": list(names), "mixed": mixed}
+        case Abandoned(reason):
+            return {"abandoned": reason.to_document()}
+        case NotDurable(message):
+            return {"not_durable": message}
+
+
+def from_event(event: dict[str, Any]) -> Report:
+    """Return the report that `to_event` made this of. ValueError for anything else."""
+    match event:
+        case {"slot_free": True}:
+            return SlotFree()
+        case {"written": chunks}:
+            return BatchWritten(tuple(_written(chunks)))
+        case {"differing": names, "mixed": mixed}:
+            return ReplicasDiffer(tuple(map(str, names)), bool(mixed))
+        case {"abandoned": reason}:
+            return Abandoned(Reason.from_document(reason))
+        case {"not_durable": message}:
+            return NotDurable(str(message))
+    raise ValueError(f"not a report of a writer: {event!r:.200}")
+
+
+def _written(chunks: Iterable[Any]) -> Iterable[WrittenChunk]:
+    return (WrittenChunk(str(file), int(file_bytes), int(crc32c)) for file, file_bytes, crc32c in chunks)
