@@ -6,15 +6,14 @@ deadline (see `meeting`), so that one that does not come costs the others this c
 
 from __future__ import annotations
 
-import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from ckpt.distributed import collective_device, torch_distributed
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.meeting import MeetingError, meet, named
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["Ranks"]
@@ -43,7 +42,7 @@ class Ranks:
     @property
     def last_rank(self) -> int | None:
         """The rank of this process; None without a process group if `rank` was not asked for since `forget`."""
-        return None if _distributed() is None and self._last is None else self.rank
+        return None if torch_distributed() is None and self._last is None else self.rank
 
     def forget(self) -> None:
         """The process group is gone; in the next one this process may have another rank."""
@@ -55,7 +54,7 @@ class Ranks:
         return self._now()[1]
 
     def _now(self) -> tuple[int, int]:
-        distributed = _distributed()
+        distributed = torch_distributed()
         try:
             if distributed is not None:
                 return int(distributed.get_rank(self._group)), int(distributed.get_world_size(self._group))
@@ -71,7 +70,7 @@ class Ranks:
         the process group is as it was then. CheckpointError if the ranks do different things, if the process group is
         gone, or if it fails.
         """
-        distributed = _distributed()
+        distributed = torch_distributed()
         if self.world_size == 1:
             return [payload]
         if distributed is None:
@@ -126,7 +125,7 @@ class Ranks:
     def _exchange_sizes(self, distributed: Any, size: int, check: int) -> list[tuple[int, int]]:
         import torch
 
-        own = torch.tensor([size, check], dtype=torch.int64, device=self._device(distributed))
+        own = torch.tensor([size, check], dtype=torch.int64, device=collective_device(self._group))
         received = [torch.zeros_like(own) for _ in range(self.world_size)]
         distributed.all_gather(received, own, group=self._group)
         return [(int(size), int(check)) for size, check in (pair.tolist() for pair in received)]
@@ -138,23 +137,7 @@ class Ranks:
         if longest == 0:
             return [b""] * self.world_size
         own = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-        padded = own.to(self._device(distributed))
+        padded = own.to(collective_device(self._group))
         received = [torch.empty_like(padded) for _ in range(self.world_size)]
         distributed.all_gather(received, padded, group=self._group)
         return [data.cpu().numpy().tobytes()[:size] for data, size in zip(received, sizes, strict=True)]
-
-    def _device(self, distributed: Any) -> torch.device:
-        """Where the backend of the group wants its tensors."""
-        import torch
-
-        has_cpu_backend = "cpu" in str(distributed.get_backend_config(self._group))
-        return torch.device("cpu") if has_cpu_backend else torch.device("cuda", torch.cuda.current_device())
-
-
-def _distributed() -> Any:
-    """torch.distributed if this process uses it; None otherwise, and torch is not imported for that."""
-    torch_module = sys.modules.get("torch")
-    distributed = getattr(torch_module, "distributed", None)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed

@@ -17,24 +17,23 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ckpt.async_calls.agreement import Agreement, own_rank
+from ckpt.async_calls.agreement import Agreement
+from ckpt.async_calls.call import AsyncRequest, Call
 from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.messages import Event
-from ckpt.async_calls.pending import PendingCall
-from ckpt.async_calls.process import Outcome, WriterProcess, wait_for_any
-from ckpt.async_calls.processes import Processes
-from ckpt.async_calls.request import AsyncRequest, check_preload_fn
+from ckpt.async_calls.writer import Outcome, Writer, WriterPool, wait_for_any
+from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from inprocess.ipc.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AsyncCallsQueue"]
+__all__ = ["AsyncCallsQueue", "DistributedAsyncCaller"]
 
 _log = logging.getLogger("ckpt")
 _Error = TypeVar("_Error", bound=Exception)
@@ -79,14 +78,14 @@ class AsyncCallsQueue:
         self._agreement = Agreement(process_group)
         self._timeout_s = timeout_s
         self._owner_pid = os.getpid()
-        self._pending: deque[PendingCall] = deque()  # in order of index, without gaps
+        self._pending: deque[Call] = deque()  # in order of index, without gaps
         self._results: deque[Outcome | Event] = deque()  # taken from the writers, not yet given to their calls
         self._next_index = 0
-        self._processes = Processes.create(self._config, num_writers)
-        self._intact = True  # False while a method works on `_processes`: still False, it was interrupted
-        self._left: list[Processes] = []  # of interrupted methods; they finish what they were sent, until `recover`
+        self._pool = WriterPool(self._config, num_writers)
+        self._intact = True  # False while a method works on `_pool`: still False, it was interrupted
+        self._left: list[WriterPool] = []  # of interrupted methods; they finish what they were sent, until `recover`
         self._interrupted = Wakeup()
-        self._release = weakref.finalize(self, _release, self._processes, self._interrupted)
+        self._release = weakref.finalize(self, _release, self._pool, self._interrupted)
 
     def start(self) -> None:
         """Have the writer processes started in the background, so that the first request finds them ready. Returns at
@@ -116,18 +115,14 @@ class AsyncCallsQueue:
         """
         self._check_usable()
         self.pump()
-        index, fn = self._next_index, async_request.async_fn
-        check_preload_fn(async_request.async_fn_args, async_request.preload_fn)
+        call = Call(self._next_index, async_request)
         intact, self._intact = self._intact, False
-        if fn is not None:
-            writer = self._writers[index % len(self._writers)]
-            writer.submit(
-                index, fn, async_request.async_fn_args, async_request.async_fn_kwargs, async_request.preload_fn
-            )
+        if not call.settled:
+            self._writers[call.index % len(self._writers)].submit(call)
         self._next_index += 1
-        self._pending.append(PendingCall(index, async_request.freeze()._replace(call_idx=index)))
+        self._pending.append(call)
         self._intact = intact
-        return index
+        return call.index
 
     def get_num_unfinalized_calls(self) -> int:
         return len(self._pending)
@@ -187,7 +182,7 @@ class AsyncCallsQueue:
             if isinstance(result, Event):
                 call.take_event(result.event)
             else:
-                call.take_outcome(result.error)
+                call.settle(result.error)
 
     def wait_for_events(self, timeout_s: float) -> None:
         """Wait until a writer says something or dies, at most `timeout_s`, then `pump`."""
@@ -203,7 +198,7 @@ class AsyncCallsQueue:
         """
         self._check_usable()
         if not self._intact:
-            self._left.append(self._processes.replace(self._config))
+            self._left.append(self._pool.replace_all(self._config))
             self._intact = True
 
     def recover(self, timeout_s: float) -> list[int]:
@@ -258,7 +253,7 @@ class AsyncCallsQueue:
             if abort:
                 self._abort()
             self._stop_writers()
-            self._processes.server.close()
+            self._pool.server.close()
         finally:
             self._release()
         if failure is not None:
@@ -353,13 +348,51 @@ class AsyncCallsQueue:
             writer.close(self._config.close_timeout_s)
 
     @property
-    def _writers(self) -> list[WriterProcess]:
-        return self._processes.writers
+    def _writers(self) -> list[Writer]:
+        return self._pool.writers
 
 
-def _release(processes: Processes, interrupted: Wakeup) -> None:
+class DistributedAsyncCaller:
+    """Runs a function in a background process and says when it is done, here or on all ranks.
+
+    For one thread of the trainer.
+    """
+
+    def __init__(
+        self, config: WriterConfig | None = None, process_group: ProcessGroup | None = None, timeout_s: float = 1800.0
+    ) -> None:
+        self._queue = AsyncCallsQueue(config=config, process_group=process_group, timeout_s=timeout_s)
+
+    def schedule_async_call(
+        self,
+        async_fn: Callable[..., Any] | None,
+        save_args: tuple[Any, ...],
+        save_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Start the call in the background. Raises RuntimeError while the previous one is not known to be done."""
+        if self._queue.get_num_unfinalized_calls():
+            raise RuntimeError(
+                "the previous call is still running; wait with is_current_async_call_done(blocking=True)"
+            )
+        self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
+        """Whether no call is running; with ``no_dist=False`` on any rank, and all ranks must ask together.
+
+        Raises a CheckpointError when the call failed (once; the next call gets a new writer if need be),
+        CheckpointTimeoutError as `AsyncCallsQueue.maybe_finalize_async_calls` does.
+        """
+        self._queue.maybe_finalize_async_calls(blocking, no_dist)
+        return self._queue.get_num_unfinalized_calls() == 0
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for the call, or kill it with `abort`, and end the process. Idempotent."""
+        self._queue.close(abort)
+
+
+def _release(pool: WriterPool, interrupted: Wakeup) -> None:
     interrupted.close()
-    processes.release()
+    pool.release()
 
 
 def _with_note(error: _Error, finalize_error: Exception | None) -> _Error:

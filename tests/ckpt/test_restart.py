@@ -9,14 +9,13 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.async_calls import queue as queue_module
+from ckpt.async_calls.writer import Writer
 from ckpt.ranks import Ranks
 from ckpt.saving import stage as stage_module
 from ckpt.storage import files
@@ -153,8 +152,14 @@ def test_a_writer_that_begins_a_save_too_late_leaves_nothing(
     checkpointer.save(state, 1)
     request = checkpointer.save_request(state, 2)
     request = with_writer(request, _Returning)
+    submit = Writer.submit
+
+    def submit_and_stop(*args: Any) -> None:
+        submit(*args)
+        raise _Interrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(queue_module, "PendingCall", Mock(side_effect=_Interrupt))
+        patch.setattr(Writer, "submit", submit_and_stop)
         with pytest.raises(_Interrupt):
             checkpointer.queue.schedule_async_request(request)
     root, recover = CheckpointRoot(str(tmp_path / "root")), checkpointer.queue.recover

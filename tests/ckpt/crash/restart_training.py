@@ -150,7 +150,7 @@ class Saboteur:
                 name, command = process.name(), process.cmdline()
             except psutil.Error:
                 continue
-            is_server = any("ckpt.async_calls.server" in part for part in command)
+            is_server = any("ckpt.async_calls.fork_server" in part for part in command)
             if which == ("writer" if name == "ckpt-writer" else "server" if is_server else ""):
                 yield process
 
