@@ -313,7 +313,7 @@ class Checkpointer:
         self._queue.recover(min(drain_s, _ANSWER_S))
         if rank is not None:
             self._saver.refuse_left(rank)
-        self._saver.begin_epoch()
+        self._saver.forget_saves()
         self._note_restored(None)
         if self._registered and rank is not None:
             report = restore(self._root, self._registered, None, True, Alone(rank), self._saver.memory)

@@ -190,7 +190,7 @@ class AsyncCallsQueue:
         wait_for_any(self._writers, timeout_s, self._interrupted)
         self.pump()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Make all methods usable again after one was interrupted by an exception thrown from another thread.
 
         Writers whose state is not known any more get no more calls, finish what they were sent, and are not listened
@@ -208,7 +208,7 @@ class AsyncCallsQueue:
         The others are given up: their writers are killed, `abandoned` is called, no finalize function runs. Returns
         the finalized indices. Makes no collective and raises nothing. Indices go on from where they were.
         """
-        self.mend()
+        self.repair()
         deadline = time.monotonic() + timeout_s
         while any(writer.busy for writer in self._writers) and (remaining_s := deadline - time.monotonic()) > 0:
             self.wait_for_events(remaining_s)

@@ -17,49 +17,49 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, position_of
 from ckpt.planning.packing import PackedTensor
 from ckpt.planning.save_plan import ArrayPlan, SavePlan
-from ckpt.saving.task import Image, PartPlan
+from ckpt.saving.task import PlannedChunk, WritePlan
 from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy_op import CopyOp
 from ckpt.storage.documents import EncodedList
 from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
-__all__ = ["LocalBoxes", "Part", "copies_from", "make_part"]
+__all__ = ["LocalBoxes", "RankLayout", "make_layout", "make_restore_layout"]
 
 LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
 """What a rank holds of each tensor: boxes of the global one, and the offset of each in the local one."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rank's share of every save of a structure: the writer's plan, and for each piece the copies that fill it.
+class RankLayout:
+    """A rank's share of every save of a structure: the writer's plan, and for each batch the copies that fill its slot.
 
     Bytes that must be zero, in the pack and behind the last elements of an array, are `gaps`: offset and number of
     bytes.
     """
 
-    plan: PartPlan
+    plan: WritePlan
     copies: tuple[Copies, ...]
     gaps: tuple[tuple[tuple[int, int], ...], ...]
 
-    def clear_gaps(self, piece: int, slot: memoryview) -> None:
-        """Make them zero in the slot of a piece."""
-        for offset, nbytes in self.gaps[piece]:
+    def clear_gaps(self, batch: int, slot: memoryview) -> None:
+        """Make the gaps zero in the slot of a batch."""
+        for offset, nbytes in self.gaps[batch]:
             slot[offset : offset + nbytes] = bytes(nbytes)
 
 
-def make_part(
+def make_layout(
     plan: SavePlan, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, compression: str | None
-) -> Part:
+) -> RankLayout:
     """Lay out this rank's files in slots of at most `max_slot_bytes`.
 
     Raises StateError when a single file does not fit a slot.
     """
     packed = EncodedList.of([_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank])
-    return _lay_out(_Builder(rank, local_boxes, max_slot_bytes, compression), plan, rank, packed)
+    return _lay_out(_LayoutBuilder(rank, local_boxes, max_slot_bytes, compression), plan, rank, packed)
 
 
-def _lay_out(builder: _Builder, plan: SavePlan, rank: int, packed: EncodedList) -> Part:
+def _lay_out(builder: _LayoutBuilder, plan: SavePlan, rank: int, packed: EncodedList) -> RankLayout:
     for array, chunks in itertools.groupby(plan.chunks_of(rank), key=lambda chunk: chunk[:2]):
         builder.add_array(array[1], [number for _, _, number in chunks])
     if plan.pack_grid is not None and rank in plan.pack_owners:
@@ -68,21 +68,21 @@ def _lay_out(builder: _Builder, plan: SavePlan, rank: int, packed: EncodedList) 
     return builder.build(plan, packed, aliases)
 
 
-def copies_from(
+def make_restore_layout(
     plan: SavePlan,
     rank: int,
     local_boxes: LocalBoxes,
     own_rank: int,
     max_slot_bytes: int | None,
     compression: str | None,
-) -> Part:
+) -> RankLayout:
     """Lay out the files of `rank` as it does itself, with the copies of those boxes only that `local_boxes` hold.
 
     Copied back, they bring what the slot of `rank` holds into the tensors of whoever has these boxes. What belongs to
     one rank alone is for `own_rank` only.
     """
-    builder = _Builder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
-    return _lay_out(builder, plan, rank, EncodedList.of(()))  # nobody writes this part
+    builder = _LayoutBuilder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
+    return _lay_out(builder, plan, rank, EncodedList.of(()))  # no process writes this layout
 
 
 def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
     return document if entry.rank is None else {**document, "rank": entry.rank}
 
 
-class _Builder:
-    """Places one image after the other; begins a new piece when a slot is full."""
+class _LayoutBuilder:
+    """Places one image after the other; begins a new batch when a slot is full."""
 
     def __init__(
         self,
@@ -114,29 +114,29 @@ class _Builder:
         self._directories: list[str] = []
         self._metas: list[ArrayMeta] = []
         self._described: list[int] = []
-        self._images: list[Image] = []
+        self._chunks: list[PlannedChunk] = []
         self._copies: list[list[CopyOp]] = [[]]
         self._shared: list[list[Shared]] = [[]]
         self._gaps: list[list[tuple[int, int]]] = [[]]
         self._next = 0
         self._slot_bytes = 0
 
-    def build(self, plan: SavePlan, packed: EncodedList, aliases: tuple[tuple[Path, Path], ...]) -> Part:
-        part_plan = PartPlan(
+    def build(self, plan: SavePlan, packed: EncodedList, aliases: tuple[tuple[Path, Path], ...]) -> RankLayout:
+        write_plan = WritePlan(
             self._rank,
             plan.world_size,
             plan.digest,
             tuple(self._directories),
             tuple(self._metas),
             tuple(self._described),
-            tuple(self._images),
+            tuple(self._chunks),
             packed,
             aliases,
             self._slot_bytes,
             len(self._copies),
         )
         copies = tuple(Copies.of(tuple(ops), shared) for ops, shared in zip(self._copies, self._shared, strict=True))
-        return Part(part_plan, copies, tuple(map(tuple, self._gaps)))
+        return RankLayout(write_plan, copies, tuple(map(tuple, self._gaps)))
 
     def _is_for_others(self, rank: int | None) -> bool:
         return self._only_for is not None and rank is not None and rank != self._only_for
@@ -231,7 +231,7 @@ class _Builder:
         offset = self._next
         self._next += layout.image_bytes
         self._slot_bytes = max(self._slot_bytes, self._next)
-        self._images.append(Image(number, index, offset, layout.image_bytes, len(self._copies) - 1))
+        self._chunks.append(PlannedChunk(number, index, offset, layout.image_bytes, len(self._copies) - 1))
         return offset
 
     def _copy(

@@ -20,10 +20,10 @@ from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
-from ckpt.saving.held import HeldMemory
-from ckpt.saving.planner import Planner, Prepared
+from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
+from ckpt.saving.staged_memory import StagedMemory
 from ckpt.saving.task import Offsets, ReplicasDiffer, SaveOptions, WriteTask
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
 from ckpt.storage.ownership import ClaimLease
@@ -60,8 +60,8 @@ class Saver:
         self._slot_timeout_s = staging.slot_timeout_s
         self._options = options
         self._stager = Stager(ranks, staging, self._wait_for_writers)
-        self._planner = Planner(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
-        self._pieces_queue: AsyncCallsQueue | None = None
+        self._plans = PlanCache(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
+        self._batch_queue: AsyncCallsQueue | None = None
         self.on_begun: Callable[[int], CallTimer | None] | None = None  # of every call that writes
         self._warned: set[str] = set()  # of names that ranks have different
         self._in_flight: dict[SaveId, _Undecided] = {}  # noted before anything is staged, so that no fault can lose one
@@ -72,7 +72,7 @@ class Saver:
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
-    def memory(self) -> HeldMemory:
+    def memory(self) -> StagedMemory:
         """What the slots hold of published steps."""
         return self._stager.memory
 
@@ -115,7 +115,7 @@ class Saver:
         """The next save claims the root anew, and its step continues that of `branch`. `seen`: a token seen since."""
         self._branch = branch
         self._seen = self._seen if seen is None else max(seen, self.seen)
-        self._planner.end_session()
+        self._plans.end_session()
 
     def warmup(self, state: Any, *, claim: bool = True) -> None:
         """Plan, map and fault in the arena, have the writers started, and claim the root if so asked, or if this job
@@ -124,7 +124,7 @@ class Saver:
         Process.here()  # looks into /proc the first time
         self._queue.start()
         claims = claim or (self._token is not None and not self._in_flight)
-        self._stager.fit(self._planner.prepare(state, self, claim=claims).planned)
+        self._stager.fit(self._plans.prepare(state, self, claim=claims).cached)
 
     @property
     def last_rank(self) -> int | None:
@@ -137,14 +137,14 @@ class Saver:
             what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not a whole state
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: async_save(state, step)")
         self._ranks.doing = f"the save of step {step}"
-        self._planner.begin_attempt(step)
+        self._plans.begin_attempt(step)
         try:
-            prepared = self._planner.prepare(state, self)
-            self._stager.fit(prepared.planned)
-            save = self._planner.save_id()
+            prepared = self._plans.prepare(state, self)
+            self._stager.fit(prepared.cached)
+            save = self._plans.save_id()
             assert save is not None
             self._seen = self._token = save.owner
-            undecided = self._in_flight[save] = _Undecided(prepared.planned.save_plan.world_size)
+            undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size)
             handle = undecided.handle = self._stage_all(prepared, save, begin)
         except Exception as error:
             self._refused(error)
@@ -159,7 +159,7 @@ class Saver:
 
     def not_scheduled(self, error: Exception) -> None:
         """The queue refused the last request, so it is never run."""
-        save = self._planner.save_id()
+        save = self._plans.save_id()
         undecided = None if save is None else self._in_flight.get(save)
         if undecided is not None and undecided.handle is not None:
             undecided.handle.free_slot()
@@ -167,19 +167,19 @@ class Saver:
 
     def interrupt(self) -> None:
         """Make a thread that waits for writers look around. From any thread."""
-        for queue in (self._queue, self._pieces_queue):
+        for queue in (self._queue, self._batch_queue):
             if queue is not None:
                 queue.interrupt()
 
     def stop_writers(self) -> None:
         """After a fault: nobody writes for this rank any more, and what was not published is given up."""
-        for queue in (self._queue, self._pieces_queue):
+        for queue in (self._queue, self._batch_queue):
             if queue is not None:
                 queue.recover(0.0)
 
     def settle_all(self, rank: int, deadline: float) -> None:
-        """After a fault: see that no save of this epoch is undecided, at the latest soon after `deadline`."""
-        self._queue.mend()
+        """After a fault: see that no save of this rank is undecided, at the latest soon after `deadline`."""
+        self._queue.repair()
         functions = [fn for fn in self._queue.functions() if fn is not None]
         for save, undecided in list(self._in_flight.items()):
             scheduled = any(fn is undecided.handle for fn in functions)
@@ -193,34 +193,34 @@ class Saver:
         self._refuse((), rank)
 
     def _refuse(self, own: Iterable[SaveId], rank: int) -> None:
-        owner = self._planner.owner
+        owner = self._plans.owner
         if owner is not None:
             refuse_others(self._root, owner, own, rank)
 
-    def begin_epoch(self) -> None:
+    def forget_saves(self) -> None:
         """After a fault, when every save is decided and the queue is empty: what was under way is forgotten.
 
         What the slots hold stays, to be restored from; the next save is planned anew.
         """
         self._ranks.forget()
         self._in_flight.clear()
-        if self._pieces_queue is not None:
-            self._pieces_queue.recover(0.0)
+        if self._batch_queue is not None:
+            self._batch_queue.recover(0.0)
         self._stager.forget()
-        self._planner.begin_epoch()
+        self._plans.forget()
 
     def close(self) -> None:
         """Leave the root, give the arena back. The queue is the Checkpointer's."""
         self._closed = True
         self._claim_lease.close()
         self._release(done=not self._in_flight)
-        if self._pieces_queue is not None:
-            self._pieces_queue.close(abort=True)
+        if self._batch_queue is not None:
+            self._batch_queue.close(abort=True)
         self._stager.close()
 
     def _refused(self, error: Exception) -> None:
         """This rank will have no part in a save the others may have scheduled: abandon it, so that they learn why."""
-        save = self._planner.save_id()
+        save = self._plans.save_id()
         if save is None or self._ranks.world_size == 1:
             return
         self._in_flight.pop(save, None)
@@ -247,17 +247,17 @@ class Saver:
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
-    def _stage_all(self, prepared: Prepared, save: SaveId, begin: float) -> SaveHandle:
-        """Stage this rank's share. If it does not fit a slot, all pieces but the last are written on return."""
-        last = prepared.planned.part.plan.pieces - 1
+    def _stage_all(self, prepared: PreparedState, save: SaveId, begin: float) -> SaveHandle:
+        """Stage this rank's share. If it does not fit a slot, all batches but the last are written on return."""
+        last = prepared.cached.layout.plan.batches - 1
         earlier = []
-        for piece in range(last):
-            staged = self._stager.stage(prepared, save, piece, begin)
-            earlier.append(SaveHandle(self._task(prepared, save, piece, staged), staged.slot, on_begun=self.on_begun))
-            self._write_piece_now(earlier[-1])
+        for batch in range(last):
+            staged = self._stager.stage(prepared, save, batch, begin)
+            earlier.append(SaveHandle(self._task(prepared, save, batch, staged), staged.slot, on_begun=self.on_begun))
+            self._write_batch_now(earlier[-1])
         staged = self._stager.stage(prepared, save, last, begin)
         try:
-            self._finish_pieces()
+            self._finish_batches()
         except BaseException:
             staged.slot.release()
             raise
@@ -271,25 +271,30 @@ class Saver:
         )
 
     def _task(
-        self, prepared: Prepared, save: SaveId, piece: int, staged: StagedBatch, earlier: tuple[WrittenChunk, ...] = ()
+        self,
+        prepared: PreparedState,
+        save: SaveId,
+        batch: int,
+        staged: StagedBatch,
+        earlier: tuple[WrittenChunk, ...] = (),
     ) -> WriteTask:
-        is_last = piece == prepared.planned.part.plan.pieces - 1
+        is_last = batch == prepared.cached.layout.plan.batches - 1
         return WriteTask(
             root=self._root.path,
             save=save,
             rank=self._ranks.rank,
-            plan=prepared.planned.plan_bytes,
+            plan=prepared.cached.plan_bytes,
             region=staged.slot.region,
             flag_offset=staged.flag_offset,
             generation=staged.generation,
-            piece=piece,
+            batch=batch,
             last=is_last,
             values=prepared.values if is_last else [],
             times=staged.times,
             options=self._options,
             trainer=Process.here(),
             branch=self._branch,
-            sealed=Offsets.of(staged.sealed),
+            checksummed=Offsets.of(staged.checksummed),
             earlier=earlier,
             replicas=staged.replicas,
         )
@@ -308,24 +313,24 @@ class Saver:
             )
 
     def _wait_for_writers(self, timeout_s: float) -> None:
-        """Let answers of writers come in: of the queue or, for a save in pieces, of the extra writer."""
-        pieces = self._pieces_queue
-        queue = pieces if pieces is not None and pieces.get_num_unfinalized_calls() else self._queue
+        """Let answers of writers come in: of the queue or, for a save in batches, of the extra writer."""
+        batches = self._batch_queue
+        queue = batches if batches is not None and batches.get_num_unfinalized_calls() else self._queue
         queue.wait_for_events(timeout_s)
 
     # -- saves that do not fit -----------------------------------------------------------------------------------------
 
-    def _write_piece_now(self, handle: SaveHandle) -> None:
-        """Have an extra writer process write a piece while the next one is staged."""
-        if self._pieces_queue is None:
-            self._pieces_queue = AsyncCallsQueue(timeout_s=self._slot_timeout_s)
-        self._pieces_queue.schedule_async_request(AsyncRequest(handle, (), []))
+    def _write_batch_now(self, handle: SaveHandle) -> None:
+        """Have an extra writer process write a batch while the next one is staged."""
+        if self._batch_queue is None:
+            self._batch_queue = AsyncCallsQueue(timeout_s=self._slot_timeout_s)
+        self._batch_queue.schedule_async_request(AsyncRequest(handle, (), []))
 
-    def _finish_pieces(self) -> None:
-        while self._pieces_queue is not None and self._pieces_queue.get_num_unfinalized_calls():
+    def _finish_batches(self) -> None:
+        while self._batch_queue is not None and self._batch_queue.get_num_unfinalized_calls():
             try:
-                self._pieces_queue.maybe_finalize_async_calls(blocking=True)
+                self._batch_queue.maybe_finalize_async_calls(blocking=True)
             except CheckpointTimeoutError:
                 raise
-            except CheckpointError as error:  # the save is abandoned: its last piece finds out and fails like any other
-                _log.debug("a piece was not written: %s", error)
+            except CheckpointError as error:  # the save is abandoned, so its last batch fails like any other
+                _log.debug("a batch was not written: %s", error)

@@ -18,10 +18,10 @@ from ckpt.errors import CheckpointTimeoutError
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
-from ckpt.saving.held import HEADER_BYTES, SAMPLES_OFFSET, HeldMemory
-from ckpt.saving.layout import Part
-from ckpt.saving.planner import Planned, Prepared
+from ckpt.saving.layout import RankLayout
+from ckpt.saving.plan_cache import CachedPlan, PreparedState
 from ckpt.saving.replicas import Digests, Tolerance
+from ckpt.saving.staged_memory import HEADER_BYTES, SAMPLES_OFFSET, StagedMemory
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, only_gpu, stage
 from ckpt.storage.commit import SaveId
@@ -53,14 +53,14 @@ class StagingOptions:
 class StagedBatch:
     """A slot with what was copied, or is being copied, into it.
 
-    The copies are complete when the 8 bytes at `flag_offset` hold `generation`. `sealed` are the offsets of what has
-    its checksum behind it.
+    The copies are complete when the 8 bytes at `flag_offset` hold `generation`. `checksummed` are the offsets of what
+    has its checksum behind it.
     """
 
     slot: Slot
     flag_offset: int
     generation: int
-    sealed: frozenset[int]
+    checksummed: frozenset[int]
     replicas: Digests | None
     times: dict[str, float]
 
@@ -78,31 +78,31 @@ class Stager:
         self._arena = Arena(options.slots, options.max_host_bytes, pin=True)
         self._copy_stream = _CopyStream()
         self._generation = 0
-        self._shared_for: Planned | None = None
-        self.memory = HeldMemory(self._arena)
+        self._shared_for: CachedPlan | None = None
+        self.memory = StagedMemory(self._arena)
 
     @property
     def max_slot_bytes(self) -> int | None:
         """What one slot holds at most; None for no limit."""
         return self._arena.max_slot_bytes
 
-    def fit(self, planned: Planned) -> None:
+    def fit(self, plan: CachedPlan) -> None:
         """Make the slots large enough for a plan, and exchange them with the ranks on this node. Collective."""
-        needed = planned.part.plan.slot_bytes + HEADER_BYTES
+        needed = plan.layout.plan.slot_bytes + HEADER_BYTES
         if needed > self._arena.slot_bytes:
             while self._arena.in_use():
                 self._wait_for_slot(time.monotonic() + self._options.slot_timeout_s)
             self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
-        if self._shared_for is not planned:
-            self.memory.share(self._ranks, planned, self._options.compression)
-            self._shared_for = planned
+        if self._shared_for is not plan:
+            self.memory.share(self._ranks, plan, self._options.compression)
+            self._shared_for = plan
 
-    def stage(self, prepared: Prepared, save: SaveId, piece: int, begin: float) -> StagedBatch:
-        """Copy one piece of this rank's share into a free slot, which is the writer's afterwards.
+    def stage(self, prepared: PreparedState, save: SaveId, batch: int, begin: float) -> StagedBatch:
+        """Copy one batch of this rank's share into a free slot, which is the writer's afterwards.
 
         `begin` (of `time.perf_counter`) is when the save was called. CheckpointTimeoutError if no slot becomes free.
         """
-        planned = prepared.planned
+        plan = prepared.cached
         deadline = time.monotonic() + self._options.slot_timeout_s
         slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline))
         try:
@@ -110,9 +110,9 @@ class Stager:
             self._generation += 1
             self.memory.clear(slot)
             stream = self._copy_stream.stream_for(prepared.flat)
-            is_last = piece == planned.part.plan.pieces - 1
+            is_last = batch == plan.layout.plan.batches - 1
             replicas = self._sample(prepared, save, slot, stream) if is_last else None
-            staged = self._copy(planned.part, prepared.flat, slot, piece, stream)
+            staged = self._copy(plan.layout, prepared.flat, slot, batch, stream)
             self.memory.label(slot, save, self._generation)
             done = time.perf_counter()
         except BaseException:
@@ -126,7 +126,7 @@ class Stager:
             "stall_s": done - begin,
         }
         self._copy_stream.note(staged)
-        return StagedBatch(slot, self._flag_offset, self._generation, staged.sealed, replicas, times)
+        return StagedBatch(slot, self._flag_offset, self._generation, staged.checksummed, replicas, times)
 
     def keep(self, region: SharedMemory) -> None:
         """Use the slot with this memory again only when no other is free: a restore may need what it holds."""
@@ -146,21 +146,25 @@ class Stager:
     def _flag_offset(self) -> int:
         return self._arena.slot_bytes - HEADER_BYTES
 
-    def _sample(self, prepared: Prepared, save: SaveId, slot: Slot, stream: torch.cuda.Stream | None) -> Digests | None:
+    def _sample(
+        self, prepared: PreparedState, save: SaveId, slot: Slot, stream: torch.cuda.Stream | None
+    ) -> Digests | None:
         """Take samples of what other ranks have, too."""
         tolerance = self._options.replicas
-        if prepared.planned.save_plan.world_size == 1 or tolerance == "ignore":
+        if prepared.cached.save_plan.world_size == 1 or tolerance == "ignore":
             return None
         room = slot.tensor, self._flag_offset + SAMPLES_OFFSET
-        return prepared.planned.replicas.sample(prepared.flat, prepared.encoded, save.name, tolerance, room, stream)
+        return prepared.cached.replicas.sample(prepared.flat, prepared.encoded, save.name, tolerance, room, stream)
 
-    def _copy(self, part: Part, flat: FlatState, slot: Slot, piece: int, stream: torch.cuda.Stream | None) -> Staged:
+    def _copy(
+        self, layout: RankLayout, flat: FlatState, slot: Slot, batch: int, stream: torch.cuda.Stream | None
+    ) -> Staged:
         tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
-        if slot.cleared_for is not part.gaps[piece]:
+        if slot.cleared_for is not layout.gaps[batch]:
             if slot.cleared_for is not None:  # new memory is zero
-                part.clear_gaps(piece, slot.region.buffer)
-            slot.cleared_for = part.gaps[piece]
-        staged = stage(part.copies[piece], tensors, slot.tensor, stream)
+                layout.clear_gaps(batch, slot.region.buffer)
+            slot.cleared_for = layout.gaps[batch]
+        staged = stage(layout.copies[batch], tensors, slot.tensor, stream)
         flag = slot.tensor[self._flag_offset :][:8].view(torch.int64)
         if stream is None:
             flag.fill_(self._generation)

@@ -29,14 +29,14 @@ from inprocess.ipc.shared_memory import SharedMemory
 __all__ = [
     "COORDINATOR",
     "BatchWritten",
-    "Image",
     "NotDurable",
     "Offsets",
-    "PartPlan",
+    "PlannedChunk",
     "ReplicasDiffer",
     "Report",
     "SaveOptions",
     "SlotFree",
+    "WritePlan",
     "WriteTask",
     "from_event",
     "to_event",
@@ -48,26 +48,26 @@ COORDINATOR = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """One chunk file of this rank: of array number `array`, chunk `index`; its image is at `offset` in the slot of its
-    `piece`.
+class PlannedChunk:
+    """One chunk file of this rank: chunk `index` of array number `array`.
 
-    A save that fits one slot has one piece, number 0.
+    Its image, the bytes of the file, is at `offset` in the slot of batch number `batch`. A save that fits one slot has
+    one batch, number 0.
     """
 
     array: int
     index: tuple[int, ...]
     offset: int
     image_bytes: int
-    piece: int
+    batch: int
 
 
 @dataclass(frozen=True)
-class PartPlan:
+class WritePlan:
     """What a rank's writer does in every save of this structure.
 
     `described` are the numbers of the arrays whose metadata this rank writes; `packed` are the entries of the part
-    manifest about tensors (or boxes of them) in the pack; `slot_bytes` is what each piece needs at most.
+    manifest about tensors (or boxes of them) in the pack; `slot_bytes` is what each batch needs at most.
     """
 
     rank: int
@@ -76,20 +76,20 @@ class PartPlan:
     directories: tuple[str, ...]
     metas: tuple[ArrayMeta, ...]
     described: tuple[int, ...]
-    images: tuple[Image, ...]
+    chunks: tuple[PlannedChunk, ...]
     packed: EncodedList
     aliases: tuple[tuple[Path, Path], ...]
     slot_bytes: int
-    pieces: int
+    batches: int
 
 
 @functools.lru_cache(maxsize=2)
-def unpickled_plan(data: bytes) -> PartPlan:
+def unpickled_plan(data: bytes) -> WritePlan:
     """Return the plan in the bytes of a task, which the trainer of this writer has made.
 
     Kept from one save to the next, with all that it has computed.
     """
-    plan: PartPlan = pickle.loads(data)
+    plan: WritePlan = pickle.loads(data)
     return plan
 
 
@@ -135,12 +135,12 @@ def _unpacked(data: bytes) -> frozenset[int]:
 class WriteTask:
     """One rank's share of one save, or a batch of it, as its writer process gets it.
 
-    `plan` is a pickled `PartPlan`. `region` is the slot with the images of batch number `piece`; they are complete when
-    the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `sealed` are the
-    offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are not tensors,
-    `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are the chunks
-    that were written with earlier batches. With a `branch` the coordinator first takes over what earlier owners of the
-    root left.
+    `plan` is a pickled `WritePlan`. `region` is the slot with the images of batch number `batch`; they are complete
+    when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed`
+    are the offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are not
+    tensors, `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are the
+    chunks that were written with earlier batches. With a `branch` the coordinator first takes over what earlier owners
+    of the root left.
     """
 
     root: str
@@ -150,14 +150,14 @@ class WriteTask:
     region: SharedMemory
     flag_offset: int
     generation: int
-    piece: int
+    batch: int
     last: bool
     values: list[Any]
     times: dict[str, float]
     options: SaveOptions
     trainer: Process
     branch: Branch | None = None
-    sealed: Offsets = Offsets()
+    checksummed: Offsets = Offsets()
     earlier: tuple[WrittenChunk, ...] = ()
     replicas: Digests | None = None
 

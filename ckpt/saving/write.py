@@ -42,8 +42,8 @@ from ckpt.saving.retention import retain
 from ckpt.saving.task import (
     COORDINATOR,
     BatchWritten,
-    Image,
     NotDurable,
+    PlannedChunk,
     ReplicasDiffer,
     Report,
     SlotFree,
@@ -186,7 +186,7 @@ class ShareWriter:
 
     def _begin(self) -> None:
         """Open the save, on the coordinator; the other ranks wait until it is open."""
-        if self.task.rank == COORDINATOR and self.task.piece == 0:
+        if self.task.rank == COORDINATOR and self.task.batch == 0:
             self._open()
             return
         for _ in self._pauses("the coordinator (rank 0) to begin the save", lambda: (COORDINATOR,)):
@@ -220,24 +220,24 @@ class ShareWriter:
         begin = time.time()
         plan, task = self.plan, self.task
         writer = self._chunk_writer()
-        images = [image for image in plan.images if image.piece == task.piece]
-        images.sort(key=lambda image: image.image_bytes)  # the disk has work before the first large checksum is made
-        described = plan.described if task.piece == 0 else ()
-        all_sealed = task.sealed.unpacked()
+        chunks = [chunk for chunk in plan.chunks if chunk.batch == task.batch]
+        chunks.sort(key=lambda chunk: chunk.image_bytes)  # the disk has work before the first large checksum is made
+        described = plan.described if task.batch == 0 else ()
+        checksummed = task.checksummed.unpacked()
 
-        def write_one(image: Image) -> WrittenChunk:
-            view = task.region.buffer[image.offset : image.offset + image.image_bytes]
-            meta = plan.metas[image.array]
-            offsets = [piece.offset for piece in meta.layout(image.index).pieces]
-            sealed = frozenset(offset for offset in offsets if image.offset + offset in all_sealed)
-            chunk = writer.write(ChunkJob(meta, plan.directories[image.array], image.index, view, sealed))
+        def write_one(chunk: PlannedChunk) -> WrittenChunk:
+            image = task.region.buffer[chunk.offset : chunk.offset + chunk.image_bytes]
+            meta = plan.metas[chunk.array]
+            offsets = [inner.offset for inner in meta.layout(chunk.index).pieces]
+            done = frozenset(offset for offset in offsets if chunk.offset + offset in checksummed)
+            written = writer.write(ChunkJob(meta, plan.directories[chunk.array], chunk.index, image, done))
             self._progress()
-            return chunk
+            return written
 
         with ThreadPoolExecutor(task.options.threads, "ckpt-write") as pool:
-            chunks = pool.map(write_one, images)
+            files = pool.map(write_one, chunks)
             documents = pool.map(lambda n: writer.describe(plan.directories[n], plan.metas[n]), described)
-            written = list(chunks)
+            written = list(files)
             list(documents)
         end = time.time()
         writer.finish()

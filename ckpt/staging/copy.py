@@ -33,7 +33,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Staged:
     """The copies of one save. On the CPU they are done at once; on CUDA when their event has passed.
 
-    `sealed` are the offsets in the slot of pieces that have their checksum behind them.
+    `checksummed` are the offsets in the slot of pieces that have their checksum behind them.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Staged:
         stream: torch.cuda.Stream | None,
         event: torch.cuda.Event | None,
         keep: list[torch.Tensor],
-        sealed: frozenset[int],
+        checksummed: frozenset[int],
     ) -> None:
-        self.sealed = sealed
+        self.checksummed = checksummed
         self._stream = stream
         self._event = event
         self._keep = keep  # temporaries of strided tensors must live until they are copied
@@ -185,7 +185,7 @@ class _Memory:
 
 
 def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:
-    """Copy what is a run of memory on the CPU; returns the offsets of the pieces that are sealed."""
+    """Copy what is a run of memory on the CPU; returns the offsets of the pieces whose checksum is behind them."""
     runs, whole = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
     copy_together(runs)
     memory = slot.numpy().data

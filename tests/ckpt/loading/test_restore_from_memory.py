@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from ckpt.loading.sources import RestoreReport
-from ckpt.saving import held
+from ckpt.saving import staged_memory
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck, layouts, rank_values
 
@@ -127,14 +127,14 @@ def test_a_slot_that_is_staged_over_while_it_is_read(
     tmp_path: Path, slots: list[SharedMemory], monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
 ) -> None:
     checkpointer, state = _saved(tmp_path)
-    unstage = held.unstage
+    unstage = staged_memory.unstage
 
     def overtaken(copies: Any, tensors: Any, slot: torch.Tensor) -> Any:
-        slot[-held.HEADER_BYTES :] = 0  # as the owner does before it stages
-        slot[: -held.HEADER_BYTES] = 77
+        slot[-staged_memory.HEADER_BYTES :] = 0  # as the owner does before it stages
+        slot[: -staged_memory.HEADER_BYTES] = 77
         return unstage(copies, tensors, slot)
 
-    monkeypatch.setattr(held, "unstage", overtaken)
+    monkeypatch.setattr(staged_memory, "unstage", overtaken)
     checkpointer.recover_from_fault(_DRAIN)
     assert _report(checkpointer).own_memory_bytes == 0
     assert _report(checkpointer).storage_bytes >= _BYTES

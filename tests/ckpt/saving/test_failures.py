@@ -556,12 +556,12 @@ def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]
             checkpointer.maybe_finalize()
         checkpointer.maybe_finalize(blocking=True)
         if rank == world_size - 1:
-            _limit_file_size(checkpointer._saver._pieces_queue, 4096)  # type: ignore[arg-type]
+            _limit_file_size(checkpointer._saver._batch_queue, 4096)  # type: ignore[arg-type]
         failed = _what_happens(checkpointer, _pieces_state(4), 4)
         if rank == world_size - 1:
-            _limit_file_size(checkpointer._saver._pieces_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
+            _limit_file_size(checkpointer._saver._batch_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
         after = _what_happens(checkpointer, _pieces_state(5), 5)
-    return [sum("pieces" in record for record in records), failed, after]
+    return [sum("batches" in record for record in records), failed, after]
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "arrays"), (2, "arrays"), (2, "packed")])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.planning.grid import GridOptions
 from ckpt.ranks import Ranks
-from ckpt.saving.planner import Planner
+from ckpt.saving.plan_cache import PlanCache
 
 __all__ = ["main", "measure_planning"]
 
@@ -49,7 +49,7 @@ def measure_planning(tensors: int, ranks: int, repeats: int) -> dict[str, list[f
         taken: dict[str, list[float]] = {"first": [], "cached": [], "first_replicated": [], "cached_replicated": []}
         for _ in range(repeats):
             for ending, state in (("", sharded), ("_replicated", replicated)):
-                planner = Planner(_Echo(), GridOptions(), None, None)
+                planner = PlanCache(_Echo(), GridOptions(), None, None)
                 taken["first" + ending].append(_prepare(planner, state))
                 taken["cached" + ending].append(_prepare(planner, state))
         taken["memory"] = [1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)]
@@ -58,7 +58,7 @@ def measure_planning(tensors: int, ranks: int, repeats: int) -> dict[str, list[f
         dist.destroy_process_group()
 
 
-def _prepare(planner: Planner, state: object) -> float:
+def _prepare(planner: PlanCache, state: object) -> float:
     begin = time.perf_counter()
     planner.prepare(state)
     return time.perf_counter() - begin

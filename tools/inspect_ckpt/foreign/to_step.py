@@ -21,7 +21,7 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.grid import GridOptions
 from ckpt.planning.save_plan import make_save_plan
-from ckpt.saving.layout import Part, make_part
+from ckpt.saving.layout import RankLayout, make_layout
 from ckpt.saving.task import BatchWritten, Report, SaveOptions, WriteTask
 from ckpt.saving.write import write_share
 from ckpt.staging.copy_op import CopyOp
@@ -70,12 +70,12 @@ def write_step(state: ForeignState, root: str, step: int, progress: Callable[[in
     return owned.step_path(step)
 
 
-def _part(state: ForeignState) -> Part:
+def _part(state: ForeignState) -> RankLayout:
     specs = {path: TensorSpec(t.dtype, t.itemsize, t.shape) for path, t in state.tensors.items()}
     description = StateDescription(specs, dict.fromkeys(state.values, False), state.aliases)
     plan = make_save_plan([description], GridOptions(pack_below_bytes=_pack_below(state)))
     boxes = {path: [(Box.whole(t.shape), (0,) * len(t.shape))] for path, t in state.tensors.items()}
-    return make_part(plan, 0, boxes, _SLOT_BYTES, None)
+    return make_layout(plan, 0, boxes, _SLOT_BYTES, None)
 
 
 def _pack_below(state: ForeignState) -> int:
@@ -89,7 +89,7 @@ def _pack_below(state: ForeignState) -> int:
 
 def _write_pieces(
     state: ForeignState,
-    part: Part,
+    part: RankLayout,
     pending: PendingSave,
     region: SharedMemory,
     begin: float,
@@ -105,9 +105,9 @@ def _write_pieces(
         if isinstance(report, BatchWritten):
             earlier.extend(report.chunks)
 
-    for piece in range(part.plan.pieces):
+    for piece in range(part.plan.batches):
         _fill(state, part, piece, region, progress)
-        last = piece == part.plan.pieces - 1
+        last = piece == part.plan.batches - 1
         staged_s = time.time() - begin
         task = WriteTask(
             root=pending.root.path,
@@ -117,7 +117,7 @@ def _write_pieces(
             region=region,
             flag_offset=flag_offset,
             generation=_GENERATION,
-            piece=piece,
+            batch=piece,
             last=last,
             values=values if last else [],
             times={"begin": begin, "wait_s": 0.0, "stage_s": staged_s, "stall_s": staged_s},
@@ -135,7 +135,9 @@ def _encoded(path: Path, value: Any) -> Any:
         raise CannotReadError(f"{display(path)}: {error}") from None
 
 
-def _fill(state: ForeignState, part: Part, piece: int, region: SharedMemory, progress: Callable[[int], None]) -> None:
+def _fill(
+    state: ForeignState, part: RankLayout, piece: int, region: SharedMemory, progress: Callable[[int], None]
+) -> None:
     slot = np.frombuffer(region.buffer, np.uint8)
     part.clear_gaps(piece, region.buffer)
     for op in part.copies[piece].ops:

@@ -50,7 +50,7 @@ def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[
             for rank, offer in enumerate(offers)
             if offer[0] == _node() and rank != ranks.rank and offer[1] != name
         }
-        giver = JoinableThread(_give, "ckpt-peers", (listener, regions, len(neighbours)))
+        giver = JoinableThread(_give, "ckpt-neighbors", (listener, regions, len(neighbours)))
         giver.start()
         taken: dict[int, list[SharedMemory]] = {}
         try:

@@ -25,11 +25,11 @@ from ckpt.planning.replicas import replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
-from ckpt.saving.layout import LocalBoxes, Part, make_part
+from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.samples import Replicas
 from ckpt.storage.commit import SaveId
 
-__all__ = ["Claims", "Planned", "Planner", "Prepared"]
+__all__ = ["CachedPlan", "Claims", "PlanCache", "PreparedState"]
 
 _log = logging.getLogger("ckpt")
 _FINE, _FAILED = b"+", b"-"
@@ -47,7 +47,7 @@ class _Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class CachedPlan:
     """A plan: this rank's part of it, also as the bytes that writers get, and the values this rank writes.
 
     `boxes` are those that this rank holds, also where others write them.
@@ -58,21 +58,21 @@ class Planned:
     description: StateDescription
     save_plan: SavePlan
     boxes: LocalBoxes
-    part: Part
+    layout: RankLayout
     plan_bytes: bytes
     value_owners: dict[Path, bool]
     replicas: Replicas
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedState:
     """A state ready to be staged. `encoded` are all its values; `values` those that this rank writes, the entries of
     the part manifest: path, rank or None, encoded value."""
 
     flat: FlatState
     encoded: dict[Path, Any]
     values: list[Any]
-    planned: Planned
+    cached: CachedPlan
 
 
 class Claims(Protocol):
@@ -85,7 +85,7 @@ class Claims(Protocol):
         """The other ranks: StorageError unless this one sees that claim, and can write beside it."""
 
 
-class Planner:
+class PlanCache:
     """Keeps the plan of the last structure seen. `max_slot_bytes` is what one slot holds at most, None for no limit."""
 
     def __init__(self, ranks: Ranks, grid: GridOptions, max_slot_bytes: int | None, compression: str | None) -> None:
@@ -93,7 +93,7 @@ class Planner:
         self._grid = grid
         self._max_slot_bytes = max_slot_bytes
         self._compression = compression
-        self._planned: Planned | None = None
+        self._cached: CachedPlan | None = None
         self._session: _Session | None = None
         self._last_step = -1
         self._attempt = 0  # how often in a row the last step was to be saved
@@ -103,7 +103,7 @@ class Planner:
         """The token that this job saves with; None before the ranks have agreed on one."""
         return None if self._session is None else self._session.owner
 
-    def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> Prepared:
+    def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> PreparedState:
         """Name the leaves and find or make the plan. Where ranks must agree, all learn what was wrong on any.
 
         If there is no session, ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is
@@ -113,28 +113,28 @@ class Planner:
         try:
             flat = flatten(state)
         except Exception as error:
-            if self._planned is None or begins_session:
+            if self._cached is None or begins_session:
                 self._ranks(_failed(error))
             raise
         description = flat.describe()
-        if self._planned is None or self._planned.description != description:
+        if self._cached is None or self._cached.description != description:
             self._agree(claims, claim)
-            self._planned = self._plan(flat, description)
+            self._cached = self._plan(flat, description)
         elif begins_session:
             self._agree(claims, claim)
-        planned = self._planned
+        cached = self._cached
         rank = self._ranks.rank
         encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
-        values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
-        return Prepared(flat, encoded, values, planned)
+        values = [[list(path), rank if own else None, encoded[path]] for path, own in cached.value_owners.items()]
+        return PreparedState(flat, encoded, values, cached)
 
     def end_session(self) -> None:
         """The next save claims the root anew; the plan stays."""
         self._session = None
 
-    def begin_epoch(self) -> None:
+    def forget(self) -> None:
         """Forget the plan: the ranks, and who they are, may be others from now on. The next save is planned anew."""
-        self._planned = None
+        self._cached = None
         self._session = None
         self._last_step, self._attempt = -1, 0
 
@@ -155,27 +155,28 @@ class Planner:
         nonce = hashlib.blake2b(text, key=self._session.nonce, digest_size=8).hexdigest()
         return SaveId(self._last_step, self._session.owner, nonce)
 
-    def _plan(self, flat: FlatState, description: StateDescription) -> Planned:
+    def _plan(self, flat: FlatState, description: StateDescription) -> CachedPlan:
         kinds = replica_kinds(flat)
         from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
         own = replace(description, from_lowest=from_lowest)
         plan = make_save_plan(exchange(own, self._ranks), self._grid)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
-        part = make_part(plan, rank, boxes, self._max_slot_bytes, self._compression)
+        layout = make_layout(plan, rank, boxes, self._max_slot_bytes, self._compression)
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
-        plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        if part.plan.pieces > 1:
+        plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
+        if layout.plan.batches > 1:
             _log.warning(
-                "rank %d: the state needs %d bytes of staging memory, and a slot may have %s: it is staged in %d "
-                "pieces, which makes saves block training; raise max_host_bytes to avoid this",
+                "rank %d: the state needs %d bytes of staging memory, but a slot may have only %s: it is staged in %d "
+                "batches, and saves block training until all but the last are written; raise max_host_bytes to avoid "
+                "this",
                 rank,
-                sum(image.image_bytes for image in part.plan.images),
+                sum(chunk.image_bytes for chunk in layout.plan.chunks),
                 self._max_slot_bytes,
-                part.plan.pieces,
+                layout.plan.batches,
             )
-        return Planned(description, plan, boxes, part, plan_bytes, owned, Replicas.of(flat, kinds))
+        return CachedPlan(description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: Claims | None, claim: bool) -> None:
         """Collective: begin a session if the state is to be saved; with one, give it a new nonce.
