@@ -1,4 +1,4 @@
-"""What the ranks tell each other about their background calls: two numbers, and texts only if a call failed."""
+"""What ranks exchange about their background calls: two numbers, and texts only if a call failed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ class Failure:
 
 
 class Agreement:
-    """Collectives over `group` (None: all ranks).
-
-    Only made when torch.distributed is initialized; tensors live where the group's backend wants them.
-    """
+    """Collectives over `group` (None: all ranks). Only for use when torch.distributed is initialized."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
 
     def minimum(self, *numbers: int) -> list[int]:
-        """The smallest of each number over all ranks: one all_reduce."""
+        """Return the smallest of each number over all ranks: one all_reduce."""
         import torch
         import torch.distributed as dist
 
@@ -46,7 +43,7 @@ class Agreement:
         return [int(number) for number in tensor.tolist()]
 
     def exchange(self, failure: Failure | None) -> dict[int, Failure]:
-        """The failures of all ranks, by global rank: one all_gather of a few KB per rank."""
+        """Return the failures of all ranks, by global rank: one all_gather of a few KB per rank."""
         import torch
         import torch.distributed as dist
 

@@ -1,6 +1,6 @@
-"""Lays out a rank's files in slots: one image after the other, and what is copied into each.
+"""Where the files of a rank lie in its slots, one after the other, and what is copied into each.
 
-Made once from the plan. Another rank's layout is made in the same way, to restore from its slots.
+Made once from the plan. The layout of another rank is made in the same way, to restore from its slots.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
 class RankLayout:
     """A rank's share of every save of a structure: the writer's plan, and for each batch the copies that fill its slot.
 
-    Bytes that must be zero, in the pack and behind the last elements of an array, are `gaps`: offset and number of
-    bytes.
+    `gaps` are the bytes that must be zero, in the pack and behind the last elements of an array: offset and number.
     """
 
     plan: WritePlan
@@ -51,7 +50,7 @@ class RankLayout:
 def make_layout(
     plan: SavePlan, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, compression: str | None
 ) -> RankLayout:
-    """Lay out this rank's files in slots of at most `max_slot_bytes`.
+    """Lay out the files of this rank in slots of at most `max_slot_bytes`.
 
     Raises StateError when a single file does not fit a slot.
     """
@@ -76,17 +75,17 @@ def make_restore_layout(
     max_slot_bytes: int | None,
     compression: str | None,
 ) -> RankLayout:
-    """Lay out the files of `rank` as it does itself, with the copies of those boxes only that `local_boxes` hold.
+    """Lay out the files of `rank` as it does itself, with copies of only those boxes that `local_boxes` hold.
 
-    Copied back, they bring what the slot of `rank` holds into the tensors of whoever has these boxes. What belongs to
-    one rank alone is for `own_rank` only.
+    Done in reverse, the copies restore these boxes from the slot of `rank`. Of what each rank has for itself, there are
+    copies for `own_rank` only.
     """
     builder = _LayoutBuilder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
     return _lay_out(builder, plan, rank, EncodedList.of(()))  # no process writes this layout
 
 
 def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
-    """As it is in the part manifest; the offset is in bytes from the start of the pack."""
+    """Return the entry of a part manifest; its offset is in bytes from the start of the pack."""
     start = plan.pack_owners.index(entry.owner) * plan.pack_bytes if plan.pack_bytes else 0
     document = {"path": entry.path, "dtype": entry.dtype, "shape": entry.shape, "offset": start + entry.offset}
     if entry.shape != entry.tensor_shape:
@@ -142,7 +141,7 @@ class _LayoutBuilder:
         return self._only_for is not None and rank is not None and rank != self._only_for
 
     def add_array(self, array: ArrayPlan, chunks: Iterable[int]) -> None:
-        """`chunks` are the numbers of those that the rank writes, in C order."""
+        """Place the chunks of an array that the rank writes: their numbers, in C order."""
         meta = _array_meta(array, self._compression)
         number = self._add_meta(_array_directory(array), meta, described=array.owners[0] == self._rank)
         for index in (position_of(chunk, meta.grid_shape) for chunk in chunks):
@@ -164,7 +163,7 @@ class _LayoutBuilder:
                 self._copy(array, box, offset + piece.offset, layout.full_shape, piece_bytes)
 
     def add_pack(self, plan: SavePlan) -> None:
-        """The chunks of the pack that are this rank's part of it."""
+        """Place the chunks of the pack that this rank writes."""
         assert plan.pack_grid is not None
         chunk_bytes, first = plan.pack_bytes, plan.pack_owners.index(self._rank)
         shape = (chunk_bytes * len(plan.pack_owners),)
@@ -180,8 +179,7 @@ class _LayoutBuilder:
                 self._fill(entries, offset + piece.offset, start, start + layout.piece_bytes)
 
     def _fill(self, entries: deque[PackedTensor], offset: int, start: int, end: int) -> None:
-        """Take those entries that are between `start` and `end` of this rank's part; that is at `offset` in the
-        slot."""
+        """Copy the entries between bytes `start` and `end` of this rank's share of the pack to `offset` in the slot."""
         filled, copies, count = start, self._copies[-1], 0
         first = len(copies)
         while entries and entries[0].offset < end:
@@ -220,8 +218,8 @@ class _LayoutBuilder:
             if layout.image_bytes > self._limit:
                 raise StateError(
                     f"{display(path)}: a file of {layout.image_bytes} bytes does not fit a staging slot of "
-                    f"{self._limit} "
-                    f"bytes; raise max_host_bytes to at least {2 * layout.image_bytes}, or lower file_bytes"
+                    f"{self._limit} bytes; raise max_host_bytes to at least {2 * layout.image_bytes}, or lower "
+                    "file_bytes"
                 )
             if self._next:
                 self._copies.append([])
@@ -247,7 +245,7 @@ class _LayoutBuilder:
         self._copies[-1].append(CopyOp(array.path, source, flat, offset, full_shape, array.itemsize, piece_bytes))
 
     def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
-        """Where `box` of the global tensor is in the local one, and the shape of the local one; None if it is not."""
+        """Return where `box` of the global tensor is in the local one, and its shape; None if it is not there."""
         boxes = self._local_boxes.get(path, [])
         if not boxes and self._only_for is not None:
             return None
@@ -263,9 +261,9 @@ class _LayoutBuilder:
 
 
 def _flat(source: tuple[slice, ...], local: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The box as one run of elements of a contiguous local tensor; None if it is not one.
+    """Return the box as one run of elements of a contiguous local tensor; None if it is not one.
 
-    It is one if, behind the first dimension in which it has several indices, it has all there are.
+    It is one if it spans all dimensions behind the first in which it has several indices.
     """
     several = [dim for dim, size in enumerate(shape) if size > 1]
     if several and shape[several[0] + 1 :] != local[several[0] + 1 :]:
@@ -275,7 +273,7 @@ def _flat(source: tuple[slice, ...], local: tuple[int, ...], shape: tuple[int, .
 
 
 def _array_directory(array: ArrayPlan) -> str:
-    """Where the array is in the step. Names that begin with two underscores never come out of a key."""
+    """Return the directory of an array in the step. No key leads to names that begin with two underscores."""
     base = directory(array.path)
     if array.rank is not None:
         return f"{base}/__rank_{array.rank:05d}"
@@ -283,8 +281,10 @@ def _array_directory(array: ArrayPlan) -> str:
 
 
 def _array_meta(array: ArrayPlan, compression: str | None) -> ArrayMeta:
-    """The array as Zarr sees it. The attribute ``ckpt`` has the exact name, and what the array is when it is not a
-    whole tensor."""
+    """Return the metadata for Zarr.
+
+    The attribute ``ckpt`` has the exact name, and what the array is when it is not a whole tensor.
+    """
     about: dict[str, object] = {"name": list(array.path)}
     if array.rank is not None:
         about["rank"] = array.rank

@@ -1,7 +1,7 @@
-"""What stays the same from save to save: the plan of a state's structure, made when the structure is first seen.
+"""The plan for a structure of state: made when the structure is first seen, then kept from save to save.
 
-    flatten -> structure as before? the plan is there
-                              else: can everybody store its state? exchange of descriptions, plan, own part
+    flatten -> same structure as before: the cached plan
+            -> else: agree that all ranks can store their state, exchange descriptions, plan, lay out this rank's files
 
 Runs in the trainer. With the first plan of a run, and with each new plan, ranks agree on a session: the token that the
 coordinator claimed the root with, and a nonce, from which all derive the same name for each save without communication.
@@ -40,7 +40,7 @@ _ANSWER = struct.Struct(">Q?")  # the token of the owner, and whether it was cla
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What the saves of all ranks have in common until the next agreement. `owner` is the token of the root's owner."""
+    """What the saves of all ranks have in common until they agree again. `owner` is the token of the root's owner."""
 
     owner: int
     nonce: bytes
@@ -48,11 +48,10 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class CachedPlan:
-    """A plan: this rank's part of it, also as the bytes that writers get, and the values this rank writes.
+    """The plan of all ranks for one structure of state, and what follows from it for this rank.
 
-    `boxes` are those that this rank holds, also where others write them.
-
-    `value_owners` maps the path of each to whether it is this rank's alone.
+    `boxes` are those that this rank holds, also where others write them. `plan_bytes` is the pickled plan of its
+    writer. `value_owners` are the paths of the values that it writes, and whether each is its own alone.
     """
 
     description: StateDescription
@@ -66,8 +65,11 @@ class CachedPlan:
 
 @dataclass(frozen=True, slots=True)
 class PreparedState:
-    """A state ready to be staged. `encoded` are all its values; `values` those that this rank writes, the entries of
-    the part manifest: path, rank or None, encoded value."""
+    """A state ready to be staged.
+
+    `encoded` are all its values; `values` those that this rank writes, as entries of the part manifest: path, rank or
+    None, encoded value.
+    """
 
     flat: FlatState
     encoded: dict[Path, Any]
@@ -79,14 +81,14 @@ class Claims(Protocol):
     """How a job becomes the owner of the root that it saves to."""
 
     def claim(self) -> int:
-        """Coordinator: claim the root, and return the token."""
+        """Claim the root, and return the token. For the coordinator."""
 
     def confirm(self, token: int) -> None:
-        """The other ranks: StorageError unless this one sees that claim, and can write beside it."""
+        """Raise StorageError unless this rank sees that claim, and can write beside it. For the other ranks."""
 
 
 class PlanCache:
-    """Keeps the plan of the last structure seen. `max_slot_bytes` is what one slot holds at most, None for no limit."""
+    """Keeps the plan of the last structure seen. `max_slot_bytes` is the limit of one slot; None for no limit."""
 
     def __init__(self, ranks: Ranks, grid: GridOptions, max_slot_bytes: int | None, compression: str | None) -> None:
         self._ranks = ranks
@@ -104,10 +106,10 @@ class PlanCache:
         return None if self._session is None else self._session.owner
 
     def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> PreparedState:
-        """Name the leaves and find or make the plan. Where ranks must agree, all learn what was wrong on any.
+        """Name the leaves, and find or make the plan. Collective if there is no plan or no session.
 
-        If there is no session, ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is
-        none yet. Raises StateError, and what `claims` raises, on all ranks.
+        Without a session ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is still
+        none. When ranks must agree, all raise what any raises: StateError, and errors of `claims`.
         """
         begins_session = self._session is None
         try:
@@ -129,22 +131,22 @@ class PlanCache:
         return PreparedState(flat, encoded, values, cached)
 
     def end_session(self) -> None:
-        """The next save claims the root anew; the plan stays."""
+        """Make the next save claim the root anew; the plan stays."""
         self._session = None
 
     def forget(self) -> None:
-        """Forget the plan: the ranks, and who they are, may be others from now on. The next save is planned anew."""
+        """Forget the plan, as ranks may change: the next save is planned anew."""
         self._cached = None
         self._session = None
         self._last_step, self._attempt = -1, 0
 
     def begin_attempt(self, step: int) -> None:
-        """Called once for each save of each step, before anything can fail: it makes the next token."""
+        """Count the attempts to save a step. To be called once for each save, before anything can fail."""
         self._attempt = self._attempt + 1 if step == self._last_step else 0
         self._last_step = step
 
     def save_id(self) -> SaveId | None:
-        """The save begun last: different for every save, the same on all ranks. None before there is a session.
+        """Return the save begun last: unique, and the same on all ranks. None before there is a session.
 
         It depends on the nonce that the ranks agreed on and on how often this step was tried, and on nothing that a
         failed call on one rank could leave different.
@@ -179,7 +181,7 @@ class PlanCache:
         return CachedPlan(description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: Claims | None, claim: bool) -> None:
-        """Collective: begin a session if the state is to be saved; with one, give it a new nonce.
+        """Begin a session if the state is to be saved; give an existing one a new nonce. Collective.
 
         Raises StateError on all ranks when one of them cannot store its state, the error of a failed claim, and
         StorageError when one of them cannot write where the coordinator can.
@@ -193,14 +195,14 @@ class PlanCache:
             raise
         answers = self._ranks(_FINE + _ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES))
         _raise_failed(answers)
-        owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR], 1)  # ranks may have thought differently of it
+        owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR], 1)  # ranks may have assumed different ones
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
         if claims is not None and claimed and self._ranks.world_size > 1:
             self._confirm(claims, owner)
         self._session = _Session(owner, nonce) if owner else None
 
     def _confirm(self, claims: Claims, owner: int) -> None:
-        """Collective: all ranks confirm the claim; what one of them raises is raised on all."""
+        """Confirm the claim on all ranks; what one of them raises is raised on all. Collective."""
         answer = _FINE
         if self._ranks.rank != _COORDINATOR:
             try:
@@ -215,7 +217,7 @@ def _failed(error: Exception) -> bytes:
 
 
 def _raise_failed(answers: list[bytes]) -> None:
-    """Raise what the first rank that failed has answered."""
+    """Raise the error of the first rank that failed."""
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
             raise _error_of(rank, answer.removeprefix(_FAILED).decode(errors="replace"))

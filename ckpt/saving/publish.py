@@ -1,7 +1,7 @@
-"""Make a step out of the parts of all ranks: check them against each other, write what describes the whole, publish.
+"""Publish a step: check the parts of all ranks against each other, write the documents of the whole, commit.
 
-Runs in the coordinator's writer at the end of a save, in a trainer that does so in its place after a fault, and in the
-one that recovers what an earlier start left. Needs nothing but what is in the directory.
+Runs in the coordinator's writer at the end of a save, in a trainer that publishes in its place after a fault, and in
+the process that recovers what an earlier start left. Needs only what is in the directory.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def publish(
     warn: Warn = lambda names, mixed: None,
     before_commit: Callable[[], None] = lambda: None,
 ) -> Published | Abandoned:
-    """Publish a save of which every part is there. Returns what was decided, by this or by another process.
+    """Publish a save of which every part is there; return what was decided, by this or by another process.
 
     The parts of the ranks in `written` need not be read: the caller has just written them. Several processes may do
     this at once: they write the same documents, and one renames the directory.
 
-    Raises CheckpointCorruptError when the parts do not make a whole, CheckpointExistsError when the step is published
-    by another save, StateError when ranks have parameters different, and what `PendingSave.publish` raises. `tick` is
-    called between steps, to show progress; `warn` is told what else ranks have different; `before_commit` is called
-    when all is durable.
+    Raises CheckpointCorruptError when the parts do not make up a step, CheckpointExistsError when the step is published
+    by another save, StateError when parameters of ranks differ, and what `PendingSave.publish` raises. `tick` is
+    called between steps, to show progress; `warn` is called with what else differs; `before_commit` is called
+    when everything is durable.
     """
     intent = pending.intent()
     if intent is None:
@@ -61,7 +61,7 @@ def publish(
     documents |= {"state.json": state_bytes, "zarr.json": seal_root(root_document(arrays, summary))}
     for name, data in documents.items():
         path = os.path.join(pending.path, name)
-        if not files.holds(path, data):  # groups of files that are used again
+        if not files.holds(path, data):  # those of recycled files hold it already
             files.write_document(path, data, pending.root.pending_path)
     made = [pending.path, *(os.path.join(pending.path, directory) for directory in directories)]
     files.sync_files([os.path.join(pending.path, name) for name in documents], made)
@@ -73,7 +73,7 @@ def publish(
 def _merge(
     pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
 ) -> tuple[dict[str, Any], dict[str, ArrayMeta], dict[str, Any]]:
-    """The summary for the root, all arrays by directory, and the state document, from the parts of all ranks."""
+    """Return the summary for the root, all arrays by directory, and the state document, from all parts."""
     arrays: dict[str, ArrayMeta] = {}
     chunks: set[str] = set()
     state: dict[str, Any] = {"values": [], "aliases": []}
@@ -113,7 +113,7 @@ def _merge(
 
 
 def _check_cover(pending: PendingSave, arrays: dict[str, ArrayMeta], chunks: set[str]) -> None:
-    """Every chunk of every array is in exactly one part. (That none is in two was checked on the way.)"""
+    """Raise CheckpointCorruptError unless every chunk of every array is in a part. `_merge` rejects duplicates."""
     expected = 0
     for directory, meta in arrays.items():
         for index in meta.chunk_indices():

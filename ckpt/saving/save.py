@@ -1,9 +1,8 @@
-"""The trainer's half of a save: name the leaves, plan once, copy this rank's share into a slot, and describe what is
-left to do.
+"""The trainer's half of a save: plan, stage, and return the request that writes.
 
-    flatten state -> (structure known? else plan: one collective) -> free slot -> copy -> AsyncRequest(SaveHandle)
+    state -> plan (cached for its structure) -> staged copy -> WriteTask -> AsyncRequest(SaveHandle)
 
-Touches storage only to claim the root, before the first save of a run. Runs in the trainer's thread that trains.
+Touches storage only to claim the root, before the first save of a run. Runs in the thread that trains.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class _Undecided:
 
 
 class Saver:
-    """Plans and stages. One for each Checkpointer, used by one thread."""
+    """Plans and stages the saves of one Checkpointer, and settles them after a fault. For one thread."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class Saver:
         self._batch_queue: AsyncCallsQueue | None = None
         self.on_begun: Callable[[int], CallTimer | None] | None = None  # of every call that writes
         self._warned: set[str] = set()  # of names that ranks have different
-        self._in_flight: dict[SaveId, _Undecided] = {}  # noted before anything is staged, so that no fault can lose one
+        self._in_flight: dict[SaveId, _Undecided] = {}  # entered before staging, so that no fault loses one
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
         self._claim_lease = ClaimLease(self._root.ownership)
@@ -78,11 +77,11 @@ class Saver:
 
     @property
     def seen(self) -> int:
-        """The newest token known to this job; 0 if none is."""
+        """The newest token known to this job; 0 if there is none."""
         return self._seen or 0
 
     def claim(self) -> int:
-        """Become the owner of the root, which is made if it is not there. Returns the token. FencedError."""
+        """Claim the root, which is made if need be, and return the token. FencedError if another job was faster."""
         self._root.make()
         seen = self._root.ownership.newest() if self._seen is None else self._seen
         self._seen = self._token = self._root.ownership.claim(seen)
@@ -90,7 +89,7 @@ class Saver:
         return self._token
 
     def confirm(self, token: int) -> None:
-        """See `CheckpointRoot.confirm`."""
+        """Raise StorageError unless this rank sees the claim of the coordinator; see `CheckpointRoot.confirm`."""
         self._root.confirm(token)
 
     @property
@@ -104,7 +103,7 @@ class Saver:
         return self._seen is not None and self._seen == self._root.ownership.newest()
 
     def own(self) -> int:
-        """Claim the root unless this job owns it; returns the token. FencedError."""
+        """Return the token; claim the root first unless this job owns it. FencedError if a later job owns it."""
         token = self.token
         if token is None:
             return self.claim()
@@ -112,29 +111,31 @@ class Saver:
         return token
 
     def continue_from(self, branch: Branch, seen: int | None) -> None:
-        """The next save claims the root anew, and its step continues that of `branch`. `seen`: a token seen since."""
+        """Let the next save claim the root anew and continue the step of `branch`. `seen` is a token seen since."""
         self._branch = branch
         self._seen = self._seen if seen is None else max(seen, self.seen)
         self._plans.end_session()
 
     def warmup(self, state: Any, *, claim: bool = True) -> None:
-        """Plan, map and fault in the arena, have the writers started, and claim the root if so asked, or if this job
-        has owned it before and no save is in flight. Collective, like the first save of a structure."""
+        """Plan, map the staging memory and start the writers, as the first save of a structure does. Collective.
+
+        Claims the root if so asked, or if this job has owned it before and no save is in flight.
+        """
         self._ranks.doing = "warmup"
-        Process.here()  # looks into /proc the first time
+        Process.here()  # reads /proc the first time
         self._queue.start()
         claims = claim or (self._token is not None and not self._in_flight)
         self._stager.fit(self._plans.prepare(state, self, claim=claims).cached)
 
     @property
     def last_rank(self) -> int | None:
-        """This rank among those that saved together, also when their process group is gone; None if there was none."""
+        """This rank, also after its process group was destroyed; None if it never had one."""
         return self._ranks.last_rank
 
     def request(self, state: Any, step: int, begin: float) -> AsyncRequest:
-        """Stage `state`; the request writes it. See `Checkpointer.save_request`."""
+        """Stage `state` and return the request that writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-            what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not a whole state
+            what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: async_save(state, step)")
         self._ranks.doing = f"the save of step {step}"
         self._plans.begin_attempt(step)
@@ -158,7 +159,7 @@ class Saver:
         return AsyncRequest(handle, (), done)
 
     def not_scheduled(self, error: Exception) -> None:
-        """The queue refused the last request, so it is never run."""
+        """Free the slot and abandon the save, after the queue has refused the last request."""
         save = self._plans.save_id()
         undecided = None if save is None else self._in_flight.get(save)
         if undecided is not None and undecided.handle is not None:
@@ -166,19 +167,19 @@ class Saver:
         self._refused(error)
 
     def interrupt(self) -> None:
-        """Make a thread that waits for writers look around. From any thread."""
+        """Wake a thread that waits for writers, so that it runs Python code again. From any thread."""
         for queue in (self._queue, self._batch_queue):
             if queue is not None:
                 queue.interrupt()
 
     def stop_writers(self) -> None:
-        """After a fault: nobody writes for this rank any more, and what was not published is given up."""
+        """After a fault: kill the writers of this rank, and give up what is not published."""
         for queue in (self._queue, self._batch_queue):
             if queue is not None:
                 queue.recover(0.0)
 
     def settle_all(self, rank: int, deadline: float) -> None:
-        """After a fault: see that no save of this rank is undecided, at the latest soon after `deadline`."""
+        """After a fault: wait until every save of this rank is decided, at the latest soon after `deadline`."""
         self._queue.repair()
         functions = [fn for fn in self._queue.functions() if fn is not None]
         for save, undecided in list(self._in_flight.items()):
@@ -188,8 +189,10 @@ class Saver:
         self._refuse(self._in_flight, rank)
 
     def refuse_left(self, rank: int) -> None:
-        """After `settle_all`, when no writer of this rank is left: one that was killed may have begun a save once more
-        that was given up just then."""
+        """After `settle_all`, when no writer of this rank is alive: give up what is undecided.
+
+        A writer that was killed may have begun a save again that was given up just then.
+        """
         self._refuse((), rank)
 
     def _refuse(self, own: Iterable[SaveId], rank: int) -> None:
@@ -198,9 +201,9 @@ class Saver:
             refuse_others(self._root, owner, own, rank)
 
     def forget_saves(self) -> None:
-        """After a fault, when every save is decided and the queue is empty: what was under way is forgotten.
+        """After a fault, when every save is decided and the queue is empty: forget them, and the plan.
 
-        What the slots hold stays, to be restored from; the next save is planned anew.
+        What the slots hold stays, to be restored from.
         """
         self._ranks.forget()
         self._in_flight.clear()
@@ -210,7 +213,7 @@ class Saver:
         self._plans.forget()
 
     def close(self) -> None:
-        """Leave the root, give the arena back. The queue is the Checkpointer's."""
+        """Release the root and the staging memory. The queue stays open: it belongs to the Checkpointer."""
         self._closed = True
         self._claim_lease.close()
         self._release(done=not self._in_flight)
@@ -219,29 +222,29 @@ class Saver:
         self._stager.close()
 
     def _refused(self, error: Exception) -> None:
-        """This rank will have no part in a save the others may have scheduled: abandon it, so that they learn why."""
+        """Abandon a save that this rank cannot write, so that ranks that have scheduled it learn why."""
         save = self._plans.save_id()
         if save is None or self._ranks.world_size == 1:
             return
         self._in_flight.pop(save, None)
         text = "".join(traceback.format_exception(error))
-        with contextlib.suppress(CheckpointError):  # then they learn it from their own wait
+        with contextlib.suppress(CheckpointError):  # then their own wait times out
             reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
             PendingSave(self._root, save).abandon(reason)
 
     def _release(self, *, done: bool) -> None:
-        """Note in the root that this trainer is through with it; its writers, too, if all is `done`."""
+        """Record in the root that this trainer does not use it any more; nor do its writers, if all is `done`."""
         if self.token is not None:
             with contextlib.suppress(CheckpointError):  # then its lease expires
                 self._root.ownership.release(self.token, self._ranks.rank, done=done)
 
     def _decided(self, save: SaveId) -> None:
         self._in_flight.pop(save, None)
-        if self._closed and not self._in_flight:  # of a queue that goes on
+        if self._closed and not self._in_flight:  # of a shared queue, which stays open
             self._release(done=True)
 
     def _taken_over(self, branch: Branch | None) -> None:
-        """A save that took over what earlier owners left is published; so the next ones need not."""
+        """Remember that a save is published which took over what earlier owners left: later ones need not."""
         if branch is self._branch:
             self._branch = None
 
@@ -305,15 +308,15 @@ class Saver:
         self._warned.update(new)
         if new:
             _log.warning(
-                "step %d: ranks have different values of %s; the step holds %s. What each rank has of its own belongs "
-                "into ckpt.PerRank",
+                "step %d: ranks have different values of %s; the step holds %s. Put what each rank "
+                "has for itself into ckpt.PerRank",
                 step,
                 "; ".join(new),
-                "parts of each rank's" if report.mixed else "those of the lowest rank that has them",
+                "parts of the values of each rank" if report.mixed else "those of the lowest rank that has them",
             )
 
     def _wait_for_writers(self, timeout_s: float) -> None:
-        """Let answers of writers come in: of the queue or, for a save in batches, of the extra writer."""
+        """Wait for messages of the writers or, during a save in batches, of the extra writer."""
         batches = self._batch_queue
         queue = batches if batches is not None and batches.get_num_unfinalized_calls() else self._queue
         queue.wait_for_events(timeout_s)
@@ -321,12 +324,13 @@ class Saver:
     # -- saves that do not fit -----------------------------------------------------------------------------------------
 
     def _write_batch_now(self, handle: SaveHandle) -> None:
-        """Have an extra writer process write a batch while the next one is staged."""
+        """Let an extra writer process write a batch while the next one is staged."""
         if self._batch_queue is None:
             self._batch_queue = AsyncCallsQueue(timeout_s=self._slot_timeout_s)
         self._batch_queue.schedule_async_request(AsyncRequest(handle, (), []))
 
     def _finish_batches(self) -> None:
+        """Wait until the extra writer has written its batches."""
         while self._batch_queue is not None and self._batch_queue.get_num_unfinalized_calls():
             try:
                 self._batch_queue.maybe_finalize_async_calls(blocking=True)
