@@ -12,8 +12,8 @@ __all__ = ["WriterConfig", "with_priorities"]
 class WriterConfig:
     """How writer processes are run. Times are in seconds.
 
-    `nice` is added to the trainer's own niceness. `io_class` and `io_level` are the Linux I/O priority; None does not change
-    it. `start_timeout_s` bounds the start of a writer, `close_timeout_s` its end. A writer that runs a call and
+    `nice` is added to the trainer's own niceness. `io_class` and `io_level` are the Linux I/O priority; None does not
+    change it. `start_timeout_s` bounds the start of a writer, `close_timeout_s` its end. A writer that runs a call and
     reports no progress (`WriterContext.progress`) for `writer_timeout_s` is killed; None: no limit.
     """
 

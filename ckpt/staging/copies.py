@@ -1,7 +1,7 @@
-"""What to copy where, for a whole slot at once. Free of torch.
+"""The copies of a whole slot as tables. Free of torch.
 
-Thousands of operations are looked at one by one only once, when a state is planned. For each save they are one table of
-runs of memory, to which the addresses of the tensors are added.
+Thousands of operations are examined one by one only when a state is planned. For each save they are one table of runs
+of memory, to which the addresses of the tensors are added.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _RUN_BYTES = 4 << 20
 
 
 class Shared(NamedTuple):
-    """A piece of a file that operations fill together, from number `first` to `end` (exclusive), which are in order.
-    What they leave of its `nbytes` is zero."""
+    """A piece of a file that several operations fill: those from number `first` to `end` (exclusive), in order.
+
+    The rest of its `nbytes` is zero.
+    """
 
     offset: int
     nbytes: int
@@ -35,9 +37,12 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies that fill a slot (or, the other way, restore from it). `table` has those of them that are runs of
-    memory in a contiguous tensor, and `rows` the same ones for a GPU; `elements` is how many elements of each tensor
-    they copy, and `offsets` where in the slot runs begin that are not all of a piece, nor share one."""
+    """The copies that fill a slot or, in reverse, restore from it.
+
+    `table` has those of them that are runs of memory in a contiguous tensor, and `rows` the same ones for a GPU;
+    `elements` is how many elements of each tensor they copy, and `offsets` where in the slot runs begin that neither
+    fill a piece nor share one.
+    """
 
     ops: tuple[CopyOp, ...]
     table: RunTable
@@ -47,7 +52,7 @@ class Copies:
 
     @classmethod
     def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared] = ()) -> Copies:
-        """Look at all operations, now and not while a save waits for it."""
+        """Make the tables of all operations: takes long, so it is done before any save needs them."""
         elements: dict[Path, int] = {}
         for op in ops:
             elements[op.path] = elements.get(op.path, 0) + op.nbytes // op.itemsize
@@ -66,10 +71,10 @@ class Copies:
 class RunTable:
     """Runs of memory between tensors and a slot, of some MB at most.
 
-    `tensor` numbers the `paths`; -1 is none, for bytes that are zero. A run that `continues` has one checksum with the
-    run before. `seal_at` is where in the slot a checksum goes that is of all of a piece; 0 for others. The pieces that
-    are filled have an offset in the slot, and the runs from first to last (exclusive). `has_all` says that no operation
-    is left out.
+    `tensor` is an index of `paths`; -1 is for bytes that are zero. A run that `continues` shares a checksum with the
+    run before. `seal_at` is where in the slot the checksum of a whole piece goes; 0 for other runs. The pieces that are
+    filled have an offset in the slot, and the runs from first to end (exclusive). `has_all` says that no operation is
+    left out.
     """
 
     paths: tuple[Path, ...]
@@ -86,7 +91,7 @@ class RunTable:
 
     @classmethod
     def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared]) -> RunTable:
-        """The table of those that are one run in a contiguous tensor."""
+        """Make the table of the operations that are one run in a contiguous tensor."""
         rows = _Rows()
         begins = {piece.first: piece for piece in shared if piece.first < piece.end}
         number = 0
@@ -117,17 +122,19 @@ class RunTable:
 
     @cached_property
     def long_pieces(self) -> Array:
-        """The numbers of those whose checksum is joined from those of several runs."""
+        """The numbers of the pieces whose checksum is joined from those of several runs."""
         return np.flatnonzero(self.seal_at[self.piece_end - 1] == 0) if len(self.piece_end) else self.piece_end
 
     @cached_property
     def piece_offsets(self) -> frozenset[int]:
-        """Those of all pieces."""
+        """The offsets of all pieces."""
         return frozenset(self.piece_offset.tolist())
 
     def into_slot(self, addresses: Array, usable: Array, slot: int) -> tuple[Array, Array]:
-        """The runs with the addresses of the tensors and of the slot, of no bytes from tensors not `usable`; and which
-        of the pieces they fill."""
+        """Return the runs with the addresses of the tensors and of the slot, and which pieces they fill.
+
+        Runs of tensors that are not `usable` have no bytes.
+        """
         runs, whole = self._begin(usable)
         runs["from"] = self._in_memory(addresses)
         runs["to"] = self.in_slot + np.uint64(slot)
@@ -136,14 +143,14 @@ class RunTable:
         return runs, whole
 
     def out_of_slot(self, addresses: Array, usable: Array, checked: Array, slot: int) -> tuple[Array, Array]:
-        """The other way; those of tensors that are only to be `checked` copy nothing, nor do bytes that are zero."""
+        """Return the same runs in reverse. Those of tensors to be `checked`, and zeros, are read but not copied."""
         runs, whole = self._begin(usable | checked)
         runs["from"] = self.in_slot + np.uint64(slot)
         runs["to"] = np.where(np.append(usable, False)[self.tensor], self._in_memory(addresses), 0)
         return runs, whole
 
     def _begin(self, usable: Array) -> tuple[Array, Array]:
-        """Runs without addresses, and which of the pieces have all of theirs."""
+        """Return the runs without addresses, and which pieces have all their runs."""
         runs = np.zeros(len(self.tensor), RUN)
         used = np.append(usable, True)[self.tensor]
         runs["bytes"] = np.where(used, self.nbytes, 0)
@@ -152,7 +159,7 @@ class RunTable:
         return runs, missing[self.piece_end] == missing[self.piece_first]
 
     def _in_memory(self, addresses: Array) -> Array:
-        """Where the runs begin in the tensors; 0 for zeros."""
+        """Return the addresses of the runs in the tensors; 0 for zeros."""
         return np.append(addresses, np.uint64(0))[self.tensor] + self.in_tensor
 
 
@@ -165,7 +172,7 @@ class _Rows:
         self.pieces: list[tuple[int, int, int]] = []
 
     def add(self, op: CopyOp) -> None:
-        """A box in pieces of its own, or in a part of one."""
+        """Add a box that fills pieces of its own, or lies in one."""
         assert op.flat is not None
         number, start = self._number(op), op.flat[0] * op.itemsize
         for offset, first, size in op.runs():
@@ -179,7 +186,7 @@ class _Rows:
                 self.runs.append((number, start + first + at, offset + at, min(_RUN_BYTES, size - at), 0, False))
 
     def add_shared(self, piece: Shared, ops: Iterable[CopyOp]) -> None:
-        """Boxes in one piece, and zeros before, between and behind them."""
+        """Add boxes in one piece, and zeros before, between and behind them."""
         at, first = piece.offset, len(self.runs)
         for op in ops:
             assert op.flat is not None
@@ -190,7 +197,7 @@ class _Rows:
         self._end_piece(piece.offset, first, at, piece.offset + piece.nbytes)
 
     def _end_piece(self, offset: int, first: int, at: int, end: int) -> None:
-        """Zeros from `at` to the `end` of a piece, and its checksum behind that."""
+        """Add zeros from `at` to the `end` of a piece, and its checksum behind that."""
         if end > at:
             self._continue(first, -1, 0, at, end - at)
         self.runs[-1] = (*self.runs[-1][:4], end, self.runs[-1][5])
@@ -207,7 +214,7 @@ class _Rows:
 class RowTable:
     """Rows of memory, the same distance apart, between tensors and a slot: what one call copies from or to a GPU.
 
-    `tensor` numbers the tensors. There the rows lie one behind the other; in the slot they begin `pitch` bytes apart.
+    `tensor` is the index of the tensor. The rows are contiguous there; in the slot they begin `pitch` bytes apart.
     """
 
     tensor: Array
@@ -219,7 +226,7 @@ class RowTable:
 
     @classmethod
     def of(cls, sources: Iterable[tuple[int, int, CopyOp]]) -> RowTable:
-        """Of operations with the number of a tensor and the byte of it where their boxes begin, as one run."""
+        """Make the table of operations that are one run: index of the tensor, byte where the box begins, operation."""
         found = [(number, start + first, *rest) for number, start, op in sources for first, *rest in op.rows()]
         tensor, *others = np.array(found, np.uint64).reshape(-1, 6).T.copy()
         return cls(tensor.astype(np.intp), *others)

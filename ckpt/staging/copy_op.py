@@ -1,4 +1,4 @@
-"""What to copy where. Free of torch, for plans are also read by writers."""
+"""One copy between a tensor and a slot. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _MOST_ROW_BYTES = 1 << 30  # CUDA copies no rows of 2 GiB
 
 
 class Rows(NamedTuple):
-    """Some of the bytes of a box, from `first` on, as `rows` rows of `nbytes`; in the slot the first one is at
-    `offset`, each other one `pitch` bytes behind the one before."""
+    """Some of the bytes of a box, from `first` on, as `rows` rows of `nbytes`.
+
+    In the slot the first row is at `offset`, each other one `pitch` bytes behind the one before.
+    """
 
     first: int
     offset: int
@@ -49,19 +51,19 @@ class CopyOp:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the box."""
+        """The size of the box in bytes."""
         elements: int = math.prod(part.stop - part.start for part in self.source)
         return elements * self.itemsize
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Where the bytes of the box go, if not to a corner: offset, first of the bytes, and how many."""
+        """Return where the bytes of the box go, if not to a corner: offset, first of the bytes, and how many."""
         nbytes = self.nbytes
         size = self.piece_bytes or nbytes
         for number, first in enumerate(range(0, nbytes, size) if size else ()):
             yield self.offset + number * (size + CHECKSUM_BYTES), first, min(size, nbytes - first)
 
     def rows(self) -> Iterator[Rows]:
-        """Where the bytes of the box go, with as few blocks of rows as possible."""
+        """Return where the bytes of the box go, with as few blocks of rows as possible."""
         nbytes = self.nbytes
         if self.piece_bytes is not None and self.piece_bytes <= _MOST_ROW_BYTES:
             yield from _rows(0, self.offset, nbytes, self.piece_bytes, self.piece_bytes + CHECKSUM_BYTES)
@@ -72,7 +74,7 @@ class CopyOp:
             yield from self._rows_of_corner()
 
     def _rows_of_corner(self) -> Iterator[Rows]:
-        """A row is what lies behind the last dimension that the box does not fill; the one before has the rows."""
+        """Cut at the last dimension that the box does not fill: a row spans it and those behind it."""
         shape = [part.stop - part.start for part in self.source]
         cut = max((dim for dim, size in enumerate(shape) if size != self.full_shape[dim]), default=0)
         row_bytes = math.prod(shape[cut:]) * self.itemsize
@@ -85,7 +87,7 @@ class CopyOp:
 
 
 def _rows(first: int, offset: int, nbytes: int, row_bytes: int, pitch: int) -> Iterator[Rows]:
-    """A run of bytes of a box as rows, and what is left behind the last one."""
+    """Return a run of bytes of a box as rows, and the rest behind the last one."""
     whole, rest = divmod(nbytes, row_bytes)
     if whole:
         yield Rows(first, offset, row_bytes, whole, pitch)
