@@ -102,12 +102,6 @@ class Checkpointer:
         that has them; for the latter two differences are logged (see docs/guide.md).
         """
         warn_if_portable()
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
-        if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every must be at least 1, not {keep_every}")
-        if compression not in (None, "zstd"):
-            raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
         if reuse_files and (keep_last is None or compression is not None):
             raise ValueError(
                 "reuse_files writes over the files of steps that are removed: it needs keep_last, and no compression "
@@ -115,16 +109,14 @@ class Checkpointer:
             )
         if layout not in ("arrays", "packed"):
             raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
-        if replicas not in ("error", "warn", "ignore"):
-            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {replicas!r}")
-        self._root = CheckpointRoot(_local_path(root))
-        self._ranks = Ranks(process_group, timeout.total_seconds())
-        self._owns_queue = queue is None
-        self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files))
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
+        self._root = CheckpointRoot(_local_path(root))
+        self._ranks = Ranks(process_group, self._timeout_s)
+        self._owns_queue = queue is None
+        self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
         self._read_only = read_only

@@ -21,6 +21,12 @@ class Retention:
     keep_every: int | None = None
     reuse_files: bool = False
 
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {self.keep_last}")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1, not {self.keep_every}")
+
     def superfluous(self, steps: list[int]) -> list[int]:
         """Return the steps to remove, oldest first; never the newest."""
         if self.keep_last is None:

@@ -48,6 +48,12 @@ class StagingOptions:
     grid: GridOptions = field(default_factory=GridOptions)
     replicas: Tolerance = "error"
 
+    def __post_init__(self) -> None:
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"compression must be None or 'zstd', not {self.compression!r}")
+        if self.replicas not in ("error", "warn", "ignore"):
+            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {self.replicas!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
