@@ -30,23 +30,23 @@ class WriterContext:
         index: int,
         advance: Callable[[], None],
         report: Callable[[dict[str, Any]], None],
-        trainer_gone: Callable[[], bool],
+        trainer_left: Callable[[], bool],
         kept: dict[Hashable, Any],
     ) -> None:
         self.index = index
         self._advance = advance
         self._report = report
-        self._trainer_gone = trainer_gone
+        self._trainer_left = trainer_left
         self._kept = kept
         self._lock = threading.Lock()
         self._over = False
 
-    def trainer_gone(self) -> bool:
+    def trainer_left(self) -> bool:
         """Whether the trainer has closed the connection: it is dead, or dropped its queue without waiting for calls.
 
         A function that waits for other processes should then do so for a short time only.
         """
-        return self._trainer_gone()
+        return self._trainer_left()
 
     def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """Return the object for `key`, made by `make` at first use and kept as long as this process lives."""

@@ -207,7 +207,7 @@ class _Server:
         self._children: dict[int, _Child] = {}  # by pidfd
 
     def serve(self) -> tuple[Spawn, socket.socket] | None:
-        """Fork writers until trainer and writers are gone.
+        """Fork writers until the trainer has closed its end and all writers have exited.
 
         Returns None in the server, and in every forked writer the message that asked for it and its socket.
         """

@@ -100,7 +100,7 @@ class _WriterLoop:
         self._kept: dict[Hashable, Any] = {}
 
     def run(self) -> None:
-        """Run calls until the trainer is gone, or closes its end, and everything it had sent is done."""
+        """Run calls until the trainer closes its end, or dies, and everything it had sent is done."""
         self._channel.send(Ready(os.getpid()))
         while (packet := self._next()) is not None:
             match packet.message, packet.fds:
@@ -115,7 +115,7 @@ class _WriterLoop:
                     os.close(fd)
 
     def _next(self) -> Packet[Message] | None:
-        """Wait for the next message; None when the trainer is gone."""
+        """Wait for the next message; return None when the connection is closed."""
         poll = select.poll()
         while True:
             self._channel.flush()

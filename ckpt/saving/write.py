@@ -166,7 +166,7 @@ class ShareWriter:
         if running is None:
             return leases.register(task.rank, task.trainer, lambda: False)
         lease = running.keep(
-            ("lease", leases.path), lambda: leases.register(task.rank, task.trainer, running.trainer_gone)
+            ("lease", leases.path), lambda: leases.register(task.rank, task.trainer, running.trainer_left)
         )
         lease.ensure()  # the root may have been removed since
         return lease
@@ -181,7 +181,7 @@ class ShareWriter:
         for _ in self._pauses("the copies from the device", lambda: ()):
             if int.from_bytes(flag, "little") == self.task.generation:
                 return
-            if self._trainer_gone():
+            if self._trainer_left():
                 raise StorageError(f"the trainer of rank {self.task.rank} died before its state was staged")
 
     def _begin(self) -> None:
@@ -324,7 +324,7 @@ class ShareWriter:
                 self.pending.check_token()
                 probe_pause_s *= 2  # a thousand waiting ranks must not keep the metadata server busy
                 probe_at = now + probe_pause_s
-            if not self._trainer_gone():
+            if not self._trainer_left():
                 alone_since = None
             elif now >= check_at:
                 check_at = now + _LIVENESS_CHECK_S
@@ -348,8 +348,8 @@ class ShareWriter:
         if self.context is not None:
             self.context.progress()
 
-    def _trainer_gone(self) -> bool:
-        return self.context is not None and self.context.trainer_gone()
+    def _trainer_left(self) -> bool:
+        return self.context is not None and self.context.trainer_left()
 
     def _report(self, report: Report) -> None:
         if self.context is not None:

@@ -57,7 +57,7 @@ class KillingWriter(ShareWriter):
         if "trainer" in self.at.victims:
             os.kill(self.at.trainer_pid, signal.SIGKILL)
             assert self.context is not None
-            wait_until(self.context.trainer_gone, "the trainer to die")
+            wait_until(self.context.trainer_left, "the trainer to die")
         if self.at.hold and self.at.victims != ("writer",):
             open(self.at.hold, "w").close()
         if "writer" in self.at.victims:
