@@ -89,7 +89,12 @@ class SaveHandle:
         if isinstance(self._reported, NotDurable):
             return self._reported
         reason = self._reported.reason if self._reported is not None else reason_for(self.task.rank, error)
-        return give_up(PendingSave(CheckpointRoot(self.task.root), self.task.save), reason)
+        outcome = give_up(PendingSave(CheckpointRoot(self.task.root), self.task.save), reason)
+        if self._reported is not None and isinstance(outcome, Published):
+            return NotDurable(
+                reason.message
+            )  # another rank published it, and this one could not see that it is durable
+        return outcome
 
     def _take(self, report: Report) -> None:
         match report:

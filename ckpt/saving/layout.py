@@ -18,8 +18,7 @@ from ckpt.planning.boxes import Box, position_of
 from ckpt.planning.packing import PackedTensor
 from ckpt.planning.save_plan import ArrayPlan, SavePlan
 from ckpt.saving.task import PlannedChunk, WritePlan
-from ckpt.staging.copies import Copies, Shared
-from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.copy_table import Copies, CopyOp, Shared
 from ckpt.storage.documents import EncodedList
 from ckpt.storage.metadata import ArrayMeta, FileLayout
 from ckpt.storage.names import PACK_DIRECTORY, directory

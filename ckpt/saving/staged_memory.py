@@ -31,8 +31,8 @@ from ckpt.saving.layout import LocalBoxes, RankLayout, make_restore_layout
 from ckpt.saving.plan_cache import CachedPlan
 from ckpt.saving.task import WritePlan
 from ckpt.staging.arena import Arena, Slot
-from ckpt.staging.copies import Copies
 from ckpt.staging.copy import Unstaged, unstage
+from ckpt.staging.copy_table import Copies
 from ckpt.staging.neighbors import exchange_slots
 from ckpt.staging.runs import checksums_of
 from ckpt.storage.checksums import CHECKSUM_BYTES, crc32c

@@ -3,7 +3,7 @@
 CPU tensors are copied by as many threads as PyTorch uses (see `runs`). Where one box or several fill a piece of a file,
 its checksum is computed during the copy and put behind it: the writer need not read the memory again.
 
-CUDA tensors are copied on a stream of their own into pinned memory, a chunk file in one call (see `cuda_rows`): the
+CUDA tensors are copied on a stream of their own into pinned memory, a chunk file in one call (see `cuda_copy`): the
 copies wait for the work already queued on the current stream, and `Staged.wait` waits for the copies.
 """
 
@@ -19,9 +19,8 @@ import torch
 
 from ckpt.native import crc32c_joined
 from ckpt.paths import Path
-from ckpt.staging.copies import Copies, RunTable
-from ckpt.staging.copy_op import CopyOp
-from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
+from ckpt.staging.copy_table import Copies, CopyOp, RunTable
+from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
 from ckpt.staging.strided import copy_boxes, is_plain, take_box
 

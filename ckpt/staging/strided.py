@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from ckpt.paths import Path
-from ckpt.staging.copies import RowTable
-from ckpt.staging.copy_op import CopyOp
-from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
+from ckpt.staging.copy_table import CopyOp, RowTable
+from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
 
 __all__ = ["copy_boxes", "is_plain", "memory_of", "some_bytes", "take_box"]
 

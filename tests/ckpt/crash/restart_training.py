@@ -26,7 +26,7 @@ from ckpt.errors import CheckpointError
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import save as save_module
 from ckpt.saving import stage as stage_module
-from ckpt.staging.copies import Copies
+from ckpt.staging.copy_table import Copies
 from ckpt.storage.ownership import Ownership
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks

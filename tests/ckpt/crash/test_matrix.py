@@ -185,7 +185,7 @@ def _kept(root: CheckpointRoot) -> list[str]:
 def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
     """In the trainer: its writer dies idle, the trainer itself with a part of the copies made."""
     from ckpt.saving import stage as stage_module
-    from ckpt.staging.copies import Copies
+    from ckpt.staging.copy_table import Copies
 
     if "writer" in cell.victims:
         _kill_the_idle_writer(checkpointer.queue)

@@ -24,7 +24,7 @@ from ckpt.planning.save_plan import make_save_plan
 from ckpt.saving.layout import RankLayout, make_layout
 from ckpt.saving.task import BatchWritten, Report, SaveOptions, WriteTask
 from ckpt.saving.write import write_share
-from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.copy_table import CopyOp
 from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
 from ckpt.storage.writers import WrittenChunk
 from ckpt.values.codec import encode_value

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy import Unstaged, stage, unstage
-from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.copy_table import Copies, CopyOp, Shared
 from ckpt.staging.runs import copy_together
 
 _START = 16

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.staging.copies import RowTable
+from ckpt.staging.copy_table import RowTable
 
 __all__ = ["can_copy_rows", "copies_of_rows", "queue_copies"]
 
