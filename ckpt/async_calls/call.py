@@ -182,7 +182,7 @@ class Call:
         self._finalize_fns = deque(request.finalize_fns)
         fn = request.async_fn
         if fn is not None:
-            work = _work_of(request, fn.in_writer if isinstance(fn, RecoverableCall) else fn)
+            work = _work_of(request, getattr(fn, "in_writer", fn))  # of a `RecoverableCall`
             self.fd = _pickled(work, self.regions)
 
     @property

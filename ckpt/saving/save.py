@@ -23,7 +23,7 @@ from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
-from ckpt.saving.task import Offsets, ReplicasDiffer, SaveOptions, WriteTask
+from ckpt.saving.task import ReplicasDiffer, SaveOptions, WriteTask, pack_offsets
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason, SaveId
 from ckpt.storage.ownership import ClaimLease
 from ckpt.storage.writers import WrittenChunk
@@ -297,7 +297,7 @@ class Saver:
             options=self._options,
             trainer=Process.here(),
             branch=self._branch,
-            checksummed=Offsets.of(staged.checksummed),
+            checksummed=pack_offsets(staged.checksummed),
             earlier=earlier,
             replicas=staged.replicas,
         )

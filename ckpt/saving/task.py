@@ -30,7 +30,6 @@ __all__ = [
     "COORDINATOR",
     "BatchWritten",
     "NotDurable",
-    "Offsets",
     "PlannedChunk",
     "ReplicasDiffer",
     "Report",
@@ -39,7 +38,9 @@ __all__ = [
     "WritePlan",
     "WriteTask",
     "from_event",
+    "pack_offsets",
     "to_event",
+    "unpack_offsets",
     "unpickled_plan",
 ]
 
@@ -105,29 +106,16 @@ class SaveOptions:
     retention: Retention = field(default_factory=Retention)
 
 
-@dataclass(frozen=True, slots=True)
-class Offsets:
-    """A set of offsets in a slot, as bytes: pickled one by one, thousands of numbers take longer than a small save."""
-
-    packed: bytes = b""
-
-    @classmethod
-    def of(cls, offsets: frozenset[int]) -> Offsets:
-        """Pack the offsets. The set is the same object in every save of a structure, so its bytes are cached."""
-        return cls(_packed(offsets))
-
-    def unpacked(self) -> frozenset[int]:
-        """Return the offsets."""
-        return _unpacked(self.packed)
-
-
+# Thousands of offsets, the same in each save: pickled one by one they would take longer than a hundred tensors.
 @functools.lru_cache(maxsize=2)
-def _packed(offsets: frozenset[int]) -> bytes:
+def pack_offsets(offsets: frozenset[int]) -> bytes:
+    """Return a set of offsets as bytes, for a task."""
     return array("Q", offsets).tobytes()
 
 
 @functools.lru_cache(maxsize=2)
-def _unpacked(data: bytes) -> frozenset[int]:
+def unpack_offsets(data: bytes) -> frozenset[int]:
+    """Return the offsets in the bytes of a task."""
     return frozenset(array("Q", data))
 
 
@@ -137,10 +125,10 @@ class WriteTask:
 
     `plan` is a pickled `WritePlan`. `region` is the slot with the images of batch number `batch`; they are complete
     when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed`
-    are the offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are not
-    tensors, `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are the
-    chunks that were written with earlier batches. With a `branch` the coordinator first takes over what earlier owners
-    of the root left.
+    are the packed offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are
+    not tensors, `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are
+    the chunks that were written with earlier batches. With a `branch` the coordinator first takes over what earlier
+    owners of the root left.
     """
 
     root: str
@@ -157,7 +145,7 @@ class WriteTask:
     options: SaveOptions
     trainer: Process
     branch: Branch | None = None
-    checksummed: Offsets = Offsets()
+    checksummed: bytes = b""
     earlier: tuple[WrittenChunk, ...] = ()
     replicas: Digests | None = None
 

@@ -49,6 +49,7 @@ from ckpt.saving.task import (
     SlotFree,
     WriteTask,
     to_event,
+    unpack_offsets,
     unpickled_plan,
 )
 from ckpt.storage.commit import (
@@ -223,7 +224,7 @@ class ShareWriter:
         chunks = [chunk for chunk in plan.chunks if chunk.batch == task.batch]
         chunks.sort(key=lambda chunk: chunk.image_bytes)  # the disk has work before the first large checksum is made
         described = plan.described if task.batch == 0 else ()
-        checksummed = task.checksummed.unpacked()
+        checksummed = unpack_offsets(task.checksummed)
 
         def write_one(chunk: PlannedChunk) -> WrittenChunk:
             image = task.region.buffer[chunk.offset : chunk.offset + chunk.image_bytes]
