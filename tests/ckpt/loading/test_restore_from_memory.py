@@ -110,7 +110,7 @@ def test_a_byte_that_has_changed_in_memory(
     assert _report(checkpointer).own_memory_bytes == 0
     assert _report(checkpointer).storage_bytes >= _BYTES
     assert _is(state, 1.0)
-    assert "not what was written" in caplog.text
+    assert "does not hold what was written" in caplog.text
     checkpointer.close()
 
 
