@@ -1,4 +1,4 @@
-"""`Checkpointer`: what most users need, over one root."""
+"""`Checkpointer`: saves and restores the state of a job under one root directory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from ckpt.loading.restore_step import RestoreReport
 from ckpt.native import warn_if_portable
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
-from ckpt.saving.publish import Retention
 from ckpt.saving.recover import Branch, recover_for_restore
-from ckpt.saving.save import Saver, StagingOptions
-from ckpt.saving.write import SaveOptions
+from ckpt.saving.retention import Retention
+from ckpt.saving.save import Saver
+from ckpt.saving.stage import StagingOptions
+from ckpt.saving.task import SaveOptions
 from ckpt.storage.recycled import discard_recycled
 from ckpt.storage.root import CheckpointRoot
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _GRID = GridOptions()
-_ANSWER_S = 5.0  # for writers to say what storage says already
+_ANSWER_S = 5.0  # for writers to report saves that are already decided
 _log = logging.getLogger("ckpt")
 
 
@@ -44,7 +45,7 @@ class Checkpointer:
     """Saves the state of a training job without stopping it, and restores it on any number of ranks.
 
     Every rank makes one, with the same arguments, and calls the same methods in the same order. All methods are for the
-    thread that trains. In the training loop::
+    thread that trains, unless they say otherwise. In the training loop::
 
         checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
         checkpointer.maybe_finalize()            # each iteration
@@ -75,16 +76,16 @@ class Checkpointer:
         read_only: bool = False,
         replicas: Literal["error", "warn", "ignore"] = "error",
     ) -> None:
-        """Nothing is started or written yet.
+        """Start and write nothing yet.
 
-        `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: it stays
-        open on `close`. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. `process_group`
+        `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: `close`
+        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. `process_group`
         spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
         most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
         wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
         `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. The sizes are
         those of files, of their inner chunks, and of tensors that are packed together. With `layout` "packed" all are:
-        each rank writes a few large files, at less cost, but a foreign reader needs an index to find a tensor (see
+        each rank writes a few large files, at less cost, but other programs need an index to find a tensor (see
         docs/format.md); "arrays" makes a Zarr array of every larger tensor. Steps of both are restored alike.
 
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
@@ -93,21 +94,15 @@ class Checkpointer:
         can see bytes of a later one, unless it holds a shared flock on its directory and runs on the host that saves
         (see docs/guide.md). Not with `compression`.
 
-        With `read_only` nothing is ever written to the root, and nothing decided about it: for evaluation beside a
-        training job, or where there is no write permission. Then there are no saves.
+        With `read_only` nothing is ever written to the root, and no save is possible: for evaluation beside a training
+        job, or without write permission.
 
-        `replicas` is about parameters and optimizer state that several ranks have, and have different, as far as
-        samples that are taken in each save show: "error" abandons the save on all ranks, "warn" publishes a mixture
-        and logs it, "ignore" does not look. Buffers, small tensors of unknown use and values are those of the lowest
-        rank that has them; of the latter two it is logged if they differ (see docs/guide.md).
+        `replicas` says what is done when parameters or optimizer state that several ranks have differ, as far as the
+        samples that each save takes show: "error" abandons the save on all ranks, "warn" publishes a mixture and logs
+        it, "ignore" takes no samples. Buffers, small tensors of unknown use and values are saved from the lowest rank
+        that has them; for the latter two differences are logged (see docs/guide.md).
         """
         warn_if_portable()
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {keep_last}")
-        if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every must be at least 1, not {keep_every}")
-        if compression not in (None, "zstd"):
-            raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
         if reuse_files and (keep_last is None or compression is not None):
             raise ValueError(
                 "reuse_files writes over the files of steps that are removed: it needs keep_last, and no compression "
@@ -115,16 +110,14 @@ class Checkpointer:
             )
         if layout not in ("arrays", "packed"):
             raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
-        if replicas not in ("error", "warn", "ignore"):
-            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {replicas!r}")
-        self._root = CheckpointRoot(_local_path(root))
-        self._ranks = Ranks(process_group, timeout.total_seconds())
-        self._owns_queue = queue is None
-        self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files))
         grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
+        self._root = CheckpointRoot(_local_path(root))
+        self._ranks = Ranks(process_group, self._timeout_s)
+        self._owns_queue = queue is None
+        self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
         self._read_only = read_only
@@ -132,7 +125,7 @@ class Checkpointer:
         self._phase: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
         self._resume_step: int | None = None
         self._last_restore: RestoreReport | None = None
-        self._finalized: list[int] = []  # steps whose finalize function has run, not yet reported by maybe_finalize
+        self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
         self._closed = False
 
     @property
@@ -153,7 +146,7 @@ class Checkpointer:
         The first of a run, and the first after a restore, claims the root (two more collectives; each rank sees whether
         it can write there); the others touch no file. Raises StateError, naming the key path, for a leaf that cannot be
         stored, and on all ranks when ranks contradict each other; FencedError when a job that started later owns the
-        root. Then nothing was started.
+        root. Nothing was started then.
         """
         begin = time.perf_counter()
         self._check_writable()
@@ -163,22 +156,24 @@ class Checkpointer:
         return request
 
     def async_save(self, state: Any, step: int) -> int:
-        """Stage `state` and schedule its save; returns the index of the call. Errors come from `maybe_finalize`."""
+        """Stage `state`, schedule its save, and return the index of the call. `maybe_finalize` raises its errors."""
         request = self.save_request(state, step)
         try:
             return self._queue.schedule_async_request(request)
         except Exception as error:
-            self._saver.not_scheduled(request, error)
+            self._saver.not_scheduled(error)
             raise
 
     def save(self, state: Any, step: int) -> None:
-        """Save `state`; published when it returns. Raises what `maybe_finalize` raises. Earlier saves are finalized,
-        too."""
+        """Save `state`, and finalize it and all earlier saves: the step is published on return.
+
+        Raises what `maybe_finalize` raises.
+        """
         self.async_save(state, step)
         self.maybe_finalize(blocking=True)
 
     def maybe_finalize(self, blocking: bool = False) -> list[int]:
-        """Finalize the saves that are decided; returns their steps. With `blocking` waits for all. Makes no collective.
+        """Finalize the saves that are decided, and return their steps. With `blocking` wait for all. No collective.
 
         Raises the `CheckpointError` of a save that was abandoned: it names rank, step and cause. Its `finalized` are
         the calls finalized before it.
@@ -197,11 +192,11 @@ class Checkpointer:
         in their containers; objects get `load_state_dict`, those of other classes than PyTorch's twice: once before
         large tensors are overwritten, to see whether they take it.
 
-        Saves that a run left which is gone are decided first: those that are complete are published, the others
-        abandoned; writers of it that still finish some are waited for, at most half of `timeout`. Saves of a job that
-        is alive are not touched; nor are those of this job, so finalize them before. Without `step`, a damaged step is
+        Saves that an ended run left are decided first: complete ones are published, the others abandoned; writers that
+        still finish some are waited for, at most half of `timeout`. Saves of a job that is alive are not touched; nor
+        are those of this job, so finalize them before. Without `step`, a damaged step is
         skipped with a warning, on all ranks; a save that follows moves it to ``.damaged/``. After a restore of an older
-        `step` the first save moves the newer ones, which are of another branch then, to ``.superseded/``. Nothing is
+        `step` the first save moves the newer ones, which belong to another branch then, to ``.superseded/``. Nothing is
         removed.
 
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
@@ -228,7 +223,7 @@ class Checkpointer:
         return self._resume_step
 
     def delete(self, step: int) -> None:
-        """Remove a published step, now. For rank 0 alone; the others may go on saving.
+        """Remove a published step now. For rank 0 alone; the others may go on saving.
 
         Claims the root if this job does not own it. ValueError on another rank, CheckpointNotFoundError if the step is
         not there, StorageError if it is being read, FencedError if a job that started later owns the root.
@@ -244,13 +239,15 @@ class Checkpointer:
             raise StorageError(f"step {step} of {self._root.path} is being read: delete it when its readers are done")
 
     def warmup(self, state: Any) -> None:
-        """Plan, map the staging memory and start the writers now, so that the first save costs what the tenth does.
-        Collective, and claims the root, as the first save does."""
+        """Plan, map the staging memory and start the writers, so that the first save costs no more than later ones.
+
+        Collective, and claims the root, as the first save does.
+        """
         self._check_writable()
         self._saver.warmup(state)
 
     def register(self, **state: Any) -> None:
-        """Name what is to be put back in place after a fault, e.g. ``model=model, optimizer=optimizer, rng=rng``.
+        """Name what to restore in place after a fault, for instance ``model=model, optimizer=optimizer, rng=rng``.
 
         It is restored like the state ``{"model": model, ...}``, and should be saved as that. What was registered
         before under the same names is replaced. TypeError for what cannot be changed in place, like a number: put it
@@ -259,15 +256,14 @@ class Checkpointer:
         for name, value in state.items():
             if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tuple)):
                 raise TypeError(
-                    f"{name}={value!r} cannot be put back in place, it is a {type(value).__name__}: "
-                    f"register a dict that holds it"
+                    f"{name}={value!r} cannot be restored in place, it is a {type(value).__name__}: register a dict "
+                    "that holds it"
                 )
         self._registered.update(state)
 
     @property
     def resume_step(self) -> int | None:
-        """The step that was restored last, by `restore` or after a fault: training goes on from there. None if none
-        was."""
+        """The step that was restored last, by `restore` or after a fault; None if none was."""
         return self._resume_step
 
     @property
@@ -280,27 +276,27 @@ class Checkpointer:
         phase: Callable[[str], AbstractContextManager[object]],
         background: Callable[[str, int], CallTimer | None] | None = None,
     ) -> None:
-        """Have `phase(name)` entered around what the trainer spends here, in its thread.
+        """Enter the context `phase(name)` around the work that the trainer does here, in its thread.
 
         The names are ``ckpt.stage`` (`save_request`), ``ckpt.finalize`` (`maybe_finalize`) and ``ckpt.restore``.
-        ``background("ckpt.write", at_ns)`` is called in the same thread when this rank's writer begins with a save,
-        with the time of CLOCK_MONOTONIC. When its timer runs out the writer is killed and the save abandoned, on all
-        ranks, as soon as a method is called that looks after saves, or at once if one waits.
+        ``background("ckpt.write", at_ns)`` is called in the same thread when this rank's writer begins a save, with the
+        time of CLOCK_MONOTONIC. When its timer runs out, the writer is killed and the save abandoned on all ranks: by
+        the next method that handles messages of writers, or at once if one is waiting.
         """
         self._phase = phase
         self._saver.on_begun = None if background is None else functools.partial(background, "ckpt.write")
 
     def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
-        """Decide every save in flight, forget the process group, and put the registered state back to the newest step.
+        """Decide every save in flight, forget the process group, and restore the registered state to the newest step.
 
         For the bridge to a restart (`ckpt.restart`), on every surviving rank, when nothing else runs in this process.
         Makes no collective. With a `drain_timeout` a save that all ranks have completely staged is still published,
-        within that time; without, all saves that are not published by now are given up, and nobody is waited for. A
-        save from before is never published after this has returned.
+        within that time; without, all saves that are not published by now are given up, and this waits for no other
+        process. An earlier save is never published after this has returned.
 
-        `rank` is that of this process before the fault, should it have had no business with its group yet; None
-        if it was a spare: it has no part in any save, and restores nothing here. Raises what `restore` raises; also
-        CheckpointCorruptError for a damaged step, because the others may not find it damaged.
+        `rank` is that of this process before the fault, in case it has not used its process group yet; None if it was a
+        spare: it has no part in any save, and restores nothing here. Raises what `restore` raises; also
+        CheckpointCorruptError for a damaged step, because other ranks may not find it damaged.
         """
         self._check_open()
         drain_s = 0.0 if drain_timeout is None else drain_timeout.total_seconds()
@@ -313,7 +309,7 @@ class Checkpointer:
         self._queue.recover(min(drain_s, _ANSWER_S))
         if rank is not None:
             self._saver.refuse_left(rank)
-        self._saver.begin_epoch()
+        self._saver.forget_saves()
         self._note_restored(None)
         if self._registered and rank is not None:
             report = restore(self._root, self._registered, None, True, Alone(rank), self._saver.memory)
@@ -321,7 +317,7 @@ class Checkpointer:
             self._saver.continue_from(_branch_of(report), None)
 
     def interrupt(self) -> None:
-        """Make a thread that waits in here look around. From any thread; see `AsyncCallsQueue.interrupt`."""
+        """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
         self._saver.interrupt()
 
     def _note_restored(self, report: RestoreReport | None) -> None:
@@ -329,16 +325,15 @@ class Checkpointer:
         self._resume_step = None if report is None else report.step
 
     def latest_step(self) -> int | None:
-        """The newest published step, None if there is none."""
+        """Return the newest published step; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """All published steps, ascending."""
+        """Return all published steps, ascending."""
         return self._root.steps()
 
     def close(self) -> None:
-        """Finalize what is pending, end the writers, give memory back. Idempotent. Raises the first failure after all
-        of that."""
+        """Finalize what is pending, end the writers, free the memory; then raise the first failure. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -371,8 +366,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`close`; after an exception the writers finish what was scheduled by themselves, and nothing is waited
-        for."""
+        """Close; after an exception, without waiting: the writers finish what was scheduled by themselves."""
         if error is None:
             self.close()
             return

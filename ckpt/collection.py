@@ -1,4 +1,4 @@
-"""Python's garbage collection, and when it is in the way."""
+"""Control of Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["without_collection"]
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """For short work that makes many objects and leaves no cycles: looking for garbage meanwhile would take most of it.
+    """Switch garbage collection off, for short work that makes many objects and leaves no cycles.
 
-    For the whole process; to be nested in one thread only.
+    Collections would take most of the time of such work. Affects the whole process; may be nested in one thread only.
     """
     enabled = gc.isenabled()
     try:

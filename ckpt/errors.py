@@ -1,4 +1,4 @@
-"""The error family of the checkpoint service.
+"""The errors of `ckpt`.
 
 Every error says what happened, where (rank, step, tensor, file) and what to do next. All derive from `CheckpointError`,
 so a training loop that should survive a failed save needs one ``except`` clause.
@@ -27,7 +27,7 @@ class CheckpointError(Exception):
     """Base of all errors raised by `ckpt`.
 
     `rank` and `step` are set where they are known. `finalized` holds the call indices that were finalized by the very
-    call that raised this error, so that a caller who catches it loses nothing.
+    call that raised this error, so that a caller that catches it loses nothing.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
@@ -38,16 +38,18 @@ class CheckpointError(Exception):
 
 
 class StateError(CheckpointError):
-    """The state cannot be stored (a leaf of an unknown type, ranks that contradict each other), or an object in it does
-    not load what a checkpoint has."""
+    """The state cannot be stored, or an object in it does not load what a checkpoint has.
+
+    It cannot be stored if a leaf has an unknown type, or if ranks contradict each other.
+    """
 
 
 class StateMismatchError(CheckpointError):
-    """The state handed to a restore does not fit the checkpoint: missing, unexpected or differently shaped names."""
+    """The state passed to a restore does not fit the checkpoint: missing, unexpected or differently shaped names."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Bytes of a published checkpoint are missing or not those that were written."""
+    """Bytes of a published checkpoint are missing, or differ from those that were written."""
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -63,7 +65,7 @@ class FormatVersionError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """The file system refused: not there, not a directory, not writable, full."""
+    """An operation of the file system failed: not there, not a directory, not writable, full."""
 
 
 class CheckpointTimeoutError(CheckpointError):
@@ -79,7 +81,7 @@ class SaveAbandonedError(CheckpointError):
 
 
 class FencedError(CheckpointError):
-    """A job that started later owns the checkpoint root: this one can publish nothing there any more. Stop it."""
+    """A job that started later owns the checkpoint root: this one can publish nothing there any more; stop it."""
 
 
 class RemoteTraceback(Exception):

@@ -1,17 +1,17 @@
-"""All ranks of a process group meet in its store before a collective: all of them enter it, or none does.
+"""A meeting of all ranks of a process group in its store, before a collective: all of them enter it, or none does.
 
-A collective that some ranks do not enter leaves the others in it until the timeout of the process group, and the group
-is of no use afterwards. Here the ranks first count themselves in the store, and wait for all with a deadline of ours.
+If some ranks do not enter a collective, the others wait in it until the timeout of the process group, and the group is
+unusable afterwards. So the ranks first count themselves in the store, and wait for all with a deadline of their own.
 
     arrive at a round --> the last one decides "go"           --> the collective
            |
            +-- deadline of any rank, a rank died, or is interrupted: "given up" --> an error on all that had arrived
 
-A rank that waits watches the process of the next rank, if that was on the same node when it came to an earlier round:
-one that died is not waited for.
+A rank that waits watches the process of the next rank, if that was on the same node when it arrived at an earlier
+round: a dead rank is not waited for.
 
-A decision is made by one atomic `compare_set`, so a rank that comes at the deadline is either in or late. A late rank
-arrives at the next round: with that, calls later on meet again.
+A decision is made by one atomic `compare_set`, so a rank that arrives at the deadline is either in time or late. A late
+rank arrives at the next round, so that later calls meet again.
 
 Keys of the store, below a prefix of ours and the name of the group:
 
@@ -21,9 +21,9 @@ Keys of the store, below a prefix of ours and the name of the group:
     N/closing        how many ranks want to give up round N
     N/decision       "go", or why round N was given up
 
-Those of a round are deleted at the end of the next one in which all meet. On the way that all are expected to take a
-rank makes half a dozen operations and waits by asking again: the `wait` of a store holds the connection, which others
-use as well, and logs a warning each time it ends without a key.
+Those of a round are deleted at the end of the next one in which all meet. If no rank is missing, each makes half a
+dozen operations. It waits by polling: the `wait` of a store blocks the connection, which other threads use as well, and
+logs a warning each time it ends without a key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SHOWN = 16
 
 
 class MeetingError(Exception):
-    """The ranks did not meet. `missing` are those that did not come in time; none if one that had come left again."""
+    """The ranks did not meet. `missing` did not arrive in time; it is empty if one that had arrived left again."""
 
     def __init__(self, text: str, missing: list[int]) -> None:
         super().__init__(text)
@@ -57,13 +57,13 @@ class MeetingError(Exception):
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
     """Return when all ranks have called this. `store` is for this group alone.
 
-    MeetingError, on all ranks that had come, when some have not `timeout_s` after one of those did, or when one of
-    those was interrupted. Then no rank returns. What a store raises is passed on.
+    MeetingError, on all ranks that have arrived, when some have not `timeout_s` after one of those, or when one of
+    those was interrupted. Then no rank returns. Errors of the store are passed on.
     """
     deadline = time.monotonic() + timeout_s
     number = int(store.add("round", 0))
     while True:
-        if store.check([f"{number}/decision"]):  # given up, and the number of the next one is about to be told
+        if store.check([f"{number}/decision"]):  # given up, and the number of the next round is about to be set
             number += 1
             continue
         decision = _Round(store, rank, world_size, number).attend(deadline, timeout_s)
@@ -91,7 +91,7 @@ class _Round:
             return self._wait(deadline) or self._give_up(timeout_s)
         except Exception:
             raise
-        except BaseException as error:  # an interrupt: the others must not go into the collective without this rank
+        except BaseException as error:  # an interrupt: the others must not enter the collective without this rank
             with contextlib.suppress(Exception):
                 self._decide(self._reason(f"rank {self._rank} left again ({type(error).__name__})", []))
             raise
@@ -100,7 +100,7 @@ class _Round:
         return f"{self._number}/{name}"
 
     def _wait(self, deadline: float) -> str | None:
-        """The decision; None if there is none by the deadline, or if the next rank died."""
+        """Wait for the decision; return None if there is none by the deadline, or if the next rank died."""
         begin = time.monotonic()
         watch_at = begin + _WATCH_S
         while not self._store.check([self._key("decision")]):
@@ -116,7 +116,7 @@ class _Round:
         return str(self._store.get(self._key("decision")).decode())
 
     def _give_up(self, timeout_s: float) -> str:
-        """The first to come here finds out who is missing; the others wait for that."""
+        """Give up the round: the first rank to do so finds out which are missing, the others wait for that."""
         if self._store.add(self._key("closing"), 1) > 1:
             decision = self._wait(time.monotonic() + _CLOSING_S)
             if decision is not None:
@@ -130,12 +130,12 @@ class _Round:
         return self._decide(self._reason(why, missing))
 
     def _last_of(self, rank: int) -> list[Any]:
-        """The last round of a rank, and its node, process and when that started; None for all if there was none."""
+        """Return the last round of a rank, and its node, pid and start time; None for each if there was none."""
         key = f"at/{rank}"
         return list(json.loads(self._store.get(key))) if self._store.check([key]) else [None] * 4
 
     def _has_died(self, rank: int) -> bool:
-        """Whether the process of a rank is known to have ended."""
+        """Return whether the process of a rank is known to have ended."""
         _, *process = self._last_of(rank)
         return Process(*process).alive is False
 
@@ -143,7 +143,7 @@ class _Round:
         return json.dumps({"by": self._rank, "why": why, "missing": missing})
 
     def _decide(self, decision: str) -> str:
-        """Make the decision unless there is one; returns what it is. No two ranks want the same one."""
+        """Make the decision unless there is one, and return what it is. No two ranks propose the same."""
         decided = str(self._store.compare_set(self._key("decision"), "", decision).decode())
         if decided == decision:
             self._store.add("round", 1)  # before this rank enters a collective, so before any rank leaves it
@@ -152,7 +152,7 @@ class _Round:
         return decided
 
     def _forget_earlier(self) -> None:
-        """All ranks have come to this round, so none will look at an earlier one."""
+        """Delete the keys of earlier rounds: all ranks have arrived at this one."""
         number = self._number - 1
         while number >= 0 and self._store.delete_key(f"{number}/decision"):
             for name in ("arrived", "closing"):
@@ -161,6 +161,6 @@ class _Round:
 
 
 def named(ranks: list[int]) -> str:
-    """Ranks as words: "ranks 1, 2"; not all of very many."""
+    """Return ranks as text, such as "ranks 1, 2"; of very many only the first."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

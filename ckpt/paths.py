@@ -8,7 +8,7 @@ Path = tuple[str | int, ...]
 
 
 def display(path: Path) -> str:
-    """The name of the leaf at `path` for messages: its keys joined by "/", on one line."""
+    """Return the name of the leaf at `path` for messages: its keys joined by "/", on one line."""
     return "/".join(_printable(str(key)) for key in path) or "(the state itself)"
 
 

@@ -1,20 +1,19 @@
-"""The ranks of the job, and the one collective that checkpoints need: everybody's bytes to everybody.
+"""The ranks of the job, and the one collective that checkpoints need: an all-gather of bytes.
 
 Used when a state is planned and when one is restored; never in a training step. The ranks meet before each, with a
-deadline (see `meeting`), so that one that does not come costs the others this call and nothing more.
+deadline (see `meeting`), so that if one does not arrive the others lose this call and nothing more.
 """
 
 from __future__ import annotations
 
-import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from ckpt.distributed import collective_device, torch_distributed
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.meeting import MeetingError, meet, named
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["Ranks"]
@@ -23,9 +22,9 @@ __all__ = ["Ranks"]
 class Ranks:
     """This rank among all ranks of a process group (the default one if None). Without torch.distributed: one rank.
 
-    Who had a group keeps his rank when it is destroyed, until `forget`: the abort of a restart destroys it on another
-    thread, while this one may be anywhere. `timeout_s` bounds the wait for the other ranks in each collective. `doing`
-    is what the ranks are called for now: it is in messages, and all ranks must do the same.
+    A process that had a group keeps its rank when that is destroyed, until `forget`: the abort of a restart destroys it
+    in another thread, at any time. `timeout_s` bounds the wait for the other ranks in each collective. `doing` is the
+    current operation, for messages; it must be the same on all ranks.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
@@ -36,26 +35,26 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """0, 1, ..."""
+        """The rank of this process, from 0."""
         self._last = self._now()
         return self._last[0]
 
     @property
     def last_rank(self) -> int | None:
         """The rank of this process; None without a process group if `rank` was not asked for since `forget`."""
-        return None if _distributed() is None and self._last is None else self.rank
+        return None if torch_distributed() is None and self._last is None else self.rank
 
     def forget(self) -> None:
-        """The process group is gone; in the next one this process may have another rank."""
+        """Forget the rank, after the process group was destroyed: in the next one it may be another."""
         self._last = None
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._now()[1]
 
     def _now(self) -> tuple[int, int]:
-        distributed = _distributed()
+        distributed = torch_distributed()
         try:
             if distributed is not None:
                 return int(distributed.get_rank(self._group)), int(distributed.get_world_size(self._group))
@@ -67,11 +66,11 @@ class Ranks:
     def __call__(self, payload: bytes) -> list[bytes]:
         """Give every rank the payloads of all ranks, by rank. Collective; raw bytes, nothing is unpickled.
 
-        CheckpointTimeoutError, naming who is missing, when not all ranks come in time, or one is known to have died;
-        the process group is as it was then. CheckpointError if the ranks do different things, if the process group is
-        gone, or if it fails.
+        CheckpointTimeoutError, naming the missing ranks, when not all arrive in time, or one is known to have died; the
+        process group can still be used then. CheckpointError if the ranks call different operations, if the process
+        group was destroyed, or if it fails.
         """
-        distributed = _distributed()
+        distributed = torch_distributed()
         if self.world_size == 1:
             return [payload]
         if distributed is None:
@@ -88,7 +87,7 @@ class Ranks:
                 sizes = tuple(size for size, _ in self._exchange_sizes(distributed, len(doing), 0))
                 self._refuse(self._exchange(distributed, doing, sizes))
             return self._exchange(distributed, payload, sizes)
-        except RuntimeError as error:  # of PyTorch, which has many
+        except RuntimeError as error:  # PyTorch and its backends raise many kinds
             raise CheckpointError(
                 f"rank {self.rank}: the ranks cannot agree on {self.doing}, the process group or its store failed; a "
                 f"rank died, or the group was destroyed meanwhile: {error}",
@@ -96,7 +95,7 @@ class Ranks:
             ) from error
 
     def _meet(self, distributed: Any) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         groups = distributed.distributed_c10d
         group = distributed.group.WORLD if self._group is None else self._group
         store = distributed.PrefixStore(f"ckpt/{group.group_name}", groups._get_default_store())
@@ -112,7 +111,7 @@ class Ranks:
             ) from None
 
     def _refuse(self, doing: list[bytes]) -> None:
-        """Raise, on all ranks alike, that they do different things."""
+        """Raise, on all ranks, that they call different operations."""
         by_what: dict[bytes, list[int]] = {}
         for rank, what in enumerate(doing):
             by_what.setdefault(what, []).append(rank)
@@ -126,7 +125,7 @@ class Ranks:
     def _exchange_sizes(self, distributed: Any, size: int, check: int) -> list[tuple[int, int]]:
         import torch
 
-        own = torch.tensor([size, check], dtype=torch.int64, device=self._device(distributed))
+        own = torch.tensor([size, check], dtype=torch.int64, device=collective_device(self._group))
         received = [torch.zeros_like(own) for _ in range(self.world_size)]
         distributed.all_gather(received, own, group=self._group)
         return [(int(size), int(check)) for size, check in (pair.tolist() for pair in received)]
@@ -138,23 +137,7 @@ class Ranks:
         if longest == 0:
             return [b""] * self.world_size
         own = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-        padded = own.to(self._device(distributed))
+        padded = own.to(collective_device(self._group))
         received = [torch.empty_like(padded) for _ in range(self.world_size)]
         distributed.all_gather(received, padded, group=self._group)
         return [data.cpu().numpy().tobytes()[:size] for data, size in zip(received, sizes, strict=True)]
-
-    def _device(self, distributed: Any) -> torch.device:
-        """Where the backend of the group wants its tensors."""
-        import torch
-
-        has_cpu_backend = "cpu" in str(distributed.get_backend_config(self._group))
-        return torch.device("cpu") if has_cpu_backend else torch.device("cuda", torch.cuda.current_device())
-
-
-def _distributed() -> Any:
-    """torch.distributed if this process uses it; None otherwise, and torch is not imported for that."""
-    torch_module = sys.modules.get("torch")
-    distributed = getattr(torch_module, "distributed", None)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed

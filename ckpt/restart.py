@@ -5,14 +5,14 @@
         finalize=CheckpointFinalize(checkpointer),
     )
 
-After a fault in iteration i, on every surviving rank, when the process groups are destroyed and the function is
-unwound:
+After a fault in iteration i, on every surviving rank, when the process groups are destroyed and the function has
+ended:
 
-    fence      nothing of iteration i runs any more; a save that was being staged is given up
-    drain      every save that all ranks have staged is published, whoever has died; the others are given up
-    restore    the registered state goes back to the newest published step: the same on all ranks
+    fence      no code of iteration i runs any more; a save that was being staged is given up
+    drain      every save that all ranks have staged is published, whichever ranks died; the others are given up
+    restore    the registered state is restored to the newest published step: the same on all ranks
 
-Each save is decided by one atomic rename, so all ranks restore the same step without talking to each other.
+Each save is decided by one atomic rename, so all ranks restore the same step without communication.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _log = logging.getLogger("ckpt")
 
 
 def report_sections(checkpointer: Checkpointer, client: RankMonitorClient) -> None:
-    """Report what the trainer spends in checkpoints as sections ``ckpt.stage``, ``ckpt.finalize`` and ``ckpt.restore``,
-    and what a writer process spends on a save as ``ckpt.write``, in the background.
+    """Report the time spent on checkpoints to a rank monitor, as sections.
 
-    A late ``ckpt.write`` ends the save and its writer process, never the rank. Sections that are not in the
-    configuration cost nothing; nor do any while the client is shut down.
+    The trainer's are ``ckpt.stage``, ``ckpt.finalize`` and ``ckpt.restore``; that of a writer process is
+    ``ckpt.write``, in the background. A late ``ckpt.write`` ends the save and its writer process, never the rank.
+    Sections that are not in the configuration cost nothing; nor does any while the client is shut down.
     """
     nothing = contextlib.nullcontext()
     checkpointer.observe_phases(
@@ -50,7 +50,7 @@ def report_sections(checkpointer: Checkpointer, client: RankMonitorClient) -> No
 
 
 class CheckpointAbort(Abort):
-    """Wakes a main thread that waits in a checkpoint: for a free slot, or for saves to be decided."""
+    """Wakes a main thread that waits for a checkpoint: for a free slot, or for saves to be decided."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
@@ -61,11 +61,11 @@ class CheckpointAbort(Abort):
 
 
 class CheckpointFinalize(Finalize):
-    """Drains or gives up the saves in flight, and puts the registered state back to the newest published step.
+    """Drains or gives up the saves in flight, and restores the registered state to the newest published step.
 
     With ``on_fault="drain"`` a save that was completely staged on all ranks is published in spite of the fault, even if
     trainers were killed; at most `drain_timeout` is spent on that. With ``"abort"`` saves that are not published yet
-    are given up at once, and nobody is waited for. Afterwards the queue is empty, all slots are free, no finalize
+    are given up at once, without waiting. Afterwards the queue is empty, all slots are free, no finalize
     function of a save that was given up has run, and none of these saves will ever be published.
 
     A spare restores nothing: when it replaces a rank in the next iteration, all ranks call `Checkpointer.restore`.

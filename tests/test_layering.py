@@ -12,17 +12,18 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
-FOUNDATION = {"errors"}
+FOUNDATION = {"distributed", "errors"}
 BASE = FOUNDATION | {"collection", "meeting", "native", "paths", "ranks", "values"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "collection": set(),
+    "distributed": set(),
     "native": set(),
     "paths": {"errors"},
     "meeting": set(),
-    "ranks": {"errors", "meeting"},
+    "ranks": {"distributed", "errors", "meeting"},
     "values": {"errors"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),

@@ -3,17 +3,16 @@
                      schedule_async_request                       one per writer
     trainer thread ─────────────────────────▶ AsyncCallsQueue ══════════════════▶ writer process 0, 1, ...
                    ◀───────────────────────── (in order)      ◀══════════════════   ▲ fork
-                    maybe_finalize_async_calls                                     server process
+                    maybe_finalize_async_calls                                     fork server
 
-This package knows nothing of checkpoints. `queue` is where to start reading; `process` and `writer` are the two ends of
-a writer.
+This package knows nothing of checkpoints. Start with `queue`; `call` is one call from its request to its end, `writer`
+and `writer_main` are the two ends of a writer process.
 """
 
-from ckpt.async_calls.caller import DistributedAsyncCaller
+from ckpt.async_calls.call import AsyncRequest, CallTimer, RecoverableCall
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.context import WriterContext, current
-from ckpt.async_calls.queue import AsyncCallsQueue
-from ckpt.async_calls.request import AsyncRequest, CallTimer, RecoverableCall
+from ckpt.async_calls.queue import AsyncCallsQueue, DistributedAsyncCaller
 
 __all__ = [
     "AsyncCallsQueue",

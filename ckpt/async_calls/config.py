@@ -1,4 +1,4 @@
-"""How writer processes are run and how long anybody waits for them."""
+"""The priorities and time limits of writer processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["WriterConfig", "with_priorities"]
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """One object for the whole layer. Times are seconds.
+    """How writer processes are run. Times are in seconds.
 
-    `nice` is added to the trainer's own niceness. `io_class` and `io_level` are the Linux I/O priority; None leaves it
-    alone. `start_timeout_s` bounds the start of a writer, `close_timeout_s` its end. A writer that runs a call and
-    reports no progress (`WriterContext.progress`) for `writer_timeout_s` is killed; None waits for ever.
+    `nice` is added to the trainer's own niceness. `io_class` and `io_level` are the Linux I/O priority; None does not
+    change it. `start_timeout_s` bounds the start of a writer, `close_timeout_s` its end. A writer that runs a call and
+    reports no progress (`WriterContext.progress`) for `writer_timeout_s` is killed; None: no limit.
     """
 
     nice: int = 10
@@ -26,10 +26,10 @@ class WriterConfig:
 
 
 def with_priorities(config: WriterConfig, nice: int | None, io_class: int | None) -> WriterConfig:
-    """Return the config with other priorities, None for those it has.
+    """Return the config with other priorities; None keeps one as it is.
 
-    `io_class` is a scheduling class of Linux: 0 leaves it alone, 2 is best-effort, 3 idle. ValueError for any other
-    (1, realtime, would let checkpoints go before everything else), and for a negative `nice`.
+    `io_class` is a scheduling class of Linux: 0 does not change it, 2 is best-effort, 3 idle. ValueError for any other
+    (with 1, realtime, checkpoints would precede all other I/O), and for a negative `nice`.
     """
     if nice is not None:
         if nice < 0:

@@ -1,4 +1,4 @@
-"""How a function running in a writer process tells the trainer how far it is."""
+"""How a function in a writer process reports to the trainer."""
 
 from __future__ import annotations
 
@@ -15,53 +15,52 @@ _CURRENT: ContextVar[WriterContext | None] = ContextVar("ckpt_writer_context", d
 
 
 def current() -> WriterContext | None:
-    """The context of the call that this thread is running, None outside a writer process (for instance in
-    `AsyncRequest.execute_sync`).
+    """Return the context of the call that this thread runs; None in the trainer (`AsyncRequest.execute_sync`).
 
-    A function that starts threads hands them the context itself.
+    A function that starts threads must pass the context to them.
     """
     return _CURRENT.get()
 
 
 class WriterContext:
-    """Belongs to one call in a writer process; usable from any of its threads, ineffective once the call is over."""
+    """The context of one call in a writer process. For any of its threads; has no effect once the call is over."""
 
     def __init__(
         self,
         index: int,
         advance: Callable[[], None],
         report: Callable[[dict[str, Any]], None],
-        trainer_gone: Callable[[], bool],
+        trainer_left: Callable[[], bool],
         kept: dict[Hashable, Any],
     ) -> None:
         self.index = index
         self._advance = advance
         self._report = report
-        self._trainer_gone = trainer_gone
+        self._trainer_left = trainer_left
         self._kept = kept
         self._lock = threading.Lock()
         self._over = False
 
-    def trainer_gone(self) -> bool:
-        """Whether nobody waits for this call any more: the trainer is dead, or has left its queue without draining it.
+    def trainer_left(self) -> bool:
+        """Whether the trainer has closed the connection: it is dead, or dropped its queue without waiting for calls.
 
-        A function that waits for others should do so for a short time only, then.
+        A function that waits for other processes should then do so for a short time only.
         """
-        return self._trainer_gone()
+        return self._trainer_left()
 
     def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return what is kept under `key` as long as this process lives, made by `make` when it is first asked for."""
+        """Return the object for `key`, made by `make` at first use and kept as long as this process lives."""
         if key not in self._kept:
             self._kept[key] = make()
         kept: _T = self._kept[key]
         return kept
 
     def progress(self) -> None:
-        """Say that the call is alive; costs one store to shared memory. See `WriterConfig.writer_timeout_s`."""
+        """Show that the call makes progress, by one store to shared memory. See `WriterConfig.writer_timeout_s`."""
         self._advance()
 
     def report(self, event: dict[str, Any]) -> None:
-        """Send a small JSON-able dict to the trainer, in order; the trainer hands it to the call's `on_event`.
+        """Send a small dict of JSON values to the trainer, in order; the trainer calls `on_event` with it.
 
         Never waits for the trainer. ValueError if `event` is not JSON, or larger than about 100 KB.
         """
@@ -71,7 +70,7 @@ class WriterContext:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the current context; the loop runs the function inside."""
+        """Make this the current context while the function runs."""
         token = _CURRENT.set(self)
         try:
             yield

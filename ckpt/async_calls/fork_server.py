@@ -1,37 +1,52 @@
-"""The trainer's handle on the server process (see `server`)."""
+"""The fork server: a clean, single-threaded process that forks writers and learns how they end. Both ends are here.
+
+    trainer (`ForkServer`) ═══ control socket ═══ server (`_Server`) ──fork──▶ writer 0 ═══ its own socket ═══ trainer
+                                                              └────────fork──▶ writer 1 ═══ its own socket ═══ trainer
+
+A trainer cannot be forked safely: its threads, locks and CUDA context do not survive. The server is started once with
+exec, imports what every writer needs, and from then on a writer costs one fork of a small process. It runs in its own
+session and ignores SIGINT and SIGTERM, as writers do, so that neither Ctrl-C nor a job manager that ends the trainer
+ends a save that is already staged. When the trainer closes its end or dies, the server waits for its writers, which
+finish by themselves, and exits.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import gc
+import importlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Protocol
 
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.messages import CODEC, Exited, MessageChannel, Spawn, Spawned
+from ckpt.async_calls.writer_main import run_writer
 
-__all__ = ["ForkServer", "release_in_forked_children"]
+__all__ = ["ForkServer", "main", "release_in_forked_children"]
 
-# The trainer's import path comes before anything of ours is imported; -P keeps the current directory from shadowing the
-# standard library until then.
+# The trainer's import path comes before any module of this package is imported; -P keeps the current directory from
+# shadowing the standard library until then.
 _BOOTSTRAP = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from ckpt.async_calls.server import main
+from ckpt.async_calls.fork_server import main
 main(int(sys.argv[2]))
 """
 _KILL_WAIT_S = 5.0
-_ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}  # no threads in a process that forks
+_PREIMPORT = ("numpy", "cloudpickle", "psutil")
+# No threads in a process that forks.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class _Releasable(Protocol):
@@ -39,8 +54,9 @@ class _Releasable(Protocol):
 
 
 def release_in_forked_children(owner: _Releasable) -> None:
-    """A process forked from the trainer (a data loader worker) closes its copies of `owner`'s sockets: as long as
-    anybody holds one, no writer can see that the trainer died.
+    """Close the sockets of `owner` in every process that is forked from the trainer, such as data loader workers.
+
+    As long as any process holds one, no writer can see that the trainer died.
     """
     reference = weakref.ref(owner)
 
@@ -52,9 +68,9 @@ def release_in_forked_children(owner: _Releasable) -> None:
 
 
 class ForkServer:
-    """Starts the server when it is first needed, and again if it died. Nothing here blocks but `close` and `wait_exit`.
+    """The trainer's end: starts the server when it is first needed, and again if it died.
 
-    Owned by one queue, used by all its writers, in the thread that uses the queue.
+    Only `close` and `wait_exit` block. Owned by one queue, used by all its writers, in the thread that uses the queue.
     """
 
     def __init__(self, config: WriterConfig) -> None:
@@ -63,18 +79,17 @@ class ForkServer:
         self._control: MessageChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._next_writer_id = 0
-        self._spawned: dict[int, tuple[int, int]] = {}  # pid and pidfd of each writer nobody has asked for yet
+        self._spawned: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_spawned`
         self._exits: dict[int, str] = {}
         release_in_forked_children(self)
 
     @property
     def control(self) -> MessageChannel | None:
-        """To poll on together with the writers' sockets; None when no server runs."""
+        """The channel to poll together with the writers' sockets; None when no server runs."""
         return self._control
 
     def spawn(self, writer_socket: socket.socket) -> int:
-        """Ask for a writer that serves `writer_socket`; the caller closes its copy. Returns the id to ask about the
-        writer by.
+        """Ask for a writer that serves `writer_socket`, and return its id. The caller closes its copy of the socket.
 
         Returns before the writer exists: messages may be sent to it at once. Raises OSError when no server can be
         started.
@@ -87,11 +102,11 @@ class ForkServer:
         return self._next_writer_id
 
     def take_spawned(self, writer_id: int) -> tuple[int, int] | None:
-        """The writer's pid and pidfd, now the caller's, once it has been forked."""
+        """Return the writer's pid and pidfd, which the caller then owns; None until it has been forked."""
         return self._spawned.pop(writer_id, None)
 
     def pump(self) -> None:
-        """Take in what the server said.
+        """Take in what the server sent.
 
         A server that died is forgotten: its writers live on, their exit statuses are lost.
         """
@@ -109,7 +124,7 @@ class ForkServer:
             self.release()
 
     def wait_exit(self, writer_id: int, timeout_s: float) -> str:
-        """How a writer that is known to be dead ended; waits a moment for the server to say so."""
+        """Return how a writer that is known to be dead ended; wait for the server to report it, if need be."""
         deadline = time.monotonic() + timeout_s
         while (how := self._exits.pop(writer_id, None)) is None:
             remaining_s = deadline - time.monotonic()
@@ -120,7 +135,7 @@ class ForkServer:
         return how
 
     def close(self) -> None:
-        """Wait until the server has seen the last of its writers and exited, at most `close_timeout_s`, then kill it.
+        """Wait until all writers and the server have exited, at most `close_timeout_s`, then kill the server.
 
         Idempotent.
         """
@@ -136,7 +151,7 @@ class ForkServer:
             self.release()
 
     def release(self) -> None:
-        """Let go without waiting: the server ends by itself after its writers. Idempotent."""
+        """Close the connection without waiting: the server ends by itself after its writers. Idempotent."""
         control, process, self._control, self._process = self._control, self._process, None, None
         if control is not None:
             control.close()
@@ -171,3 +186,114 @@ def _poll(channel: MessageChannel, timeout_s: float) -> None:
     poll = select.poll()
     poll.register(channel, channel.poll_events)
     poll.poll(max(0, int(timeout_s * 1000) + 1))
+
+
+# -- the server process -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Child:
+    writer_id: int
+    pid: int
+    pidfd: int
+
+
+class _Server:
+    """The loop of the server, in the main (and only) thread of its process."""
+
+    def __init__(self, control: MessageChannel) -> None:
+        self._control = control
+        self._trainer_alive = True
+        self._children: dict[int, _Child] = {}  # by pidfd
+
+    def serve(self) -> tuple[Spawn, socket.socket] | None:
+        """Fork writers until the trainer has closed its end and all writers have exited.
+
+        Returns None in the server, and in every forked writer the message that asked for it and its socket.
+        """
+        while self._trainer_alive or self._children:
+            poll = select.poll()
+            if self._trainer_alive:
+                poll.register(self._control, self._control.poll_events)
+            for pidfd in self._children:
+                poll.register(pidfd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll()}  # no deadline: the death of any of them is an event
+            for pidfd in ready & self._children.keys():
+                self._reap(pidfd)
+            if self._control.fileno() in ready and (order := self._listen()) is not None:
+                return order
+        return None
+
+    def _listen(self) -> tuple[Spawn, socket.socket] | None:
+        self._control.flush()
+        try:
+            while (packet := self._control.receive()) is not None:
+                if isinstance(order := packet.message, Spawn):
+                    (fd,) = packet.fds
+                    writer_socket = socket.socket(fileno=fd)
+                    if self._fork(order.writer_id):
+                        return order, writer_socket
+                    writer_socket.close()
+        except EOFError:
+            self._trainer_alive = False
+        return None
+
+    def _fork(self, writer_id: int) -> bool:
+        """Fork a writer. True in the writer, which keeps no descriptor of the server's."""
+        try:
+            pid = os.fork()
+        except OSError as error:  # the trainer sees the end of the socket, and this message
+            self._control.send(Exited(writer_id, f"could not be forked: {error}"))
+            return False
+        if pid == 0:
+            self._control.close()
+            for child in self._children.values():
+                os.close(child.pidfd)
+            return True
+        pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still its own
+        self._children[pidfd] = _Child(writer_id, pid, pidfd)
+        self._control.send(Spawned(writer_id, pid), pidfd)
+        return False
+
+    def _reap(self, pidfd: int) -> None:
+        child = self._children.pop(pidfd)
+        _, status = os.waitpid(child.pid, 0)
+        os.close(pidfd)
+        self._control.send(Exited(child.writer_id, _how(os.waitstatus_to_exitcode(status))))
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exited with status {exit_code}"
+    number = -exit_code
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    hint = "; if no process sent it, the kernel was out of memory" if number == signal.SIGKILL else ""
+    return f"was killed by signal {number} ({name}{hint})"
+
+
+def main(control_fd: int) -> None:
+    """Run the server and, in forked processes, the writers. Never returns.
+
+    Neither runs exit handlers, which might wait for threads of a user's library.
+    """
+    status = 1
+    try:
+        for ignored in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ignored, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, as by the trainer, exit statuses are lost
+        with contextlib.suppress(Exception):  # no usable stderr
+            faulthandler.enable()
+        for module in _PREIMPORT:
+            importlib.import_module(module)
+        gc.freeze()  # a collection in a writer does not touch, and so copy, pages it shares with the server
+        order = _Server(MessageChannel(socket.socket(fileno=control_fd), CODEC)).serve()
+        if order is not None:
+            run_writer(*order)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(status)

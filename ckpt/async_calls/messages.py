@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spawn:
-    """Fork a writer that serves the socket sent along."""
+    """Fork a writer that serves the socket sent with it."""
 
     writer_id: int
     nice: int
@@ -46,7 +46,7 @@ class Spawn:
 
 @dataclass(frozen=True)
 class Spawned:
-    """The writer exists; its pidfd is sent along."""
+    """The writer exists; its pidfd is sent with it."""
 
     writer_id: int
     pid: int
@@ -54,7 +54,7 @@ class Spawned:
 
 @dataclass(frozen=True)
 class Exited:
-    """The writer has been reaped, or could not be forked. `how`: what became of it, as the end of a sentence."""
+    """The writer has exited, or could not be forked. `how` says which, as the end of a sentence."""
 
     writer_id: int
     how: str
@@ -62,7 +62,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class Attach:
-    """Calls from now on may name this shared memory region; its memfd is sent along."""
+    """Later calls may refer to this region of shared memory; its memfd is sent with it."""
 
     region_id: str
     name: str
@@ -71,21 +71,21 @@ class Attach:
 
 @dataclass(frozen=True)
 class Detach:
-    """No later call names this region: drop the mapping."""
+    """No later call refers to this region: unmap it."""
 
     region_id: str
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run the call in the memfd sent along."""
+    """Run the call in the memfd sent with it."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The writer reads its socket from now on."""
+    """The writer has started, and reads its socket."""
 
     pid: int
 
@@ -100,9 +100,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Finished:
-    """The call is over. `error` is empty when it returned, else the last line of `traceback`.
+    """The call is over. `error` is empty if it returned, else the last line of `traceback`.
 
-    It ran from `began_ns` to `ended_ns` of CLOCK_MONOTONIC, which is one for all processes of a host.
+    It ran from `began_ns` to `ended_ns` of CLOCK_MONOTONIC, which all processes of a host share.
     """
 
     index: int
@@ -118,7 +118,7 @@ CODEC: Codec[Message] = Codec(Spawn, Spawned, Exited, Attach, Detach, Run, Ready
 
 
 def clip(text: str, limit_bytes: int) -> str:
-    """`text`, with its middle left out where its JSON form would be longer than `limit_bytes`."""
+    """Return `text`, without its middle if its JSON form is longer than `limit_bytes`."""
     while (length := len(json.dumps(text))) > limit_bytes:
         keep = len(text) * (limit_bytes - 32) // length // 2
         text = text[:keep] + "\n[... cut ...]\n" + text[-keep:]

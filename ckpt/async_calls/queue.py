@@ -17,35 +17,34 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ckpt.async_calls.agreement import Agreement, own_rank
+from ckpt.async_calls.agreement import Agreement
+from ckpt.async_calls.call import AsyncRequest, Call
 from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.messages import Event
-from ckpt.async_calls.pending import PendingCall
-from ckpt.async_calls.process import Outcome, WriterProcess, wait_for_any
-from ckpt.async_calls.processes import Processes
-from ckpt.async_calls.request import AsyncRequest, check_preload_fn
+from ckpt.async_calls.writer import Outcome, Writer, WriterPool, wait_for_any
+from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from inprocess.ipc.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AsyncCallsQueue"]
+__all__ = ["AsyncCallsQueue", "DistributedAsyncCaller"]
 
 _log = logging.getLogger("ckpt")
 _Error = TypeVar("_Error", bound=Exception)
-_NEVER = 2**62  # an index no call has
+_NEVER = 2**62  # above the index of any call
 
 
 class AsyncCallsQueue:
     """Runs requests in background processes and finalizes them in the order scheduled.
 
-    All methods are for one thread of the trainer; no collective is ever made unless `maybe_finalize_async_calls` is
-    called with ``no_dist=False``. In a process forked from the trainer every method raises RuntimeError. If the queue
+    All methods are for one thread of the trainer. Only `maybe_finalize_async_calls` with ``no_dist=False`` makes
+    collectives. In a process forked from the trainer every method raises RuntimeError. If the queue
     is dropped, or the trainer dies, the writers finish what was scheduled and end.
     """
 
@@ -66,8 +65,8 @@ class AsyncCallsQueue:
         """Starts no process (see `start`). `timeout_s` is the deadline of every blocking wait for calls.
 
         The positional parameters are those of nvidia_resiliency_ext. `cpu_priority` (added to the niceness) and
-        `io_priority` (the Linux scheduling class: 0 unchanged, 2 best-effort, 3 idle) go before `config`. The others
-        are accepted and without meaning here: writers are always persistent; they outlive the trainer until they have
+        `io_priority` (the Linux scheduling class: 0 unchanged, 2 best-effort, 3 idle) override `config`. The others
+        are accepted and have no effect: writers are always persistent; they outlive the trainer until they have
         finished what was scheduled, daemon or not; `close(abort=True)` kills them without a SIGTERM; and bytes in
         `SharedMemory` always go through shared memory.
 
@@ -79,20 +78,19 @@ class AsyncCallsQueue:
         self._agreement = Agreement(process_group)
         self._timeout_s = timeout_s
         self._owner_pid = os.getpid()
-        self._pending: deque[PendingCall] = deque()  # in order of index, without gaps
-        self._results: deque[Outcome | Event] = deque()  # taken from the writers, not yet given to their calls
+        self._pending: deque[Call] = deque()  # in order of index, without gaps
+        self._results: deque[Outcome | Event] = deque()  # of the writers, not yet passed to their calls
         self._next_index = 0
-        self._processes = Processes.create(self._config, num_writers)
-        self._intact = True  # False while a method works on `_processes`: still False, it was interrupted
-        self._left: list[Processes] = []  # of interrupted methods; they finish what they were sent, until `recover`
+        self._pool = WriterPool(self._config, num_writers)
+        self._intact = True  # False while a method changes `_pool`; if it stays so, the method was interrupted
+        self._left: list[WriterPool] = []  # after an interrupt; they finish what they were sent, until `recover`
         self._interrupted = Wakeup()
-        self._release = weakref.finalize(self, _release, self._processes, self._interrupted)
+        self._release = weakref.finalize(self, _release, self._pool, self._interrupted)
 
     def start(self) -> None:
-        """Have the writer processes started in the background, so that the first request finds them ready. Returns at
-        once.
+        """Start the writer processes in the background, so that the first request finds them ready.
 
-        Raises OSError when the system starts no process; the requests then fail one by one, so it can be ignored.
+        Returns at once. Raises OSError when no process can be started; it can be ignored, as requests then fail, too.
         """
         self._check_usable()
         intact, self._intact = self._intact, False
@@ -101,39 +99,36 @@ class AsyncCallsQueue:
         self._intact = intact
 
     def warmup_persistent_caller(self, rank: int, mp_mode: str = "spawn") -> None:
-        """`start`, as nvidia_resiliency_ext calls it.
+        """Start the writer processes: `start` under its name in nvidia_resiliency_ext.
 
-        Both parameters are without meaning here: the queue knows its rank, and writers are always forked from a small
+        Both parameters have no effect: the queue knows its rank, and writers are always forked from a small
         process of their own, which has neither threads nor CUDA.
         """
         self.start()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Queue the request and return its index (0, 1, ...). Never waits: costs pickling and one message.
+        """Queue the request and return its index (0, 1, ...). Never waits: it pickles, and sends one message.
 
-        Raises what pickling raises, or ValueError if `preload_fn` has no argument to replace, and then has queued
-        nothing. All other failures are the call's, and raised when it would be finalized.
+        Raises what pickling raises, or ValueError if `preload_fn` has no argument to replace, and nothing is
+        queued then. All other failures are those of the call, and are raised when it would be finalized.
         """
         self._check_usable()
         self.pump()
-        index, fn = self._next_index, async_request.async_fn
-        check_preload_fn(async_request.async_fn_args, async_request.preload_fn)
+        call = Call(self._next_index, async_request)
         intact, self._intact = self._intact, False
-        if fn is not None:
-            writer = self._writers[index % len(self._writers)]
-            writer.submit(
-                index, fn, async_request.async_fn_args, async_request.async_fn_kwargs, async_request.preload_fn
-            )
+        if not call.settled:
+            self._writers[call.index % len(self._writers)].submit(call)
         self._next_index += 1
-        self._pending.append(PendingCall(index, async_request.freeze()._replace(call_idx=index)))
+        self._pending.append(call)
         self._intact = intact
-        return index
+        return call.index
 
     def get_num_unfinalized_calls(self) -> int:
+        """Return how many calls are scheduled and neither finalized nor dropped."""
         return len(self._pending)
 
     def functions(self) -> list[Callable[..., Any] | None]:
-        """The `async_fn` of every call in the queue, in order."""
+        """Return the `async_fn` of every call in the queue, in order."""
         return [call.request.async_fn for call in self._pending]
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True) -> list[int]:
@@ -170,8 +165,9 @@ class AsyncCallsQueue:
         raise error
 
     def pump(self) -> None:
-        """Take in what the writers said, without waiting and without finalizing: events reach `on_event`, failures
-        `abandoned`.
+        """Take in messages of the writers, without waiting or finalizing.
+
+        Events are passed to `on_event`, failures to `abandoned`.
         """
         self._check_usable()
         intact, self._intact = self._intact, False
@@ -187,33 +183,33 @@ class AsyncCallsQueue:
             if isinstance(result, Event):
                 call.take_event(result.event)
             else:
-                call.take_outcome(result.error)
+                call.settle(result.error)
 
     def wait_for_events(self, timeout_s: float) -> None:
-        """Wait until a writer says something or dies, at most `timeout_s`, then `pump`."""
+        """Wait until a writer sends something or dies, at most `timeout_s`, then `pump`."""
         self._check_usable()
         wait_for_any(self._writers, timeout_s, self._interrupted)
         self.pump()
 
-    def mend(self) -> None:
-        """Make all methods usable again after one was interrupted by an exception thrown from another thread.
+    def repair(self) -> None:
+        """Make the queue usable again after an exception from another thread has interrupted one of its methods.
 
-        Writers whose state is not known any more get no more calls, finish what they were sent, and are not listened
-        to: their calls settle in `recover`.
+        Writers whose state is unknown then get no more calls, finish what they were sent, and are replaced: their calls
+        settle in `recover`.
         """
         self._check_usable()
         if not self._intact:
-            self._left.append(self._processes.replace(self._config))
+            self._left.append(self._pool.replace_all(self._config))
             self._intact = True
 
     def recover(self, timeout_s: float) -> list[int]:
-        """Leave an empty queue, whatever a method was doing when an exception was thrown into it.
+        """Empty the queue, whatever a method was doing when an exception was thrown into it.
 
         Calls that are done, now or within `timeout_s`, are finalized; what their finalize functions raise is logged.
         The others are given up: their writers are killed, `abandoned` is called, no finalize function runs. Returns
         the finalized indices. Makes no collective and raises nothing. Indices go on from where they were.
         """
-        self.mend()
+        self.repair()
         deadline = time.monotonic() + timeout_s
         while any(writer.busy for writer in self._writers) and (remaining_s := deadline - time.monotonic()) > 0:
             self.wait_for_events(remaining_s)
@@ -240,7 +236,7 @@ class AsyncCallsQueue:
         return finalized
 
     def interrupt(self) -> None:
-        """Make a method that waits look around: it runs Python again, and goes on waiting. From any thread."""
+        """Wake a waiting method, so that it runs Python code before it goes on waiting. From any thread."""
         self._interrupted.set()
 
     def close(self, abort: bool = False) -> None:
@@ -248,7 +244,7 @@ class AsyncCallsQueue:
 
         With `abort` the writers are killed instead: no call that has not settled completes, `abandoned` is called for
         every call still in the queue, no finalize function runs, and nothing is raised. Makes no collective: to
-        finalize in step with other ranks do so before.
+        finalize together with other ranks, do so before.
         """
         if not self._release.alive:
             return
@@ -258,7 +254,7 @@ class AsyncCallsQueue:
             if abort:
                 self._abort()
             self._stop_writers()
-            self._processes.server.close()
+            self._pool.server.close()
         finally:
             self._release()
         if failure is not None:
@@ -270,7 +266,7 @@ class AsyncCallsQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`close`; after an exception wait for nothing: the writers finish what was scheduled and end by themselves."""
+        """Close; after an exception, without waiting: the writers finish what was scheduled and end by themselves."""
         if error is None:
             self.close()
         elif os.getpid() == self._owner_pid:
@@ -283,7 +279,7 @@ class AsyncCallsQueue:
             raise RuntimeError("AsyncCallsQueue is closed")
 
     def _leading(self) -> tuple[int, int]:
-        """The index up to which all calls are settled, and the index of the first failed call among these."""
+        """Return the index up to which all calls are settled, and that of the first failed call among these."""
         failed = _NEVER
         for call in self._pending:
             if not call.settled:
@@ -311,7 +307,7 @@ class AsyncCallsQueue:
         return finalized, first
 
     def _drop_first(self, distributed: bool, finalize_error: Exception | None) -> CheckpointError:
-        """Remove the first call, which failed here or on another rank. Returns the error to raise."""
+        """Remove the first call, which failed here or on another rank; return the error to raise."""
         call = self._pending.popleft()
         if distributed:
             call.take_failures(self._agreement.exchange(call.own_failure()))
@@ -321,8 +317,7 @@ class AsyncCallsQueue:
     def _timeout_error(self, settled: int, finalize_error: Exception | None) -> CheckpointTimeoutError:
         error = CheckpointTimeoutError(
             f"background calls {settled} to {self._next_index - 1} are not done after {self._timeout_s:g} s, "
-            "here or on another rank. "
-            "They stay queued; wait again, or give them up with close(abort=True)",
+            "here or on another rank. They stay queued; wait again, or give them up with close(abort=True)",
             rank=own_rank(),
         )
         return _with_note(error, finalize_error)
@@ -353,13 +348,48 @@ class AsyncCallsQueue:
             writer.close(self._config.close_timeout_s)
 
     @property
-    def _writers(self) -> list[WriterProcess]:
-        return self._processes.writers
+    def _writers(self) -> list[Writer]:
+        return self._pool.writers
 
 
-def _release(processes: Processes, interrupted: Wakeup) -> None:
+class DistributedAsyncCaller:
+    """Runs one function at a time in a background process. For one thread of the trainer."""
+
+    def __init__(
+        self, config: WriterConfig | None = None, process_group: ProcessGroup | None = None, timeout_s: float = 1800.0
+    ) -> None:
+        self._queue = AsyncCallsQueue(config=config, process_group=process_group, timeout_s=timeout_s)
+
+    def schedule_async_call(
+        self,
+        async_fn: Callable[..., Any] | None,
+        save_args: tuple[Any, ...],
+        save_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Start the call in the background. Raises RuntimeError while the previous one is not known to be done."""
+        if self._queue.get_num_unfinalized_calls():
+            raise RuntimeError(
+                "the previous call is still running; wait with is_current_async_call_done(blocking=True)"
+            )
+        self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
+        """Return whether no call is running; with ``no_dist=False`` on any rank, and all ranks must call this.
+
+        Raises a CheckpointError when the call failed (once; the next call gets a new writer if need be),
+        CheckpointTimeoutError as `AsyncCallsQueue.maybe_finalize_async_calls` does.
+        """
+        self._queue.maybe_finalize_async_calls(blocking, no_dist)
+        return self._queue.get_num_unfinalized_calls() == 0
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for the call, or kill it with `abort`, and end the process. Idempotent."""
+        self._queue.close(abort)
+
+
+def _release(pool: WriterPool, interrupted: Wakeup) -> None:
     interrupted.close()
-    processes.release()
+    pool.release()
 
 
 def _with_note(error: _Error, finalize_error: Exception | None) -> _Error:

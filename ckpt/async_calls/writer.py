@@ -1,142 +1,390 @@
-"""The loop of a writer process.
+"""One writer process at a time, seen from the trainer.
 
-    socket --▶ receive --▶ Attach / Detach: table of mapped regions
-                  │
-                  └──────▶ Run: started --▶ load --▶ function(*args) --▶ Finished
-                                                       │
-                            control page ◀- progress() ┴ report() --▶ Event
+    submit() ──▶ [ outbox ] ════ socket ════▶ writer (see `writer_main`)
+    poll()  ◀─── Outcome, Event ═════════════ writer
+      ├── pidfd, end of socket: the writer died
+      ├── its progress counter stands still: the writer hangs, and is killed
+      └── the call is over its time limit (`CallTimer`): the same
 
-One thread, one call at a time, in the order sent. The end of the socket means that the trainer is done with this
-writer, or dead: what is already in the socket is still run, then the process exits. An exception of a function is an
-answer, never the end of the loop. Nothing the loop sends can block it: a trainer that is busy for an hour finds all
-answers waiting.
+    no writer ──submit / start──▶ starting ──Ready──▶ serving ──death──▶ no writer
+                                     └──start_timeout_s──▶ killed ──────────┘
+
+The trainer never waits for a writer to start: its socket takes messages before the process exists. A death fails the
+call that was running; calls behind it, which the writer had not begun, go to the next writer in the same order, once.
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
 import select
+import signal
 import time
-import traceback
-from collections.abc import Hashable
-from typing import Any
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
 
-from ckpt.async_calls import payload
-from ckpt.async_calls.context import WriterContext
-from ckpt.async_calls.messages import Attach, Detach, Event, Finished, Message, MessageChannel, Ready, Run, clip
-from inprocess.ipc.packets import Packet
+from ckpt.async_calls.call import Call
+from ckpt.async_calls.config import WriterConfig
+from ckpt.async_calls.fork_server import ForkServer, release_in_forked_children
+from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, MessageChannel, Ready, Run
+from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
+from ckpt.distributed import own_rank
+from ckpt.errors import RemoteTraceback, WriterError
 from inprocess.ipc.shared_memory import SharedMemory
+from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["CONTROL_PAGE", "ControlPage", "WriterLoop"]
+__all__ = ["Outcome", "Writer", "WriterPool", "wait_for_any"]
 
-CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
-_MAX_ERROR_BYTES = 4 << 10
-_MAX_TRACEBACK_BYTES = 32 << 10
+_MAX_ATTEMPTS = 2
+_EXIT_WAIT_S = 2.0
 
 
-class ControlPage:
-    """Three words that trainer and writer share without a message, so that they are true however the writer ends.
+@dataclass(frozen=True)
+class Outcome:
+    """A call is over. `error` is None when its function returned."""
 
-    The writer's: a progress counter, and the last call started. The trainer's: the abort flag.
+    index: int
+    error: WriterError | None
+
+
+class Writer:
+    """Runs calls in one background process at a time, in the order submitted.
+
+    Used by one thread of the trainer; forked children must not use it.
     """
 
-    SIZE = 4096
-
-    def __init__(self, region: SharedMemory) -> None:
-        self._words = region.buffer.cast("Q")  # aligned 8-byte stores: never seen half written
-
-    @property
-    def progress(self) -> int:
-        return self._words[0]
-
-    def advance(self) -> None:
-        self._words[0] = (self._words[0] + 1) % 2**64
+    def __init__(self, config: WriterConfig, server: ForkServer) -> None:
+        self._config = config
+        self._server = server
+        self._process: _Process | None = None
+        self._calls: dict[int, Call] = {}  # in the order submitted
+        self._results: list[Outcome | Event] = []  # for the next `poll`
+        self._alive_at = time.monotonic()  # when the writer was last seen to make progress, or had nothing to do
+        self._last_progress = 0
+        release_in_forked_children(self)
 
     @property
-    def aborted(self) -> bool:
-        return self._words[1] != 0
+    def pid(self) -> int | None:
+        """The id of the process; None as long as it does not exist."""
+        return self._process.pid if self._process is not None else None
 
-    def has_started(self, index: int) -> bool:
-        """Whether the call can have had effects. Calls reach a writer in the order of their indices."""
-        return index < self._words[2]
+    def start(self) -> None:
+        """Start the process in the background, if there is none. Raises OSError when that fails."""
+        if self._process is None:
+            self._process = _Process.begin(self._server)
+            self._alive_at, self._last_progress = time.monotonic(), 0
 
-    def start(self, index: int) -> None:
-        self._words[2] = index + 1
-        self.advance()
+    def submit(self, call: Call) -> None:
+        """Take a call, without waiting for the process. Indices only grow. Every failure is the call's outcome."""
+        if not self._calls:
+            self._alive_at = time.monotonic()
+        self._calls[call.index] = call
+        self._send(call)
+        self._begin_first(time.monotonic_ns())
 
-    def abort(self) -> None:
-        """No call that has not started will ever start, even in a writer that is only just being forked."""
-        self._words[1] = 1
+    @property
+    def busy(self) -> bool:
+        """Whether there are calls without an outcome."""
+        return bool(self._calls)
 
+    def poll(self) -> list[Outcome | Event]:
+        """Return what happened since the last call, without waiting.
 
-class WriterLoop:
-    """Runs in the main thread of a writer process."""
+        Notices a process that died or hangs, and replaces it if calls are left for it.
+        """
+        self._server.pump()
+        if self._process is not None:
+            if self._receive(self._process):
+                self._handle_death(self._process)
+            elif (reason := self._overdue(self._process)) is not None:
+                self._handle_death(self._process, reason)
+            else:
+                self._process.detach_closed_regions()
+                self._process.channel.flush()
+        results, self._results = self._results, []
+        return results
 
-    def __init__(self, channel: MessageChannel) -> None:
-        self._channel = channel
-        self._regions: dict[str, SharedMemory] = {}
-        self._page: ControlPage | None = None
-        self._kept: dict[Hashable, Any] = {}
+    def kill(self) -> None:
+        """Kill the process with SIGKILL.
 
-    def run(self) -> None:
-        """Returns when the trainer is gone, or wants no more, and everything it had sent is done."""
-        self._channel.send(Ready(os.getpid()))
-        while (packet := self._next()) is not None:
-            match packet.message, packet.fds:
-                case Attach() as message, (fd,):
-                    self._attach(message, fd)
-                case Detach(region_id), ():
-                    self._regions.pop(region_id).close()
-                case Run(index), (fd,) if self._page is not None:
-                    if self._page.aborted:
-                        return
-                    self._channel.send(self._call(index, fd, self._page))
-                    os.close(fd)
+        The running call fails, as `poll` will report. No call behind it begins in this process.
+        """
+        if self._process is not None:
+            self._server.pump()
+            self._process.take_spawned(self._server)
+            self._process.kill()
 
-    def _next(self) -> Packet[Message] | None:
-        """Wait for the next message; None when the trainer is gone."""
-        poll = select.poll()
-        while True:
-            self._channel.flush()
-            try:
-                if (packet := self._channel.receive()) is not None:
-                    return packet
-            except EOFError:
-                return None
-            poll.register(self._channel, self._channel.poll_events)
-            poll.poll()  # no deadline: the trainer's death ends it
+    def forget_calls(self) -> None:
+        """Drop all calls without an outcome. A process that works on one is killed; the next call gets another.
 
-    def _attach(self, message: Attach, fd: int) -> None:
-        region = SharedMemory(fd, message.size, message.name, message.region_id)
-        self._regions[message.region_id] = region
-        if message.region_id == CONTROL_PAGE:
-            self._page = ControlPage(region)
+        Does not wait for its end: it may still write for a moment.
+        """
+        if self._calls:
+            self.discard()
+        self._results.clear()
 
-    def _call(self, index: int, fd: int, page: ControlPage) -> Finished:
-        began_ns = time.monotonic_ns()
-        page.start(index)
-        context = WriterContext(
-            index,
-            page.advance,
-            lambda event: self._channel.send(Event(index, event)),
-            lambda: self._channel.peer_gone,
-            self._kept,
-        )
+    def discard(self) -> None:
+        """Kill the process, without reading what it sent, nor waiting for its end."""
+        if self._process is not None:
+            self._process.kill()
+        self.release()
+
+    def close(self, timeout_s: float) -> None:
+        """Let the process finish what it has, wait for its end at most `timeout_s`, then kill it.
+
+        Outcomes are dropped. Idempotent.
+        """
+        if (process := self._process) is not None:
+            process.channel.end_sending()
+            deadline = time.monotonic() + timeout_s
+            while not self._receive(process) and (remaining_s := deadline - time.monotonic()) > 0:
+                self._results.clear()
+                wait_for_any([self], remaining_s)
+                self._server.pump()
+            process.kill()
+            process.wait_dead(_EXIT_WAIT_S)
+        self.release()
+
+    def release(self) -> None:
+        """Close the connection without waiting: the process finishes what it was sent, then ends. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.release()
+        for call in self._calls.values():
+            call.leave_writer()
+        self._calls.clear()
+
+    def handles(self) -> list[tuple[int, int]]:
+        """Return the file descriptors to poll, with the events to poll for."""
+        handles = []
+        if self._process is not None:
+            handles.append((self._process.channel.fileno(), self._process.channel.poll_events))
+            if self._process.pidfd is not None:
+                handles.append((self._process.pidfd, select.POLLIN))
+        if (control := self._server.control) is not None:
+            handles.append((control.fileno(), control.poll_events))
+        return handles
+
+    def timeout_s(self) -> float | None:
+        """Return when to `poll` at the latest, in seconds from now, even if the process sends nothing; None: never."""
+        if self._results:
+            return 0.0
+        limit_s, left_s = self._limit_s(), self._left_s()
+        times = [] if limit_s is None else [self._alive_at + limit_s - time.monotonic()]
+        times += [] if left_s is None else [left_s]
+        return max(0.0, min(times)) if times else None
+
+    def _limit_s(self) -> float | None:
+        if self._process is None or not self._calls:
+            return None
+        return self._config.writer_timeout_s if self._process.ready else self._config.start_timeout_s
+
+    def _left_s(self) -> float | None:
+        """Return how long the running call may go on; None if it has no limit."""
+        first = self._first()
+        return None if first is None or first.timer is None else first.timer.left_s()
+
+    def _first(self) -> Call | None:
+        """Return the call that is running, or next."""
+        return next(iter(self._calls.values()), None)
+
+    def _begin_first(self, at_ns: int) -> None:
+        """Start the clock of the call that is next, if a process is there to run it."""
+        first = self._first()
+        if first is not None and self._process is not None and self._process.ready:
+            first.begin(at_ns)
+
+    def _send(self, call: Call) -> None:
+        call.attempts += 1
         try:
-            call = payload.load(fd, self._regions)
-            with context.entered():
-                call.run()
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of a function are not ours to obey either
-            return _failure(index, began_ns, error)
-        return Finished(index, began_ns, time.monotonic_ns())
+            self.start()
+            assert self._process is not None
+            self._process.send_call(call)
+        except OSError as error:
+            self._settle(call.index, f"could not be given to a writer process: {error}")
+
+    def _receive(self, process: _Process) -> bool:
+        """Take in what the process sent. True when it is dead and everything it sent has been read."""
+        process.take_spawned(self._server)
+        dead = process.wait_dead(0)  # checked first: if so, all that it ever sent is in the socket
+        try:
+            while (packet := process.channel.receive()) is not None:
+                self._handle(process, packet.message)
+        except EOFError:
+            return True
+        return dead  # a dead writer without an end of the socket: a child of its function still holds it
+
+    def _handle(self, process: _Process, message: Message) -> None:
+        if isinstance(message, Ready):
+            process.ready = True
+            self._alive_at = time.monotonic()
+            self._begin_first(time.monotonic_ns())
+        elif isinstance(message, Event):
+            self._results.append(message)
+        elif isinstance(message, Finished) and message.index in self._calls:
+            taken_s = None if message.error else (message.ended_ns - message.began_ns) / 1e9
+            self._settle(message.index, message.error and f"raised {message.error}", message.traceback, taken_s)
+            self._begin_first(message.ended_ns)
+
+    def _overdue(self, process: _Process) -> str | None:
+        """Return why the process must be killed now; None if it need not be."""
+        now = time.monotonic()
+        progress = process.page.progress
+        if not self._calls or progress != self._last_progress:
+            self._alive_at, self._last_progress = now, progress
+        first, left_s = self._first(), self._left_s()
+        if first is not None and first.timer is not None and left_s is not None and left_s <= 0:
+            return first.timer.overdue(process.pid)
+        limit_s = self._limit_s()
+        if limit_s is None or now - self._alive_at < limit_s:
+            return None
+        if not process.ready:
+            self._server.release()  # it may hang: the next process is forked by another one
+            return f"did not start within {limit_s:g} s"
+        return f"made no progress for {limit_s:g} s and was killed"
+
+    def _handle_death(self, process: _Process, reason: str | None = None) -> None:
+        """Settle the calls of a dead or hanging process: fail them, or send them to the next one."""
+        process.kill()  # it may hang, or its children may live
+        process.wait_dead(_EXIT_WAIT_S)  # its function has no effect any more when the failure is reported
+        how = reason or self._server.wait_exit(process.writer_id, _EXIT_WAIT_S)
+        name = "the writer process" if process.pid is None else f"the writer process (pid {process.pid})"
+        self._process = None
+        process.release()
+        for call in list(self._calls.values()):
+            if process.page.has_begun(call.index) or call.attempts >= _MAX_ATTEMPTS:
+                self._settle(call.index, f"failed: {name} {how}. The next call gets a new one")
+            else:
+                self._send(call)
+
+    def _settle(self, index: int, problem: str, trace: str = "", taken_s: float | None = None) -> None:
+        call = self._calls.pop(index)
+        call.leave_writer(taken_s)
+        error = None
+        if problem:
+            rank = own_rank()
+            where = "" if rank is None else f" on rank {rank}"
+            error = WriterError(f"background call {index} ({call.label}){where} {problem}", rank=rank)
+            error.__cause__ = RemoteTraceback(trace) if trace else None
+        self._results.append(Outcome(index, error))
 
 
-def _failure(index: int, began_ns: int, error: BaseException) -> Finished:
-    ended_ns = time.monotonic_ns()
-    lines: list[Any] = traceback.format_exception(error)
-    summary = traceback.format_exception_only(error)[-1].strip()
-    traceback.clear_frames(error.__traceback__)  # they hold the arguments, and with them views of shared memory
-    gc.collect()
-    trace = clip("".join(lines), _MAX_TRACEBACK_BYTES)
-    return Finished(index, began_ns, ended_ns, clip(summary, _MAX_ERROR_BYTES), trace)
+class _Process:
+    """One writer process, from the request to fork it until it is dead."""
+
+    def __init__(self, channel: MessageChannel, control_region: SharedMemory, writer_id: int) -> None:
+        self.channel = channel
+        self.page = ControlPage(control_region)
+        self.writer_id = writer_id
+        self.pid: int | None = None
+        self.pidfd: int | None = None  # None until the server has reported the fork
+        self.ready = False
+        self._control_region = control_region
+        self._attached: dict[str, weakref.ref[SharedMemory]] = {}
+
+    @classmethod
+    def begin(cls, server: ForkServer) -> Self:
+        """Ask for a process. Returns before it exists; its socket takes messages at once. Raises OSError."""
+        channel, theirs = MessageChannel.pair(CODEC)
+        region: SharedMemory | None = None
+        with theirs:
+            try:
+                region = SharedMemory.create("ckpt-control", ControlPage.SIZE)
+                process = cls(channel, region, server.spawn(theirs))
+                channel.send(Attach(CONTROL_PAGE, region.name, region.size), region.fd)
+            except BaseException:
+                channel.close()
+                if region is not None:
+                    region.close()
+                raise
+        return process
+
+    def send_call(self, call: Call) -> None:
+        """Send the call, and before it the regions that this process has not got yet."""
+        for region_id, region in call.regions.items():
+            if region_id not in self._attached:
+                self.channel.send(Attach(region_id, region.name, region.size), region.fd)
+                self._attached[region_id] = weakref.ref(region)
+        self.channel.send(Run(call.index), call.fd)
+
+    def detach_closed_regions(self) -> None:
+        """Ask the process to unmap, after the calls it has, the regions that were closed here."""
+        for region_id, reference in list(self._attached.items()):
+            region = reference()
+            if region is None or region.closed:
+                del self._attached[region_id]
+                self.channel.send(Detach(region_id))
+
+    def take_spawned(self, server: ForkServer) -> None:
+        """Learn the pid, if the server has reported it."""
+        if self.pidfd is None and (spawned := server.take_spawned(self.writer_id)) is not None:
+            self.pid, self.pidfd = spawned
+            if self.page.aborted:
+                self.kill()
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Whether the process is known to be dead."""
+        if self.pidfd is None:
+            return False
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def kill(self) -> None:
+        """Send SIGKILL, now or when the pid is known; until then the process begins no call any more."""
+        self.page.abort()
+        if self.pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def release(self) -> None:
+        """Close the connection: the process, if alive, finishes what it was sent, then ends. Idempotent."""
+        self.channel.close()
+        self._control_region.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+class WriterPool:
+    """The writers of a queue, and the server that forks them."""
+
+    def __init__(self, config: WriterConfig, count: int) -> None:
+        self.server = ForkServer(config)
+        self.writers = [Writer(config, self.server) for _ in range(count)]
+
+    def replace_all(self, config: WriterConfig) -> WriterPool:
+        """Take new processes, none of which is started yet, and return a pool of the old ones."""
+        old, new = WriterPool(config, 0), WriterPool(config, len(self.writers))
+        old.server, old.writers = self.server, self.writers
+        self.server, self.writers = new.server, new.writers
+        return old
+
+    def release(self) -> None:
+        """Close all connections without waiting: the writers finish what they were sent, then all end. Idempotent."""
+        for writer in self.writers:
+            writer.release()
+        self.server.release()
+
+    def discard(self) -> None:
+        """Kill the writers without waiting for their end. Idempotent."""
+        for writer in self.writers:
+            writer.discard()
+        self.server.release()
+
+
+def wait_for_any(writers: Iterable[Writer], timeout_s: float, interrupted: Wakeup | None = None) -> None:
+    """Wait until one of them has something to `poll` for, at most `timeout_s`, or until `interrupted` is set."""
+    poll = select.poll()
+    if interrupted is not None:
+        poll.register(interrupted, select.POLLIN)
+    for writer in writers:
+        for fd, events in writer.handles():
+            poll.register(fd, events)
+        if (writer_timeout_s := writer.timeout_s()) is not None:
+            timeout_s = min(timeout_s, writer_timeout_s)
+    ready = poll.poll(max(0, int(timeout_s * 1000) + 1))
+    if interrupted is not None and any(fd == interrupted.fileno() for fd, _ in ready):
+        interrupted.clear()

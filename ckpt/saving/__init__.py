@@ -1,5 +1,8 @@
 """The pipeline of a save, from the state in the trainer to a published step.
 
-`planner` and `part` (this rank's share), `save` (trainer: stage) -> `write` (writer process) -> `publish` (the
-coordinator's).
+    trainer   `planner` (and `layout`, this rank's share) -> `stage` -> `save` ── WriteTask ──▶ writer
+                                                             `handle` ◀───────── reports ──── writer
+    writer    `write` -> `publish` (the coordinator's) -> `retention`
+
+`task` has what the two tell each other. `recover` and `drain` decide about saves that their processes did not.
 """

@@ -1,17 +1,16 @@
-"""After a fault: see that every save in flight is decided, without talking to the other ranks.
+"""Decide every save in flight after a fault, without communication between the ranks.
 
-Every surviving rank does this for every save that it has a part in, and all come to the same end, because each save is
-decided by one rename. A save is given up as soon as it is clear that it cannot become whole:
+Every surviving rank does this for every save that it has a part in. All come to the same result, because each save is
+decided by one rename. Writers outlive their trainers, so what was staged is written, and waited for. A save is given up
+as soon as it is certain that it cannot be completed:
 
-    this rank was interrupted before it had scheduled it       given up at once
-    it is of other ranks, this one was not that far            given up at once (`refuse_others`)
-    a part is missing, and its rank has no writer alive        that rank died before staging, or with its writer
-    time is over
+    this rank was interrupted before it had scheduled the save     given up at once
+    only other ranks have begun the save, not this one             given up at once (`refuse_others`)
+    a part is missing, and its rank has no writer alive            given up after a grace period
+    the deadline is reached                                        given up
 
-So only the dead are waited for.
-
-Writers outlive their trainers, so a part that was staged gets written. When all parts are there and the coordinator's
-writer is dead, one of the survivors publishes in its place. Runs in the trainer; makes no collective.
+When all parts are there and the coordinator's writer is dead, one of the survivors publishes in its place. Runs in the
+trainer; makes no collective.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError
+from ckpt.meeting import named
 from ckpt.saving.publish import publish
 from ckpt.storage.commit import Abandoned, Outcome, PendingSave, Reason
 from ckpt.storage.names import SaveId
@@ -32,13 +32,13 @@ __all__ = ["InFlight", "refuse_others", "settle"]
 
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
-_GRACE_S = 3.0  # a writer begins with its work at once, but may have to be started first, on a machine that is busy
+_GRACE_S = 3.0  # a writer may have to be started first, on a busy machine
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A save that this rank has staged its part of, or begun to. `scheduled`: a writer has got it, as far as known."""
+    """A save that this rank has staged, or begun to stage. `scheduled`: as far as known, a writer has its task."""
 
     save: SaveId
     world_size: int
@@ -48,9 +48,9 @@ class InFlight:
 def settle(
     root: CheckpointRoot, in_flight: InFlight, rank: int, deadline: float, pump: Callable[[float], None]
 ) -> Outcome:
-    """Return what became of the save, at the latest soon after `deadline` (monotonic): it is decided then.
+    """Wait until the save is decided, at the latest soon after `deadline` (monotonic), and return the outcome.
 
-    `pump(seconds)` waits so long, and lets the answers of writers come in. StorageError when nothing can be decided.
+    `pump(seconds)` waits so long, and takes in messages of writers. StorageError when nothing can be decided.
     """
     pending = PendingSave(root, in_flight.save)
     problem: str | None = None
@@ -75,35 +75,34 @@ def settle(
 
 
 def refuse_others(root: CheckpointRoot, owner: int, own: Iterable[SaveId], rank: int) -> None:
-    """Give up all undecided saves of this `owner` but `own`: without the part of this rank, which it never gets, none
-    can be whole."""
+    """Give up all undecided saves of this `owner` but `own`: this rank will never write its parts of them."""
     for save in {save for save in root.pending() if save.owner == owner} - set(own):
         _give_up(PendingSave(root, save), rank, f"after a fault rank {rank} has no part in it")
 
 
-_NO_COORDINATOR = "the coordinator's writer is gone"
+_NO_COORDINATOR = "the coordinator's writer is dead"
 
 
 def _problem(pending: PendingSave, world_size: int) -> str | None:
-    """Return why the save makes no progress at the moment; None if it does, or if that cannot be known."""
+    """Return why the save makes no progress at the moment; None if it does, or if that is unknown."""
     if not os.path.isdir(pending.path):
         return "it had not begun"
     missing = set(range(world_size)) - pending.parts_present()
     alive = pending.root.ownership.leases(pending.save.owner).alive_ranks()
-    if gone := sorted(missing - alive):
-        return f"no writer is left for the part(s) of rank(s) {gone}"
+    if lost := sorted(missing - alive):
+        return f"no writer is alive for the missing parts of {named(lost)}"
     return _NO_COORDINATOR if not missing and _COORDINATOR not in alive else None
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> Outcome:
     outcome = pending.abandon(Reason(rank, "SaveAbandonedError", why))
     if isinstance(outcome, Abandoned):
-        _log.warning("rank %d: the save of step %d is given up: %s", rank, pending.save.step, outcome.reason.message)
+        _log.warning("rank %d: the save of step %d was given up: %s", rank, pending.save.step, outcome.reason.message)
     return outcome
 
 
 def _publish_in_its_place(pending: PendingSave, rank: int) -> None:
-    """Publish, as other survivors may do, too; on one host only one does the work."""
+    """Publish the save. Other survivors may do the same; on each host only one does the work."""
     try:
         lock = pending.try_lock()
     except CheckpointError:

@@ -1,6 +1,6 @@
-"""Lays out a rank's files in slots: one image after the other, and what is copied into each.
+"""Where the files of a rank lie in its slots, one after the other, and what is copied into each.
 
-Made once from the plan. Another rank's layout is made in the same way, to restore from its slots.
+Made once from the plan. The layout of another rank is made in the same way, to restore from its slots.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import StateError
@@ -16,29 +17,48 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, unravel_index
 from ckpt.planning.packing import PackedTensor
 from ckpt.planning.save_plan import ArrayPlan, SavePlan
-from ckpt.saving.part import Image, LocalBoxes, Part, PartPlan
-from ckpt.staging.copies import Copies, Shared
-from ckpt.staging.copy_op import CopyOp
+from ckpt.saving.task import PlannedChunk, WritePlan
+from ckpt.staging.copy_table import Copies, CopyOp, Shared
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_layout import FileLayout
 from ckpt.storage.documents import EncodedList
 from ckpt.storage.names import PACK_DIRECTORY, directory
 
-__all__ = ["copies_from", "make_part"]
+__all__ = ["LocalBoxes", "RankLayout", "make_layout", "make_restore_layout"]
+
+LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
+"""What a rank holds of each tensor: boxes of the global one, and the offset of each in the local one."""
 
 
-def make_part(
+@dataclass(frozen=True)
+class RankLayout:
+    """A rank's share of every save of a structure: the writer's plan, and for each batch the copies that fill its slot.
+
+    `gaps` are the bytes that must be zero, in the pack and behind the last elements of an array: offset and number.
+    """
+
+    plan: WritePlan
+    copies: tuple[Copies, ...]
+    gaps: tuple[tuple[tuple[int, int], ...], ...]
+
+    def clear_gaps(self, batch: int, slot: memoryview) -> None:
+        """Make the gaps zero in the slot of a batch."""
+        for offset, nbytes in self.gaps[batch]:
+            slot[offset : offset + nbytes] = bytes(nbytes)
+
+
+def make_layout(
     plan: SavePlan, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, compression: str | None
-) -> Part:
-    """Lay out this rank's files in slots of at most `max_slot_bytes`.
+) -> RankLayout:
+    """Lay out the files of this rank in slots of at most `max_slot_bytes`.
 
     Raises StateError when a single file does not fit a slot.
     """
     packed = EncodedList.of([_packed_entry(entry, plan) for entry in plan.packed if entry.owner == rank])
-    return _lay_out(_Builder(rank, local_boxes, max_slot_bytes, compression), plan, rank, packed)
+    return _lay_out(_LayoutBuilder(rank, local_boxes, max_slot_bytes, compression), plan, rank, packed)
 
 
-def _lay_out(builder: _Builder, plan: SavePlan, rank: int, packed: EncodedList) -> Part:
+def _lay_out(builder: _LayoutBuilder, plan: SavePlan, rank: int, packed: EncodedList) -> RankLayout:
     for array, chunks in itertools.groupby(plan.chunks_of(rank), key=lambda chunk: chunk[:2]):
         builder.add_array(array[1], [number for _, _, number in chunks])
     if plan.pack_grid is not None and rank in plan.pack_owners:
@@ -47,25 +67,25 @@ def _lay_out(builder: _Builder, plan: SavePlan, rank: int, packed: EncodedList) 
     return builder.build(plan, packed, aliases)
 
 
-def copies_from(
+def make_restore_layout(
     plan: SavePlan,
     rank: int,
     local_boxes: LocalBoxes,
     own_rank: int,
     max_slot_bytes: int | None,
     compression: str | None,
-) -> Part:
-    """Lay out the files of `rank` as it does itself, with the copies of those boxes only that `local_boxes` hold.
+) -> RankLayout:
+    """Lay out the files of `rank` as it does itself, with copies of only those boxes that `local_boxes` hold.
 
-    Copied back, they bring what the slot of `rank` holds into the tensors of whoever has these boxes. What belongs to
-    one rank alone is for `own_rank` only.
+    Done in reverse, the copies restore these boxes from the slot of `rank`. Of what each rank has for itself, there are
+    copies for `own_rank` only.
     """
-    builder = _Builder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
-    return _lay_out(builder, plan, rank, EncodedList.of(()))  # nobody writes this part
+    builder = _LayoutBuilder(rank, local_boxes, max_slot_bytes, compression, only_for=own_rank)
+    return _lay_out(builder, plan, rank, EncodedList.of(()))  # no process writes this layout
 
 
 def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
-    """As it is in the part manifest; the offset is in bytes from the start of the pack."""
+    """Return the entry of a part manifest; its offset is in bytes from the start of the pack."""
     start = plan.pack_owners.index(entry.owner) * plan.pack_bytes if plan.pack_bytes else 0
     document = {"path": entry.path, "dtype": entry.dtype, "shape": entry.shape, "offset": start + entry.offset}
     if entry.shape != entry.tensor_shape:
@@ -73,8 +93,8 @@ def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
     return document if entry.rank is None else {**document, "rank": entry.rank}
 
 
-class _Builder:
-    """Places one image after the other; begins a new piece when a slot is full."""
+class _LayoutBuilder:
+    """Places one image after the other; begins a new batch when a slot is full."""
 
     def __init__(
         self,
@@ -93,35 +113,35 @@ class _Builder:
         self._directories: list[str] = []
         self._metas: list[ArrayMeta] = []
         self._described: list[int] = []
-        self._images: list[Image] = []
+        self._chunks: list[PlannedChunk] = []
         self._copies: list[list[CopyOp]] = [[]]
         self._shared: list[list[Shared]] = [[]]
         self._gaps: list[list[tuple[int, int]]] = [[]]
         self._next = 0
         self._slot_bytes = 0
 
-    def build(self, plan: SavePlan, packed: EncodedList, aliases: tuple[tuple[Path, Path], ...]) -> Part:
-        part_plan = PartPlan(
+    def build(self, plan: SavePlan, packed: EncodedList, aliases: tuple[tuple[Path, Path], ...]) -> RankLayout:
+        write_plan = WritePlan(
             self._rank,
             plan.world_size,
             plan.digest,
             tuple(self._directories),
             tuple(self._metas),
             tuple(self._described),
-            tuple(self._images),
+            tuple(self._chunks),
             packed,
             aliases,
             self._slot_bytes,
             len(self._copies),
         )
         copies = tuple(Copies.of(tuple(ops), shared) for ops, shared in zip(self._copies, self._shared, strict=True))
-        return Part(part_plan, copies, tuple(map(tuple, self._gaps)))
+        return RankLayout(write_plan, copies, tuple(map(tuple, self._gaps)))
 
     def _is_for_others(self, rank: int | None) -> bool:
         return self._only_for is not None and rank is not None and rank != self._only_for
 
     def add_array(self, array: ArrayPlan, chunks: Iterable[int]) -> None:
-        """`chunks` are the numbers of those that the rank writes, in C order."""
+        """Place the chunks of an array that the rank writes: their numbers, in C order."""
         meta = _array_meta(array, self._compression)
         number = self._add_meta(_array_directory(array), meta, described=array.owners[0] == self._rank)
         for index in (unravel_index(chunk, meta.grid_shape) for chunk in chunks):
@@ -143,7 +163,7 @@ class _Builder:
                 self._copy(array, box, offset + piece.offset, layout.full_shape, piece_bytes)
 
     def add_pack(self, plan: SavePlan) -> None:
-        """The chunks of the pack that are this rank's part of it."""
+        """Place the chunks of the pack that this rank writes."""
         assert plan.pack_grid is not None
         chunk_bytes, first = plan.pack_bytes, plan.pack_owners.index(self._rank)
         shape = (chunk_bytes * len(plan.pack_owners),)
@@ -159,8 +179,7 @@ class _Builder:
                 self._fill(entries, offset + piece.offset, start, start + layout.inner_chunk_bytes)
 
     def _fill(self, entries: deque[PackedTensor], offset: int, start: int, end: int) -> None:
-        """Take those entries that are between `start` and `end` of this rank's part; that is at `offset` in the
-        slot."""
+        """Copy the entries between bytes `start` and `end` of this rank's share of the pack to `offset` in the slot."""
         filled, copies, count = start, self._copies[-1], 0
         first = len(copies)
         while entries and entries[0].offset < end:
@@ -199,8 +218,8 @@ class _Builder:
             if layout.buffer_bytes > self._limit:
                 raise StateError(
                     f"{display(path)}: a file of {layout.buffer_bytes} bytes does not fit a staging slot of "
-                    f"{self._limit} "
-                    f"bytes; raise max_host_bytes to at least {2 * layout.buffer_bytes}, or lower file_bytes"
+                    f"{self._limit} bytes; raise max_host_bytes to at least {2 * layout.buffer_bytes}, or lower "
+                    "file_bytes"
                 )
             if self._next:
                 self._copies.append([])
@@ -210,7 +229,7 @@ class _Builder:
         offset = self._next
         self._next += layout.buffer_bytes
         self._slot_bytes = max(self._slot_bytes, self._next)
-        self._images.append(Image(number, index, offset, layout.buffer_bytes, len(self._copies) - 1))
+        self._chunks.append(PlannedChunk(number, index, offset, layout.buffer_bytes, len(self._copies) - 1))
         return offset
 
     def _copy(
@@ -226,7 +245,7 @@ class _Builder:
         self._copies[-1].append(CopyOp(array.path, source, flat, offset, full_shape, array.itemsize, piece_bytes))
 
     def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
-        """Where `box` of the global tensor is in the local one, and the shape of the local one; None if it is not."""
+        """Return where `box` of the global tensor is in the local one, and its shape; None if it is not there."""
         boxes = self._local_boxes.get(path, [])
         if not boxes and self._only_for is not None:
             return None
@@ -242,9 +261,9 @@ class _Builder:
 
 
 def _flat(source: tuple[slice, ...], local: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The box as one run of elements of a contiguous local tensor; None if it is not one.
+    """Return the box as one run of elements of a contiguous local tensor; None if it is not one.
 
-    It is one if, behind the first dimension in which it has several indices, it has all there are.
+    It is one if it spans all dimensions behind the first in which it has several indices.
     """
     several = [dim for dim, size in enumerate(shape) if size > 1]
     if several and shape[several[0] + 1 :] != local[several[0] + 1 :]:
@@ -254,7 +273,7 @@ def _flat(source: tuple[slice, ...], local: tuple[int, ...], shape: tuple[int, .
 
 
 def _array_directory(array: ArrayPlan) -> str:
-    """Where the array is in the step. Names that begin with two underscores never come out of a key."""
+    """Return the directory of an array in the step. No key leads to names that begin with two underscores."""
     base = directory(array.path)
     if array.rank is not None:
         return f"{base}/__rank_{array.rank:05d}"
@@ -262,8 +281,10 @@ def _array_directory(array: ArrayPlan) -> str:
 
 
 def _array_meta(array: ArrayPlan, compression: str | None) -> ArrayMeta:
-    """The array as Zarr sees it. The attribute ``ckpt`` has the exact name, and what the array is when it is not a
-    whole tensor."""
+    """Return the metadata for Zarr.
+
+    The attribute ``ckpt`` has the exact name, and what the array is when it is not a whole tensor.
+    """
     about: dict[str, object] = {"name": list(array.path)}
     if array.rank is not None:
         about["rank"] = array.rank

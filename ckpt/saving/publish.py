@@ -1,7 +1,7 @@
-"""Make a step out of the parts of all ranks: check them against each other, write what describes the whole, publish.
+"""Publish a step: check the parts of all ranks against each other, write the documents of the whole, commit.
 
-Runs in the coordinator's writer at the end of a save, in a trainer that does so in its place after a fault, and in the
-one that recovers what an earlier start left. Needs nothing but what is in the directory.
+Runs in the coordinator's writer at the end of a save, in a trainer that publishes in its place after a fault, and in
+the process that recovers what an earlier start left. Needs only what is in the directory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
@@ -19,27 +18,8 @@ from ckpt.storage import files
 from ckpt.storage.array_metadata import ArrayMeta, group_document, groups, root_document
 from ckpt.storage.commit import Abandoned, PendingSave, Published
 from ckpt.storage.documents import EncodedList, canonical_json, encode_document, encode_root
-from ckpt.storage.recycled import recycle_step
-from ckpt.storage.root import CheckpointRoot
 
-__all__ = ["PartFile", "Retention", "publish", "retain"]
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Which published steps stay: the newest `keep_last`, and every multiple of `keep_every`. None keeps all. With
-    `reuse_files` the next save writes over the files of one that does not."""
-
-    keep_last: int | None = None
-    keep_every: int | None = None
-    reuse_files: bool = False
-
-    def superfluous(self, steps: list[int]) -> list[int]:
-        """The steps to remove, oldest first; never the newest."""
-        if self.keep_last is None:
-            return []
-        old = sorted(steps)[: -self.keep_last]
-        return [step for step in old if not (self.keep_every and step % self.keep_every == 0)]
+__all__ = ["PartFile", "publish"]
 
 
 _OF_INTENT = ("format", "save", "step", "owner", "continues", "world_size", "plan")
@@ -56,15 +36,15 @@ def publish(
     warn: Warn = lambda names, mixed: None,
     before_commit: Callable[[], None] = lambda: None,
 ) -> Published | Abandoned:
-    """Publish a save of which every part is there. Returns what was decided, by this or by another process.
+    """Publish a save of which every part is there; return what was decided, by this or by another process.
 
     The parts of the ranks in `written` need not be read: the caller has just written them. Several processes may do
     this at once: they write the same documents, and one renames the directory.
 
-    Raises CheckpointCorruptError when the parts do not make a whole, CheckpointExistsError when the step is published
-    by another save, StateError when ranks have parameters different, and what `PendingSave.publish` raises. `tick` is
-    called between steps, to show progress; `warn` is told what else ranks have different; `before_commit` is called
-    when all is durable.
+    Raises CheckpointCorruptError when the parts do not make up a step, CheckpointExistsError when the step is published
+    by another save, StateError when parameters of ranks differ, and what `PendingSave.publish` raises. `tick` is
+    called between steps, to show progress; `warn` is called with what else differs; `before_commit` is called
+    when everything is durable.
     """
     intent = pending.intent()
     if intent is None:
@@ -81,7 +61,7 @@ def publish(
     documents |= {"state.json": state_bytes, "zarr.json": encode_root(root_document(arrays, summary))}
     for name, data in documents.items():
         path = os.path.join(pending.path, name)
-        if not files.holds(path, data):  # groups of files that are used again
+        if not files.holds(path, data):  # those of recycled files hold it already
             files.write_document(path, data, pending.root.pending_path)
     made = [pending.path, *(os.path.join(pending.path, directory) for directory in directories)]
     files.sync_files([os.path.join(pending.path, name) for name in documents], made)
@@ -93,7 +73,7 @@ def publish(
 def _merge(
     pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
 ) -> tuple[dict[str, Any], dict[str, ArrayMeta], dict[str, Any]]:
-    """The summary for the root, all arrays by directory, and the state document, from the parts of all ranks."""
+    """Return the summary for the root, all arrays by directory, and the state document, from all parts."""
     arrays: dict[str, ArrayMeta] = {}
     chunks: set[str] = set()
     state: dict[str, Any] = {"values": [], "aliases": []}
@@ -133,7 +113,7 @@ def _merge(
 
 
 def _check_cover(pending: PendingSave, arrays: dict[str, ArrayMeta], chunks: set[str]) -> None:
-    """Every chunk of every array is in exactly one part. (That none is in two was checked on the way.)"""
+    """Raise CheckpointCorruptError unless every chunk of every array is in a part. `_merge` rejects duplicates."""
     expected = 0
     for directory, meta in arrays.items():
         for index in meta.chunk_indices():
@@ -142,18 +122,3 @@ def _check_cover(pending: PendingSave, arrays: dict[str, ArrayMeta], chunks: set
                 raise CheckpointCorruptError(f"{pending.path}: no part holds chunk {index} of {directory}")
     if expected != len(chunks):
         raise CheckpointCorruptError(f"{pending.path}: the parts hold {len(chunks)} chunks, the arrays have {expected}")
-
-
-def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, plan: str) -> None:
-    """Remove superfluous steps and what abandoned saves left. Never a step being read, nor anything newer than
-    `newest`. `plan` is the digest of the plan that the next save is likely to have.
-
-    For the owner: FencedError if `token` is not the newest; a step of a later owner is put back.
-    """
-    root.ownership.check(token)
-    for step in retention.superfluous([step for step in root.steps() if step <= newest]):
-        if retention.reuse_files:
-            recycle_step(root, step, plan, token)
-        else:
-            root.remove_step(step, token)
-    root.clean()

@@ -1,8 +1,8 @@
-"""What an earlier owner of a root left: saves that are not decided, steps of another branch, steps found damaged.
+"""Decide what an earlier owner of a root left: undecided saves, steps of another branch, steps found damaged.
 
-A restore decides about saves only when their owner is gone, and lets writers finish that have outlived their trainer.
-The first save of an owner has claimed the root: it decides about all that is left, and moves what is not of its branch
-aside. Both publish what is complete and abandon the rest.
+A restore decides saves only when their owner is dead, and lets writers finish that have outlived their trainer. The
+first save of an owner has claimed the root: it decides everything that is left, and moves aside what is not of its
+branch. Both publish what is complete and abandon the rest.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What the steps of a run continue: the `step` that was restored (-1 if there was none; None if nothing was
-    restored), of which `save`, and the newer ones that it was restored instead of, because they are damaged."""
+    """What the steps of a run continue: the `step` that was restored, and its `save`.
+
+    The step is -1 if there was none, and None if nothing was restored. `damaged` are the newer steps that were skipped.
+    """
 
     step: int | None = None
     save: str | None = None
     damaged: tuple[int, ...] = ()
 
     def before(self, root: CheckpointRoot) -> dict[str, Any] | None:
-        """What the next save continues, ``{"step": 20, "save": ...}``; None if nothing."""
+        """Return what the next save continues, ``{"step": 20, "save": ...}``; None for nothing."""
         if self.step is None:
             return root.tip()
         return {"step": self.step, "save": self.save} if self.step >= 0 else None
@@ -45,7 +47,7 @@ class Branch:
 def recover_for_restore(
     root: CheckpointRoot, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]
 ) -> int:
-    """Decide about the saves that are left by an owner that is gone; returns the token that a later claim has seen.
+    """Decide the saves of a dead owner; return the newest token, for a later claim.
 
     While a trainer of the owner is alive nothing is touched; writers that finish what was staged are waited for, at
     most `timeout_s`. Where the root may not be written to, nothing is done. `seen` is the newest token known, `own`
@@ -71,7 +73,7 @@ def _recover(root: CheckpointRoot, seen: int, own: int | None, timeout_s: float,
     try:
         token = ownership.claim(max(seen, newest), temporary=True)
     except FencedError:
-        return newest  # another start was faster, and is alive
+        return newest  # another start was faster, and its owner is alive
     try:
         _decide_pending(root, token, timeout_s, warn)
     finally:
@@ -80,8 +82,7 @@ def _recover(root: CheckpointRoot, seen: int, own: int | None, timeout_s: float,
 
 
 def take_over(root: CheckpointRoot, token: int, branch: Branch, timeout_s: float, warn: Callable[[str], None]) -> None:
-    """Before the first save of the owner with `token`: decide about the saves of earlier owners, then move damaged
-    steps aside.
+    """Decide the saves of earlier owners, then move damaged steps aside. Before the first save of a token's owner.
 
     Waits at most `timeout_s` for writers that outlived their trainers. Whatever is done already is not done again.
     """
@@ -92,7 +93,7 @@ def take_over(root: CheckpointRoot, token: int, branch: Branch, timeout_s: float
 
 
 def superseded(root: CheckpointRoot, token: int, branch: Branch) -> list[int]:
-    """The published steps that are newer than what the owner with `token` continues, and of earlier owners."""
+    """Return the steps of earlier owners that are newer than the one the owner with `token` continues."""
     if branch.step is None:
         return []
     newer = [step for step in root.steps() if step > branch.step]
@@ -100,8 +101,11 @@ def superseded(root: CheckpointRoot, token: int, branch: Branch) -> list[int]:
 
 
 def supersede(root: CheckpointRoot, token: int, branch: Branch, warn: Callable[[str], None]) -> None:
-    """Move the `superseded` steps aside. Just before the first save of the owner is published, not earlier: an earlier
-    owner may have removed what is continued, and then these are the only steps there are."""
+    """Move the `superseded` steps aside.
+
+    Not before the first save of the owner is about to be published: an earlier owner may have removed what it
+    continues, and then these are the only steps.
+    """
     for step in superseded(root, token, branch):
         why = f"is of another branch: training went on from step {branch.step}"
         _move_aside(root, token, step, root.superseded_path, why, warn)
@@ -110,7 +114,7 @@ def supersede(root: CheckpointRoot, token: int, branch: Branch, warn: Callable[[
 def _move_aside(root: CheckpointRoot, token: int, step: int, where: str, why: str, warn: Callable[[str], None]) -> None:
     root.ownership.check(token)
     target = root.set_aside(step, where)
-    if target is not None and owner_of_step(target) > token:  # a later owner has saved this step since that look
+    if target is not None and owner_of_step(target) > token:  # meanwhile a later owner has saved this step
         directories.rename_directory(target, root.step_path(step))
         root.ownership.check(token)
     elif target is not None:
@@ -118,7 +122,7 @@ def _move_aside(root: CheckpointRoot, token: int, step: int, where: str, why: st
 
 
 def _when_finished(root: CheckpointRoot, token: int, deadline: float) -> OwnerState:
-    """The state of an owner; not FINISHING before `deadline`."""
+    """Wait while an owner is FINISHING, until `deadline`, and return its state."""
     pause_s = _FIRST_PAUSE_S
     while (state := root.ownership.state(token)) is OwnerState.FINISHING and time.monotonic() < deadline:
         time.sleep(pause_s)
@@ -128,7 +132,7 @@ def _when_finished(root: CheckpointRoot, token: int, deadline: float) -> OwnerSt
 
 def _decide_pending(root: CheckpointRoot, token: int, timeout_s: float, warn: Callable[[str], None]) -> None:
     deadline = time.monotonic() + timeout_s
-    directories.fresh_names(root.pending_path)  # of network file systems: what was begun before the claim is seen now
+    directories.fresh_names(root.pending_path)  # a network file system then shows what was begun before the claim
     for save in root.pending():
         if save.owner >= token:
             continue
@@ -165,7 +169,7 @@ def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:
 
 
 def _world_size(pending: PendingSave) -> int | None:
-    """That of a save that has begun, in this format."""
+    """Return the world size of a save; None if it has not begun, or is of another format."""
     try:
         intent = pending.intent()
     except CheckpointCorruptError:

@@ -1,4 +1,4 @@
-"""What ranks say of their replicas in the part manifests, and the comparison that the coordinator makes of it.
+"""Digests of replicas in the part manifests, and their comparison by the coordinator.
 
 Each rank writes a digest of a sample of each replicated tensor (see `samples`), and of each value. Ranks choose the
 same samples without communication. The digests are compared before a save is published.
@@ -24,13 +24,13 @@ from ckpt.paths import Path, display
 __all__ = ["ENTRY", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
 
 Tolerance = Literal["error", "warn", "ignore"]
-"""What parameters that ranks have different are."""
+"""What is done about parameters that differ between ranks."""
 
 Warn = Callable[[list[str], bool], None]
-"""Told which names differ, and how; and whether the step holds some of each rank (else the lowest rank's)."""
+"""Is called with the names that differ, and whether the step mixes ranks (else it has the lowest rank's values)."""
 
 ENTRY = np.dtype([("name", "<u8"), ("window", "<u8"), ("digest", "<u4")])
-"""A sample: the key of its name, what of the tensor it is, and its CRC-32C. Only equal windows can be compared."""
+"""A sample: the key of its name, its place in the tensor, and its CRC-32C. Only equal places can be compared."""
 
 _ERROR, _MIXED, _LOWEST = "error", "mixed", "lowest"
 _SHOWN = 20
@@ -38,7 +38,7 @@ _NAME_CHARACTERS = 200
 
 
 class InSlot(NamedTuple):
-    """A sample of a parameter (or another tensor) whose bytes are in the slot when the copies from the device are."""
+    """A sample of a parameter (or another tensor) that is in the slot once the copies from the device are."""
 
     is_parameter: bool
     name: int
@@ -49,7 +49,7 @@ class InSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """The samples of one rank in one save: records of ENTRY of parameters, and of what comes from the lowest rank."""
+    """The samples of one rank in one save, as records of ENTRY: of parameters, and of what the lowest rank writes."""
 
     tolerance: Tolerance
     parameters: bytes
@@ -57,7 +57,7 @@ class Digests:
     in_slot: tuple[InSlot, ...] = ()
 
     def document(self, region: memoryview) -> dict[str, str]:
-        """The member of the part manifest; `region` is the slot, with all copies in it."""
+        """Return the member of the part manifest. `region` is the slot, with all copies in it."""
         late: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         for sample in self.in_slot:
             digest = crc32c(region[sample.offset : sample.offset + sample.nbytes])
@@ -69,17 +69,17 @@ class Digests:
 
 
 def name_key(name: Sequence[str | int]) -> int:
-    """64 bits that stand for the name of a leaf."""
+    """Return 64 bits that identify the name of a leaf."""
     return int.from_bytes(hashlib.blake2b(repr(tuple(name)).encode(), digest_size=8).digest(), "little")
 
 
 def check_replicas(
     documents: Sequence[Mapping[str, str]], names: Callable[[], Iterable[Sequence[str | int]]], warn: Warn
 ) -> None:
-    """Compare what all ranks, in order, say of their replicas.
+    """Compare the digests of all ranks, in order.
 
-    `names` are those of all leaves; they are only looked at if something differs. Raises StateError where ranks were
-    told that this is an error, and else tells `warn`.
+    `names` are those of all leaves; it is called only if something differs. Raises StateError for what is configured as
+    an error, and calls `warn` for the rest.
     """
     different = {member: _differing(documents, member) for member in (_ERROR, _MIXED, _LOWEST)}
     if not any(different.values()):
@@ -93,8 +93,8 @@ def check_replicas(
     if different[_ERROR]:
         raise StateError(
             f"ranks have {len(different[_ERROR])} parameter(s) or tensor(s) of optimizers different that should be the "
-            f"same: {'; '.join(said(_ERROR))}. Is a seed, a broadcast or a gradient reduction missing? What each rank "
-            "has of its own belongs into ckpt.PerRank; Checkpointer(replicas='warn') saves it nevertheless"
+            f"same: {'; '.join(said(_ERROR))}. Is a seed, a broadcast or a gradient reduction missing? Put what each "
+            "rank has for itself into ckpt.PerRank; Checkpointer(replicas='warn') saves the state nevertheless"
         )
     for member in (_MIXED, _LOWEST):
         if different[member]:
@@ -102,7 +102,7 @@ def check_replicas(
 
 
 def _differing(documents: Sequence[Mapping[str, str]], member: str) -> dict[int, str]:
-    """The key of each name that differs, and on which ranks."""
+    """Return the key of each name that differs, and on which ranks."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, document in enumerate(documents):
         ranks_by_text.setdefault(document.get(member, ""), []).append(rank)
@@ -124,7 +124,7 @@ def _how(groups: list[list[int]]) -> str:
 def all_names(
     arrays: Iterable[Mapping[str, object]], packed: Iterable[Mapping[str, Path]], values: Iterable[Sequence[Path]]
 ) -> Iterable[Path]:
-    """The names in the parts of a save: of attributes of arrays, of packed tensors, and of values."""
+    """Return the names in the parts of a save: of attributes of arrays, of packed tensors, and of values."""
     for attributes in arrays:
         about = attributes.get("ckpt")
         if isinstance(about, dict) and "name" in about:

@@ -1,10 +1,10 @@
 """Samples of replicated tensors, taken while a save is staged, so that ranks can tell whether they have the same.
 
-To look at all bytes of all replicas would cost as much as a save. A sample is a run of elements at a place that the
+To compare all bytes of all replicas would cost as much as a save. A sample is a run of elements at a place that the
 identity of the save decides, so it is the same on all ranks and another one in each save. Their number and size are
 bounded: a quarter of a MB on the CPU; on a GPU, where each is an operation of the device, a few small ones, which are
-copied behind the header of the slot and digested by the writer. Of a state with more tensors each save looks at others.
-A tensor no larger than a sample is looked at as a whole, and so are values.
+copied behind the header of the slot and digested by the writer. Of a state with more tensors, each save samples others.
+A tensor no larger than a sample is compared as a whole, and so are values.
 
 Runs in the trainer.
 """
@@ -45,7 +45,7 @@ SAMPLES_BYTES = _MOST_ON_DEVICE * _DEVICE_SAMPLE_BYTES
 
 @dataclass(frozen=True)
 class Replicas:
-    """What of a planned state other ranks have, too: columns with a row for each of the `paths`.
+    """What other ranks have, too, of a planned state: columns with a row for each of the `paths`.
 
     `names` and `boxes` are keys of the name, and of where in the tensor this rank's box is. A sample has `counts`
     elements on the CPU, and `device_counts` elsewhere. `values` are the keys of the names of values.
@@ -62,7 +62,7 @@ class Replicas:
 
     @classmethod
     def of(cls, flat: FlatState, kinds: Mapping[Path, Kind]) -> Replicas:
-        """Those tensors that are not buffers, and are one box here; and the values that are not per rank."""
+        """Take the tensors that are not buffers, and are one box here, and the values that are not per rank."""
         paths, rows = [], []
         for path, kind in kinds.items():
             leaf = flat.tensors[path]
@@ -84,7 +84,7 @@ class Replicas:
         slot: tuple[torch.Tensor, int],
         stream: torch.cuda.Stream | None,
     ) -> Digests:
-        """The samples for one save of this state, with its `encoded` values.
+        """Return the samples for one save of this state, with its `encoded` values.
 
         `slot` is the memory of the slot, and where in it there is room for SAMPLES_BYTES. The copies from a GPU are
         queued on the `stream`.
@@ -128,7 +128,7 @@ _Run = tuple[torch.Tensor, int, int]
 
 
 def _digests(runs: list[_Run]) -> Array:
-    """Those of elements on the CPU, or on a device that there is no stream for."""
+    """Return the digests of elements on the CPU, or on a device without a stream for copies."""
     addresses, nbytes, kept = [], [], []
     for local, first, count in runs:
         size = local.element_size()
@@ -142,12 +142,12 @@ def _digests(runs: list[_Run]) -> Array:
 
 
 def _queue(runs: list[_Run], slot: torch.Tensor, room: int, stream: torch.cuda.Stream) -> list[tuple[int, int]]:
-    """Copy elements from a GPU to the slot, from offset `room` on; returns offset and bytes of each run there."""
+    """Copy elements from a GPU to the slot, from offset `room` on; return offset and bytes of each run there."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     offsets = []
     with torch.cuda.stream(stream):
         for local, _, count in runs:
-            memory_of(local).record_stream(stream)  # it is not given to others before the copy has run
+            memory_of(local).record_stream(stream)  # its memory is not reused before the copy has run
             offsets.append((room, count * local.element_size()))
             room += offsets[-1][1]
         joined = torch.cat([some_bytes(*run) for run in runs])
@@ -161,13 +161,13 @@ def _digest(encoded: Any) -> int:
 
 
 def _first(order: Array, most: int) -> Array:
-    """The numbers of the `most` lowest, lowest first."""
+    """Return the numbers of the `most` lowest, lowest first."""
     chosen = np.argpartition(order, most)[:most] if len(order) > most else np.arange(len(order))
     return chosen[np.argsort(order[chosen], kind="stable")]
 
 
 def _mixed(numbers: Array) -> Array:
-    """As if drawn at random: the last step of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Return pseudo-random numbers: the last step of splitmix64 (Steele, Lea and Flood, 2014)."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,32 +1,31 @@
-"""The writer's half of a save: write this rank's chunk files, say so, and wait until the save is decided.
+"""The writer's half of a save: write this rank's chunk files, record them, and wait until the save is decided.
 
-Runs in a writer process, without torch. Read `PartWriter.__call__` from top to bottom; what a crash leaves after each
-step:
+Runs in a writer process, without torch. If only the trainer is killed, its writer goes on. If only the writer is
+killed, its trainer gives the save up on all ranks, unless it is published. If both are killed:
 
-    register           a lease that says that this process is alive: its death is noticed
-    begin / join       a directory with an intent and no part: abandoned by the next owner
-    write and sync     the same, with files
-    part manifest      as good as written: if every rank gets here the step will be published, also after the death of
-                       all trainers
-    publish            the coordinator renames the directory; a crash just before it leaves a complete save, which the
-                       next start publishes
+    killed                     left in the root                        outcome
+    -------------------------  --------------------------------------  -----------------------------------------------
+    before `begin`             nothing                                 the save never existed
+    after `begin`              .pending/<save> with its intent         abandoned by the other ranks or the next start
+    while files are written    the same, with files                    abandoned by the other ranks or the next start
+    after the part manifest    this rank's part, whole and durable     published if every rank gets here, by the
+                                                                       coordinator or the next start; else abandoned
+    before the rename          every part, and the step's documents    published by the next start
+    after the rename           the step                                published
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import pickle
 import time
 import traceback
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ckpt.async_calls import CallTimer, context
+from ckpt.async_calls import context
 from ckpt.async_calls.messages import clip
 from ckpt.errors import (
     CheckpointError,
@@ -37,10 +36,22 @@ from ckpt.errors import (
     SaveAbandonedError,
     StorageError,
 )
-from ckpt.saving.part import Image, PartPlan
-from ckpt.saving.publish import PartFile, Retention, publish, retain
+from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
-from ckpt.saving.replicas import Digests
+from ckpt.saving.retention import retain
+from ckpt.saving.task import (
+    COORDINATOR,
+    BatchWritten,
+    NotDurable,
+    PlannedChunk,
+    ReplicasDiffer,
+    Report,
+    SlotFree,
+    WriteTask,
+    to_event,
+    unpack_offsets,
+    unpickled_plan,
+)
 from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
 from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published, Reason
@@ -48,408 +59,330 @@ from ckpt.storage.leases import Lease, Leases
 from ckpt.storage.names import SaveId
 from ckpt.storage.recycled import discard_recycled, take_recycled
 from ckpt.storage.root import CheckpointRoot
-from inprocess.ipc.process import Process
-from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["PartWriter", "SaveOptions"]
+__all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
 
 _log = logging.getLogger("ckpt")
-_COORDINATOR = 0
-_CHUNKS_PER_EVENT = 200
-_ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others who do nothing
+_CHUNKS_PER_REPORT = 200
+_ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others that make no progress
 _FIRST_PROBE_S = 1.0
-_ALIVE_LOOK_S = 0.25  # how often a writer without a trainer looks whether the others are alive
+_LIVENESS_CHECK_S = 0.25  # how often a writer without a trainer checks whether the others are alive
 _TRACEBACK_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How a writer works. `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one
-    process."""
+class Fenced:
+    """A later job owns the root, and decides about the save. `rank` found that out."""
 
-    threads: int = 6
-    commit_timeout_s: float = 600.0
-    retention: Retention = field(default_factory=Retention)
+    rank: int | None
+    message: str
 
 
 class _OrphanedError(CheckpointTimeoutError):
     """No process is left that could finish this save now."""
 
 
-@dataclass
-class PartWriter:
-    """One rank's part of one save (or a piece of it), to be run by a writer process; the trainer keeps the original.
+def write_share(task: WriteTask, report: Callable[[Report], None] | None = None) -> None:
+    """Run a task; what it tells the trainer goes to `report` when this is the trainer. See `ShareWriter.run`."""
+    ShareWriter(task, report).run()
 
-    `plan` is a pickled PartPlan, made once. `region` holds the images of piece number `piece`. `values` are the
-    (encoded) leaves that are not tensors, `times` what the trainer measured. The images are complete when the 8 bytes
-    at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `sealed` are the offsets in
-    the region of what has its checksum behind it. `earlier` are the chunks that were written with earlier pieces. With
-    a `branch` the coordinator first takes over what earlier owners of the root left.
-    `replicas` are the digests of what other ranks have, too.
-    """
 
-    root: str
-    save: SaveId
-    rank: int
-    plan: bytes
-    region: SharedMemory
-    flag_offset: int
-    generation: int
-    piece: int
-    last: bool
-    values: list[Any]
-    times: dict[str, float]
-    options: SaveOptions
-    trainer: Process
-    branch: Branch | None = None
-    sealed: frozenset[int] = frozenset()
-    earlier: list[tuple[str, str, int, int]] = field(default_factory=list)
-    replicas: Digests | None = None
-    on_slot_free: Callable[[], None] | None = None
-    on_written: Callable[[list[tuple[str, str, int, int]]], None] | None = None
-    on_decided: Callable[[], Any] | None = None
-    on_begun: Callable[[int], CallTimer | None] | None = None
-    on_differing: Callable[[list[str], bool], None] | None = None
-    reported: Reason | None = None
+class ShareWriter:
+    """Writes one rank's share of one save, or a batch of it. Lives for one call, in one thread."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        callbacks = {"on_slot_free": None, "on_written": None, "on_decided": None, "on_begun": None}
-        callbacks |= {"on_differing": None}
-        return {**self.__dict__, **callbacks, "sealed": _offsets_as_bytes(self.sealed)}
+    def __init__(self, task: WriteTask, report: Callable[[Report], None] | None = None) -> None:
+        self.task = task
+        self.plan = unpickled_plan(task.plan)
+        self.pending = PendingSave(CheckpointRoot(task.root), task.save)
+        self.context = context.current()  # None in the trainer; the threads of a pool have none of their own
+        self._report_here = report
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, sealed=_offsets_of_bytes(state["sealed"]))
+    def run(self) -> None:
+        """Write, and wait for the decision; a batch that is not the last is only written.
 
-    def __call__(self) -> None:
-        """Write, and wait for the decision. Raises SaveAbandonedError unless the step is published in the end,
-        FencedError if a later job owns the root, NotDurableError if it may be lost with the power."""
-        plan = _plan(self.plan)
-        pending = self._pending()
+        Raises SaveAbandonedError or CheckpointExistsError if the save is abandoned, FencedError if a later job owns the
+        root, NotDurableError if the step is published but may be lost with the power.
+        """
+        task = self.task
+        outcome: Published | Abandoned | Fenced | None
         lease: Lease | None = None
         try:
-            lease = self._register(pending)
-            self._wait_until_staged(pending)
-            self._begin(pending, plan)
-            written, times = self._write(pending, plan)
-            self._report_slot_free(written)
-            if not self.last:
-                return
-            manifest = self._manifest(plan, written, times)
-            part = manifest, pending.write_part(self.rank, manifest)
-            outcome = self._decide(pending, plan, part)
+            lease = self._register()
+            outcome = self._write_and_decide()
         except FencedError:
             raise  # the new owner decides about the save
         except NotDurableError as error:
-            _report_or(self.on_event, {"failed": self._reason(error).to_document()})
+            self._report(NotDurable(str(error)))
             raise
         except _OrphanedError:
-            if self.rank != _COORDINATOR:
+            if task.rank != COORDINATOR:
                 raise  # the part stays: the next start of the job publishes the save if it is complete
-            outcome = self._give_up(pending, self._reason(_OrphanedError("every trainer died")))
+            outcome = give_up(self.pending, reason_for(task.rank, _OrphanedError("every trainer died")))
         except Exception as error:
-            outcome = self._give_up(pending, self._reason(error))
+            outcome = give_up(self.pending, reason_for(task.rank, error))
         finally:
-            if context.current() is None:  # run by `execute_sync`, no `abandoned` will follow
-                self.free_slot()
-                if lease is not None:
-                    lease.close()
+            if lease is not None and self.context is None:  # nothing keeps it from one save to the next
+                lease.close()
         if isinstance(outcome, Abandoned):
-            _report_or(self.on_event, {"failed": outcome.reason.to_document()})
-            raise _error_for(self.save, outcome.reason)
-        if self.rank == _COORDINATOR:
-            retain(pending.root, self.options.retention, self.save.owner, self.save.step, plan.plan_digest)
+            self._report(outcome)
+        if isinstance(outcome, Abandoned | Fenced):
+            raise error_for(task.save, outcome)
+        if outcome is not None and task.rank == COORDINATOR:
+            root, save = self.pending.root, task.save
+            retain(root, task.options.retention, save.owner, save.step, self.plan.plan_digest)
 
-    def on_event(self, event: dict[str, Any]) -> None:
-        """Trainer: the writer said what it has written, what ranks have different, that nothing reads the slot any
-        more, or why it gave up."""
-        if self.on_written is not None and "written" in event:
-            self.on_written([(str(d), str(key), int(size), int(crc)) for d, key, size, crc in event["written"]])
-        if self.on_differing is not None and "differing" in event:
-            self.on_differing([str(name) for name in event["differing"]], bool(event["mixed"]))
-        if "slot_free" in event:
-            self.free_slot()
-        if "failed" in event:
-            self.reported = Reason.from_document(event["failed"])
-
-    def abandoned(self, error: CheckpointError) -> CheckpointError | None:
-        """Trainer: the call cannot complete. Makes sure the save is decided on all ranks; None if it was published
-        after all, durably as far as is known."""
-        self.free_slot()
-        outcome = self._give_up(self._pending(), self.reported or self._reason(error))
-        if self.on_decided is not None:
-            self.on_decided()
-        if isinstance(outcome, Abandoned):
-            result = _error_for(self.save, outcome.reason)
-        elif self.reported is not None:
-            result = NotDurableError(self.reported.message, rank=self.rank, step=self.save.step)
-        elif self.last:
-            _log.warning("step %d is published, but its writer failed afterwards: %s", self.save.step, error)
+    def _write_and_decide(self) -> Published | Abandoned | None:
+        """Take all steps in order. None for a batch that is not the last: nothing is decided with it."""
+        self._wait_until_staged()
+        self._begin()
+        written, times = self._write()
+        if not self.task.last:
+            for first in range(0, len(written), _CHUNKS_PER_REPORT):
+                self._report(BatchWritten(tuple(written[first : first + _CHUNKS_PER_REPORT])))
+        self._report(SlotFree())
+        if not self.task.last:
             return None
-        else:
-            result = error
-        result.__cause__ = result.__cause__ or error
-        return result
-
-    def _pending(self) -> PendingSave:
-        return PendingSave(CheckpointRoot(self.root), self.save)
-
-    def free_slot(self) -> None:
-        """Trainer: nobody reads the slot any more. Idempotent."""
-        callback, self.on_slot_free = self.on_slot_free, None
-        if callback is not None:
-            callback()
-
-    def _report_slot_free(self, written: list[WrittenChunk]) -> None:
-        if not self.last:
-            for first in range(0, len(written), _CHUNKS_PER_EVENT):
-                records = [_record(chunk) for chunk in written[first : first + _CHUNKS_PER_EVENT]]
-                _report_or(self.on_event, {"written": records})
-        _report_or(self.on_event, {"slot_free": True})
+        manifest = self._manifest(written, times)
+        return self._decide((manifest, self.pending.write_part(self.task.rank, manifest)))
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
-    def _register(self, pending: PendingSave) -> Lease:
-        """Enter this process as a writer of its rank, once for all saves of one owner."""
+    def _register(self) -> Lease:
+        """Register this process as a writer of its rank, once for all saves of one owner: its death is noticed."""
         try:
-            return self._entered(pending)
+            return self._registered()
         except StorageError:
-            pending.root.make()  # if it was removed, the job goes on in a new one
-            pending.check_token()
-            return self._entered(pending)
+            self.pending.root.make()  # if it was removed, the job goes on in a new one
+            self.pending.check_token()
+            return self._registered()
 
-    def _entered(self, pending: PendingSave) -> Lease:
-        leases = self._leases(pending)
-        running = context.current()
+    def _registered(self) -> Lease:
+        leases, task, running = self._leases(), self.task, self.context
         if running is None:
-            return leases.register(self.rank, self.trainer, lambda: False)
+            return leases.register(task.rank, task.trainer, lambda: False)
         lease = running.keep(
-            ("lease", leases.path), lambda: leases.register(self.rank, self.trainer, running.trainer_gone)
+            ("lease", leases.path), lambda: leases.register(task.rank, task.trainer, running.trainer_left)
         )
         lease.ensure()  # the root may have been removed since
         return lease
 
-    def _leases(self, pending: PendingSave) -> Leases:
-        return pending.root.ownership.leases(self.save.owner)
+    def _leases(self) -> Leases:
+        return self.pending.root.ownership.leases(self.task.save.owner)
 
-    def _wait_until_staged(self, pending: PendingSave) -> None:
-        """The flag is copied behind the data on the same CUDA stream, so it arrives last."""
-        flag = self.region.buffer[self.flag_offset : self.flag_offset + 8]
-        for _ in self._pauses(pending, "the copies from the device", lambda: ()):
-            if int.from_bytes(flag, "little") == self.generation:
+    def _wait_until_staged(self) -> None:
+        """Wait for the flag, which is copied behind the data on the same CUDA stream and so arrives last."""
+        offset = self.task.flag_offset
+        flag = self.task.region.buffer[offset : offset + 8]
+        for _ in self._pauses("the copies from the device", lambda: ()):
+            if int.from_bytes(flag, "little") == self.task.generation:
                 return
-            if _trainer_gone():
-                raise StorageError(f"the trainer of rank {self.rank} died before its state was staged")
+            if self._trainer_left():
+                raise StorageError(f"the trainer of rank {self.task.rank} died before its state was staged")
 
-    def _begin(self, pending: PendingSave, plan: PartPlan) -> None:
-        """The coordinator opens the save; the others wait until it has."""
-        if self.rank == _COORDINATOR and self.piece == 0:
-            others: list[int] = []
-            if self.branch is not None:
-                pending.root.make()
-                pending.check_token()
-                wait_s = self.options.commit_timeout_s / 2  # the other ranks wait for this as long as for anything
-                take_over(pending.root, self.save.owner, self.branch, wait_s, _log.warning)
-                others = superseded(pending.root, self.save.owner, self.branch)
-            if self.options.retention.reuse_files:
-                take_recycled(pending, plan.plan_digest)
-            else:
-                discard_recycled(pending.root)
-            continues = (self.branch or Branch()).before(pending.root)
-            pending.begin(plan.world_size, plan.plan_digest, continues, others)  # the others wait for it
-            with contextlib.suppress(CheckpointError):
-                pending.root.clean()
+    def _begin(self) -> None:
+        """Open the save, on the coordinator; the other ranks wait until it is open."""
+        if self.task.rank == COORDINATOR and self.task.batch == 0:
+            self._open()
             return
-        for _ in self._pauses(pending, "the coordinator (rank 0) to begin the save", lambda: (_COORDINATOR,)):
-            if pending.has_begun():
+        for _ in self._pauses("the coordinator (rank 0) to begin the save", lambda: (COORDINATOR,)):
+            if self.pending.has_begun():
                 return
-            if pending.outcome() is not None:
+            if self.pending.outcome() is not None:
                 break
-        raise StorageError(f"save {self.save.name} was decided before this rank could write its part")
+        raise StorageError(f"save {self.task.save.name} was decided before this rank could write its part")
 
-    def _write(self, pending: PendingSave, plan: PartPlan) -> tuple[list[WrittenChunk], dict[str, float]]:
-        begin = time.time()
-        compressed = any(meta.compression for meta in plan.metas)
-        writer: ChunkWriter
-        if compressed:
-            writer = TensorStoreChunkWriter(pending.path, threads=self.options.threads)
+    def _open(self) -> None:
+        """Make the directory of the save and its intent, which the other ranks wait for."""
+        pending, task = self.pending, self.task
+        others: list[int] = []
+        if task.branch is not None:
+            pending.root.make()
+            pending.check_token()
+            wait_s = task.options.commit_timeout_s / 2  # the other ranks wait for this as long as for anything
+            take_over(pending.root, task.save.owner, task.branch, wait_s, _log.warning)
+            others = superseded(pending.root, task.save.owner, task.branch)
+        if task.options.retention.reuse_files:
+            take_recycled(pending, self.plan.plan_digest)
         else:
-            reuse = self.options.retention.reuse_files
-            writer = DirectChunkWriter(pending.path, threads=self.options.threads, reuse=reuse)
-        images = [image for image in plan.images if image.piece == self.piece]
-        images.sort(key=lambda image: image.image_bytes)  # the disk has work before the first large checksum is made
-        described = plan.described if self.piece == 0 else ()
-        running = context.current()  # the threads of the pool have none of their own
+            discard_recycled(pending.root)
+        continues = (task.branch or Branch()).before(pending.root)
+        pending.begin(self.plan.world_size, self.plan.plan_digest, continues, others)
+        with contextlib.suppress(CheckpointError):
+            pending.root.clean()
 
-        def write_one(image: Image) -> WrittenChunk:
-            view = self.region.buffer[image.offset : image.offset + image.image_bytes]
-            meta = plan.metas[image.array]
-            offsets = [piece.offset for piece in meta.layout(image.index).inner_chunks]
-            sealed = [offset for offset in offsets if image.offset + offset in self.sealed]
-            chunk = writer.write(ChunkJob(meta, plan.directories[image.array], image.index, view, frozenset(sealed)))
-            if running is not None:
-                running.progress()
-            return chunk
+    def _write(self) -> tuple[list[WrittenChunk], dict[str, float]]:
+        """Write the chunk files and make them durable; return what was written, and how long that took."""
+        begin = time.time()
+        plan, task = self.plan, self.task
+        writer = self._chunk_writer()
+        chunks = [chunk for chunk in plan.chunks if chunk.batch == task.batch]
+        chunks.sort(key=lambda chunk: chunk.image_bytes)  # the disk has work before the first large checksum is made
+        described = plan.described if task.batch == 0 else ()
+        checksummed = unpack_offsets(task.checksummed)
 
-        with ThreadPoolExecutor(self.options.threads, "ckpt-write") as pool:
-            chunks = pool.map(write_one, images)
+        def write_one(chunk: PlannedChunk) -> WrittenChunk:
+            image = task.region.buffer[chunk.offset : chunk.offset + chunk.image_bytes]
+            meta = plan.metas[chunk.array]
+            offsets = [inner.offset for inner in meta.layout(chunk.index).inner_chunks]
+            done = frozenset(offset for offset in offsets if chunk.offset + offset in checksummed)
+            written = writer.write(ChunkJob(meta, plan.directories[chunk.array], chunk.index, image, done))
+            self._progress()
+            return written
+
+        with ThreadPoolExecutor(task.options.threads, "ckpt-write") as pool:
+            files = pool.map(write_one, chunks)
             documents = pool.map(lambda n: writer.describe(plan.directories[n], plan.metas[n]), described)
-            written = list(chunks)
+            written = list(files)
             list(documents)
         end = time.time()
         writer.finish()
-        _progress()
+        self._progress()
         return written, {"write_begin": begin, "write_s": end - begin, "sync_s": time.time() - end}
 
-    def _manifest(self, plan: PartPlan, written: list[WrittenChunk], times: dict[str, float]) -> dict[str, Any]:
+    def _chunk_writer(self) -> ChunkWriter:
+        options = self.task.options
+        if any(meta.compression for meta in self.plan.metas):
+            return TensorStoreChunkWriter(self.pending.path, threads=options.threads)
+        return DirectChunkWriter(self.pending.path, threads=options.threads, reuse=options.retention.reuse_files)
+
+    def _manifest(self, written: list[WrittenChunk], times: dict[str, float]) -> dict[str, Any]:
+        """Return the part manifest. With it in the save, this rank's part is complete."""
+        plan, task = self.plan, self.task
         chunks: dict[str, list[list[Any]]] = {}
-        for directory, key, file_bytes, crc32c in [*self.earlier, *map(_record, written)]:
-            chunks.setdefault(directory, []).append([key, file_bytes, crc32c])
-        replicas = {} if self.replicas is None else {"replicas": self.replicas.document(self.region.buffer)}
+        for chunk in (*task.earlier, *written):
+            directory, _, key = chunk.file.rpartition("/")
+            chunks.setdefault(directory, []).append([key, chunk.file_bytes, chunk.crc32c])
+        replicas = {} if task.replicas is None else {"replicas": task.replicas.document(task.region.buffer)}
         return {
-            "save": self.save.name,
-            "rank": self.rank,
+            "save": task.save.name,
+            "rank": task.rank,
             "world_size": plan.world_size,
             "plan": plan.plan_digest,
             "arrays": {plan.directories[number]: plan.metas[number].array_document() for number in plan.described},
             "chunks": chunks,
-            "values": self.values,
+            "values": task.values,
             "packed": plan.packed,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
-            "times": {**self.times, **times},
+            "times": {**task.times, **times},
             **replicas,
         }
 
-    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile) -> Published | Abandoned:
-        """The coordinator publishes as soon as all parts are there; the others wait for what becomes of the save."""
-        everyone = set(range(plan.world_size))
+    def _decide(self, part: PartFile) -> Published | Abandoned:
+        """Publish as soon as all parts are there, on the coordinator; the other ranks wait for the decision."""
+        pending, rank = self.pending, self.task.rank
+        everyone = set(range(self.plan.world_size))
 
         def awaited() -> Iterable[int]:
-            return everyone - pending.parts_present() if self.rank == _COORDINATOR else (_COORDINATOR,)
+            return everyone - pending.parts_present() if rank == COORDINATOR else (COORDINATOR,)
 
-        for _ in self._pauses(pending, "all ranks to finish their parts", awaited):
+        for _ in self._pauses("all ranks to finish their parts", awaited):
             outcome = pending.decided()
             if outcome is not None:
                 if isinstance(outcome, Published):
                     pending.confirm()
                 return outcome
-            if self.rank == _COORDINATOR and pending.parts_present() >= everyone:
+            if rank == COORDINATOR and pending.parts_present() >= everyone:
                 return publish(
                     pending,
-                    _progress,
-                    {self.rank: part},
-                    warn=self._report_differing,
-                    before_commit=lambda: self._supersede(pending),
+                    self._progress,
+                    {rank: part},
+                    warn=lambda names, mixed: self._report(ReplicasDiffer(tuple(names), mixed)),
+                    before_commit=self._supersede,
                 )
         raise AssertionError("unreachable")
 
-    def _supersede(self, pending: PendingSave) -> None:
-        if self.branch is not None:
-            supersede(pending.root, self.save.owner, self.branch, _log.warning)
+    def _supersede(self) -> None:
+        if self.task.branch is not None:
+            supersede(self.pending.root, self.task.save.owner, self.task.branch, _log.warning)
 
-    def _report_differing(self, names: list[str], mixed: bool) -> None:
-        _report_or(self.on_event, {"differing": names, "mixed": mixed})
+    # -- waiting, and what the trainer is told -------------------------------------------------------------------------
 
-    def _pauses(self, pending: PendingSave, what: str, awaited: Callable[[], Iterable[int]]) -> Iterator[None]:
+    def _pauses(self, what: str, awaited: Callable[[], Iterable[int]]) -> Iterator[None]:
         """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`.
 
-        Without a trainer only as long as a writer of the `awaited` ranks is alive, and a little longer. StorageError
-        when the root cannot be written to: then the others cannot tell, either. FencedError when it has another owner.
+        Without a trainer, wait only as long as a writer of the `awaited` ranks is alive, and a little longer.
+        StorageError when the root cannot be written to: then the other ranks may not learn anything, either.
+        FencedError when it has another owner.
         """
+        options, rank = self.task.options, self.task.rank
         begin = time.monotonic()
         probe_at, probe_pause_s = begin + _FIRST_PROBE_S, _FIRST_PROBE_S
-        deadline = begin + self.options.commit_timeout_s
+        deadline = begin + options.commit_timeout_s
         alone_since: float | None = None
-        look_at = begin
+        check_at = begin
         pause_s = _FIRST_PAUSE_S
         while (now := time.monotonic()) < deadline:
             yield
-            _progress()
+            self._progress()
             if now >= probe_at:
-                pending.root.check_writable()
-                pending.check_token()
+                self.pending.root.check_writable()
+                self.pending.check_token()
                 probe_pause_s *= 2  # a thousand waiting ranks must not keep the metadata server busy
                 probe_at = now + probe_pause_s
-            if not _trainer_gone():
+            if not self._trainer_left():
                 alone_since = None
-            elif now >= look_at:
-                look_at = now + _ALIVE_LOOK_S
-                alive = self._leases(pending).alive_ranks() - {self.rank}
+            elif now >= check_at:
+                check_at = now + _LIVENESS_CHECK_S
+                alive = self._leases().alive_ranks() - {rank}
                 alone_since = None if alive & set(awaited()) else alone_since or now
             if alone_since is not None and now - alone_since > _ORPHAN_GRACE_S:
                 raise _OrphanedError(
-                    f"rank {self.rank} waited for {what}, but its trainer and the writers it waits for are gone"
+                    f"rank {rank} waited for {what}, but its trainer and the writers it waits for are dead"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        step = self.task.save.step
         raise CheckpointTimeoutError(
-            f"step {self.save.step}: rank {self.rank} waited {self.options.commit_timeout_s:g} s for {what}; look for "
-            "ranks that died or did not save this step, or raise the timeout",
-            rank=self.rank,
-            step=self.save.step,
+            f"step {step}: rank {rank} waited {options.commit_timeout_s:g} s for {what}; look for ranks that died or "
+            "did not save this step, or raise the timeout",
+            rank=rank,
+            step=step,
         )
 
-    def _give_up(self, pending: PendingSave, reason: Reason) -> Published | Abandoned:
-        """Make sure the save is decided: abandoned for `reason`, unless it was decided before, or is another's to
-        decide."""
-        try:
-            return pending.abandon(reason)
-        except FencedError as error:
-            return pending.outcome() or Abandoned(self._reason(error))
-        except CheckpointError:  # the storage is unusable; the others find that out by themselves
-            return Abandoned(reason)
+    def _progress(self) -> None:
+        if self.context is not None:
+            self.context.progress()
 
-    def _reason(self, error: Exception) -> Reason:
-        text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
-        text = clip(text or "".join(traceback.format_exception(error)), _TRACEBACK_BYTES)
-        return Reason(self.rank, type(error).__name__, clip(str(error), _TRACEBACK_BYTES), text)
+    def _trainer_left(self) -> bool:
+        return self.context is not None and self.context.trainer_left()
+
+    def _report(self, report: Report) -> None:
+        if self.context is not None:
+            self.context.report(to_event(report))
+        elif self._report_here is not None:
+            self._report_here(report)
 
 
-# Thousands of numbers, the same for each save: one by one they would take longer than a hundred tensors.
-@functools.lru_cache(maxsize=2)
-def _offsets_as_bytes(offsets: frozenset[int]) -> bytes:
-    return array("Q", offsets).tobytes()
+# -- giving a save up, in the writer or in the trainer -----------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=2)
-def _offsets_of_bytes(data: bytes) -> frozenset[int]:
-    return frozenset(array("Q", data))
+def give_up(pending: PendingSave, reason: Reason) -> Published | Abandoned | Fenced:
+    """Make sure the save is decided: abandoned for `reason`, unless it was decided before.
+
+    Fenced if another owner is to decide.
+    """
+    try:
+        return pending.abandon(reason)
+    except FencedError as error:
+        return pending.outcome() or Fenced(reason.rank, str(error))
+    except CheckpointError:  # the storage is unusable; the other ranks find that out by themselves
+        return Abandoned(reason)
 
 
-@functools.lru_cache(maxsize=2)
-def _plan(data: bytes) -> PartPlan:
-    """Our own bytes, made by the trainer of this writer. Kept from one save to the next, with all that it has made."""
-    plan: PartPlan = pickle.loads(data)
-    return plan
+def reason_for(rank: int, error: Exception) -> Reason:
+    """Return what an error on a rank is recorded as. Of one from another process, the traceback is of that process."""
+    text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
+    text = clip(text or "".join(traceback.format_exception(error)), _TRACEBACK_BYTES)
+    return Reason(rank, type(error).__name__, clip(str(error), _TRACEBACK_BYTES), text)
 
 
-def _report_or(here: Callable[[dict[str, Any]], None], event: dict[str, Any]) -> None:
-    """Tell the trainer; `here` if this is the trainer."""
-    running = context.current()
-    (here if running is None else running.report)(event)
-
-
-def _progress() -> None:
-    running = context.current()
-    if running is not None:
-        running.progress()
-
-
-def _trainer_gone() -> bool:
-    running = context.current()
-    return running is not None and running.trainer_gone()
-
-
-def _record(chunk: WrittenChunk) -> tuple[str, str, int, int]:
-    directory, _, key = chunk.file.rpartition("/")
-    return directory, key, chunk.file_bytes, chunk.crc32c
-
-
-def _error_for(save: SaveId, reason: Reason) -> CheckpointError:
-    """What the trainer raises for a save that is not published."""
+def error_for(save: SaveId, outcome: Abandoned | Fenced) -> CheckpointError:
+    """Return what the trainer raises for a save that is not published."""
+    if isinstance(outcome, Fenced):
+        return FencedError(f"rank {outcome.rank}: {outcome.message}", rank=outcome.rank, step=save.step)
+    reason = outcome.reason
     where = "" if reason.rank is None else f"rank {reason.rank}: "
-    if reason.kind == "FencedError":
-        return FencedError(f"{where}{reason.message}", rank=reason.rank, step=save.step)
     kind = CheckpointExistsError if reason.kind == "CheckpointExistsError" else SaveAbandonedError
     error = kind(
         f"the save of step {save.step} was abandoned on all ranks: {where}{reason.kind}: {reason.message} "

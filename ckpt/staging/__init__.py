@@ -1,1 +1,1 @@
-"""From the tensors of the trainer into shared memory: the one copy a save costs the training step."""
+"""Copies from the tensors of the trainer into shared memory: the one copy that training waits for."""

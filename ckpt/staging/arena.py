@@ -1,11 +1,11 @@
 """The arena: slots of shared memory that saves are staged in.
 
-           acquire                 hand_over                 release (part durable, or save abandoned)
-    FREE ----------> STAGING ------------------> WRITING --------------------------------> FREE
+           acquire               staged               release (files written, or save abandoned)
+    FREE ──────────▶ STAGING ─────────────▶ WRITING ──────────────────────────────▶ FREE
 
-A slot is mapped, faulted in and (on CUDA) pinned once, and used again and again. Two slots by default: one may still be
-written while the next save is staged. Faulting in and pinning take a while, so a thread does them, one slot after the
-other; whoever acquires a slot waits until that slot is ready, and `close` ends the thread.
+A slot is mapped, faulted in and (on CUDA) pinned once, and used again and again. There are two by default: one may
+still be written while the next save is staged. Faulting in and pinning take long, so a thread does them, one slot after
+the other; `acquire` waits until its slot is ready, and `close` ends the thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Arena", "Slot", "SlotState"]
 
 
 class SlotState(Enum):
-    """Who may touch a slot: nobody, the trainer, the writer."""
+    """Which process uses a slot: none, the trainer, the writer."""
 
     FREE = "free"
     STAGING = "staging"
@@ -32,9 +32,11 @@ class SlotState(Enum):
 
 
 class Slot:
-    """One region of shared memory. `tensor` is all of it as a 1-d uint8 tensor; `step` is the save that is or was in
-    it, `cleared_for` whatever its gaps were last cleared for (None while it is new), `used` when it was acquired last,
-    as a count."""
+    """One region of shared memory.
+
+    `tensor` is all of it as a 1-d uint8 tensor; `step` the save that is or was in it; `cleared_for` the gaps that were
+    cleared last (None while it is new); `used` how many slots had been acquired when this one was.
+    """
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -63,9 +65,15 @@ class Slot:
         """Wait for `prepare`. Raises what it raised: OSError when the system has not enough memory."""
         self._ready.result()
 
+    def release(self) -> None:
+        """Make the slot free for the next save."""
+        self.state = SlotState.FREE
+
     def close(self) -> None:
-        """Give the memory back. Idempotent. A writer that still writes from it keeps its own mapping. Not while
-        `prepare` runs."""
+        """Give the memory back. Idempotent. Not to be called while `prepare` runs.
+
+        A writer that still writes from it keeps its own mapping.
+        """
         if self._pinned:
             _unregister(self.tensor)
             self._pinned = False
@@ -90,8 +98,9 @@ class Arena:
         self._kept: Slot | None = None
 
     def resize(self, size: int) -> None:
-        """Give every slot room for `size` bytes. Slots that are in use are replaced; what is in them stays with their
-        users. Does not wait until the memory is there.
+        """Give every slot room for `size` bytes, without waiting until the memory is ready.
+
+        Slots in use are replaced; their writers keep the old memory.
         """
         if size <= self.slot_bytes:
             return
@@ -106,8 +115,7 @@ class Arena:
         self.slot_bytes = size
 
     def acquire(self, step: int, wait: Callable[[], None]) -> Slot:
-        """A free slot, now being staged for `step`. While there is none, calls `wait`, which lets events come in or
-        raises.
+        """Return a free slot, for `step` to be staged. While there is none, call `wait`, which may free one or raise.
 
         Raises OSError when the system has not enough memory; the arena is then closed, to be resized again.
         """
@@ -126,16 +134,16 @@ class Arena:
             wait()
 
     def keep(self, region: SharedMemory) -> None:
-        """What is in this slot is worth keeping, to restore from: the slot is used again when no other is free."""
+        """Acquire the slot with this memory again only when no other is free, as a restore may need what it holds."""
         self._kept = next((slot for slot in self._slots if slot.region is region), None)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All slots there are now."""
+        """All slots."""
         return tuple(self._slots)
 
     def free_all(self) -> None:
-        """Nobody uses any slot any more, whatever was known before."""
+        """Make all slots free, whatever their states."""
         for slot in self._slots:
             slot.state = SlotState.FREE
 
@@ -160,7 +168,7 @@ class Arena:
 
 
 def _register(tensor: torch.Tensor, device: int) -> None:
-    """Pin the pages for DMA. A new thread starts on device 0, where this process may have no business."""
+    """Pin the pages for DMA. Sets the device, as a new thread starts on device 0, which others may use."""
     with torch.cuda.device(device):
         result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
         torch.cuda.check_error(int(result))

@@ -1,10 +1,10 @@
 """Copy the boxes this rank owns from its tensors into a slot.
 
-CPU tensors are copied by as many threads as PyTorch uses (see `runs`), and where one box or several are all of a piece
-of a file, its checksum is made on the way and put behind it: the writer need not read the memory again.
+CPU tensors are copied by as many threads as PyTorch uses (see `runs`). Where one box or several fill a piece of a file,
+its checksum is computed during the copy and put behind it: the writer need not read the memory again.
 
-CUDA tensors go over a side stream into pinned memory, a chunk file in one call (see `cuda_rows`): the copies wait for
-the work already queued on the current stream, and `Staged.wait` waits for the copies.
+CUDA tensors are copied on a stream of their own into pinned memory, a chunk file in one call (see `cuda_copy`): the
+copies wait for the work already queued on the current stream, and `Staged.wait` waits for the copies.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 
 from ckpt.native import crc32c_joined
 from ckpt.paths import Path
-from ckpt.staging.copies import Copies, RunTable
-from ckpt.staging.copy_op import CopyOp
-from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
+from ckpt.staging.copy_table import Copies, CopyOp, RunTable
+from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
 from ckpt.staging.strided import copy_boxes, is_plain, take_box
 
@@ -31,9 +30,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Staged:
-    """The copies of one save. On the CPU they are done at once; on CUDA when their event has passed.
+    """The copies of one save: on the CPU complete, on CUDA complete when their event has passed.
 
-    `sealed` are the offsets in the slot of pieces that have their checksum behind them.
+    `checksummed` are the offsets in the slot of pieces that have their checksum behind them.
     """
 
     def __init__(
@@ -41,9 +40,9 @@ class Staged:
         stream: torch.cuda.Stream | None,
         event: torch.cuda.Event | None,
         keep: list[torch.Tensor],
-        sealed: frozenset[int],
+        checksummed: frozenset[int],
     ) -> None:
-        self.sealed = sealed
+        self.checksummed = checksummed
         self._stream = stream
         self._event = event
         self._keep = keep  # temporaries of strided tensors must live until they are copied
@@ -60,7 +59,7 @@ class Staged:
         self._keep.clear()
 
     def then_set(self, flag: torch.Tensor, value: int) -> None:
-        """Set a flag in pinned memory behind the copies: whoever sees it sees all of them."""
+        """Set a flag in pinned memory behind the copies: a process that sees it sees all of them."""
         if self._stream is None or self._event is None:
             flag.fill_(value)
             return
@@ -71,17 +70,17 @@ class Staged:
             self._event.record(self._stream)
 
     def order_before(self, stream: torch.cuda.Stream) -> None:
-        """Make work queued on `stream` from now on run after the copies, without blocking this thread."""
+        """Let work that is queued on `stream` from now on wait for the copies, without blocking this thread."""
         if self._event is not None:
             stream.wait_event(self._event)
 
 
 @dataclass(frozen=True, slots=True)
 class Unstaged:
-    """What is copied back: how many bytes of each tensor. On the CPU they have arrived; on a GPU when `wait` returns.
+    """How many bytes of each tensor were copied back: on the CPU they have arrived, on a GPU when `wait` returns.
 
-    `checksums` are those of the pieces at `offsets`, whose bytes all went through the copy, or were read beside it.
-    `unchecked` are the offsets of what else there is: each is in a piece of which there is no checksum.
+    `checksums` are those of the pieces at `offsets`, all of whose bytes were copied, or read beside the copy.
+    `unchecked` are the offsets of the other bytes: each is in a piece whose checksum was not computed.
     """
 
     nbytes: dict[Path, int]
@@ -99,8 +98,10 @@ class Unstaged:
 def stage(
     copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, stream: torch.cuda.Stream | None
 ) -> Staged:
-    """Copy every box. `slot` is uint8, 1-d. With a `stream` the copies of CUDA tensors, all on its device, are queued
-    there."""
+    """Copy every box into the slot, which is uint8, 1-d.
+
+    With a `stream` the copies of CUDA tensors, all on its device, are queued there.
+    """
     keep: list[torch.Tensor] = []
     memory = _Memory.of(copies.table, tensors, None if stream is None else stream.device)
     if stream is None:
@@ -109,7 +110,7 @@ def stage(
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for path in memory.paths_on_gpu():
-            tensors[path].record_stream(stream)  # its memory is not given to others before the copy has run
+            tensors[path].record_stream(stream)  # its memory is not reused before the copy has run
         rows = copies_of_rows(copies.rows, memory.addresses, memory.on_gpu, slot.data_ptr(), into_slot=True)
         queue_copies(rows, stream)
         copy_boxes(memory.others(copies), tensors, slot, keep, stream)
@@ -119,10 +120,9 @@ def stage(
 
 
 def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> Unstaged:
-    """Copy every box back from a slot. To a GPU the copies are queued on its current stream, and what is copied is
-    checked meanwhile.
+    """Copy every box back from a slot into tensors of the shapes and dtypes that the operations were made for.
 
-    The tensors are as the operations were made for: same shapes and dtypes.
+    To a GPU the copies are queued on its current stream, and checksums are computed meanwhile.
     """
     gpu, table = only_gpu(tensors.values()), copies.table
     stream = None if gpu is None else torch.cuda.current_stream(gpu)
@@ -147,15 +147,14 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
 
 
 def only_gpu(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The one GPU that has tensors of these; None if there is none, or several."""
+    """Return the GPU of these tensors; None if there is none, or several."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return devices.pop() if len(devices) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Where the tensors of a table are, and which of them are one element after the other: `on_cpu`, and `on_gpu` if
-    it can copy rows."""
+    """Where the tensors of a table are, and which are contiguous: `on_cpu`, and `on_gpu` if it can copy rows."""
 
     paths: tuple[Path, ...]
     addresses: Array
@@ -172,11 +171,11 @@ class _Memory:
         return cls(table.paths, addresses, plain & on_cpu, plain & on_gpu)
 
     def paths_on_gpu(self) -> list[Path]:
-        """Those of the tensors there."""
+        """Return the paths of the contiguous tensors on the GPU."""
         return [self.paths[number] for number in np.flatnonzero(self.on_gpu).tolist()]
 
     def others(self, copies: Copies) -> Iterable[CopyOp]:
-        """The operations that are not between runs of memory."""
+        """Return the operations that are not runs of memory in contiguous tensors."""
         usable = self.on_cpu | self.on_gpu
         if usable.all() and copies.table.has_all:
             return ()
@@ -185,7 +184,7 @@ class _Memory:
 
 
 def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:
-    """Copy what is a run of memory on the CPU; returns the offsets of the pieces that are sealed."""
+    """Copy the runs of memory on the CPU; return the offsets of the pieces whose checksum is behind them."""
     runs, whole = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
     copy_together(runs)
     memory = slot.numpy().data
@@ -196,7 +195,7 @@ def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> froz
 
 
 def _checksums(table: RunTable, runs: Array) -> Array:
-    """Those of all pieces, right if all their runs are done."""
+    """Return the checksums of all pieces; only those whose runs were all copied are right."""
     found: Array = runs["crc32c"][table.piece_end - 1]
     for number in table.long_pieces.tolist():
         found[number] = _joined(runs[table.piece_first[number] : table.piece_end[number]])
@@ -204,7 +203,7 @@ def _checksums(table: RunTable, runs: Array) -> Array:
 
 
 def _joined(runs: Array) -> int:
-    """The checksum of runs that lie one behind the other."""
+    """Return the checksum of contiguous runs."""
     joined = 0
     for run in runs:
         joined = crc32c_joined(joined, int(run["crc32c"]), int(run["bytes"]))

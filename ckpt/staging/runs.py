@@ -1,7 +1,7 @@
-"""Copies runs of memory by as many threads as PyTorch uses, with checksums made on the way.
+"""Copy runs of memory with as many threads as PyTorch uses, and compute their checksums on the way.
 
-The threads take batches of runs until none is left, and meet once, at the end: PyTorch's own copies split each tensor
-evenly and meet after each, so that a single busy core (a data loader's) makes them several times as slow.
+The threads take batches of runs until none is left, and are joined once, at the end. PyTorch splits each tensor evenly
+and joins its threads after each, so that a single busy core (a data loader's) makes its copies several times as slow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BATCHES = 4  # for each thread
 def copy_together(runs: Array) -> None:
     """Do all copies of an array of RUN.
 
-    This thread takes its part, and is not held up by helpers that get no core. After an interrupt nobody touches the
+    This thread works, too, so it does not wait for helpers that get no core. After an interrupt no thread uses the
     memory any more.
     """
     nbytes = int(runs["bytes"].sum())
@@ -55,7 +55,7 @@ def copy_together(runs: Array) -> None:
 
 
 def checksums_of(addresses: Array, nbytes: Array) -> Array:
-    """The checksums of runs of memory, made by as many threads."""
+    """Return the checksums of runs of memory, computed by the same threads."""
     runs = np.zeros(len(addresses), RUN)
     runs["from"], runs["bytes"] = addresses, nbytes
     copy_together(runs)
@@ -63,13 +63,16 @@ def checksums_of(addresses: Array, nbytes: Array) -> Array:
 
 
 def _batch_bytes(nbytes: int, threads: int) -> int:
-    """To take a batch a thread needs the interpreter's lock. Many threads take larger ones, or they wait for that more
-    than for memory: 16 of them had 1 GB in 12 ms in batches of 16 MiB, in 23 ms in batches of 4 MiB."""
+    """Return the size of a batch: larger with more threads.
+
+    A thread needs the interpreter's lock to take a batch, and many threads would wait for it more than for memory: 16
+    of them copied 1 GB in 12 ms in batches of 16 MiB, in 23 ms in batches of 4 MiB.
+    """
     return max(_LEAST_BATCH_BYTES, min(threads << 20, nbytes // (threads * _BATCHES)))
 
 
 def _batches(runs: Array, nbytes: int) -> Iterable[tuple[int, int]]:
-    """Cut into batches of about so many bytes: the first run, and the one behind the last."""
+    """Cut into batches of about so many bytes: the first run of each, and the one behind its last."""
     begins = np.flatnonzero(runs["continues"] == 0)  # the others need what the run before them leaves
     before = np.cumsum(runs["bytes"])[begins] - runs["bytes"][begins]
     firsts = begins[np.flatnonzero(np.diff(before // np.uint64(nbytes), prepend=np.uint64(2**63)))].tolist()

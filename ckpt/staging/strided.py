@@ -1,6 +1,6 @@
-"""Copies boxes that are no run of memory: views with strides, columns of a matrix, conjugated tensors.
+"""Copy boxes that are not runs of memory: views with strides, columns of a matrix, conjugated tensors.
 
-On the CPU one by one by PyTorch. On a GPU they are made contiguous there, and then copied as rows.
+On the CPU, PyTorch copies them one by one. On a GPU they are made contiguous there, and then copied as rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from ckpt.paths import Path
-from ckpt.staging.copies import RowTable
-from ckpt.staging.copy_op import CopyOp
-from ckpt.staging.cuda_rows import can_copy_rows, copies_of_rows, queue_copies
+from ckpt.staging.copy_table import CopyOp, RowTable
+from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
 
 __all__ = ["copy_boxes", "is_plain", "memory_of", "some_bytes", "take_box"]
 
@@ -29,14 +28,16 @@ def copy_boxes(
     keep: list[torch.Tensor],
     stream: torch.cuda.Stream | None,
 ) -> None:
-    """Copy the boxes of `ops` into the slot; those of CUDA tensors are queued on the `stream`, if there is one. What
-    must live until they are copied goes to `keep`."""
+    """Copy the boxes of `ops` into the slot; those of CUDA tensors are queued on the `stream`, if there is one.
+
+    What must live until they are copied is added to `keep`.
+    """
     flat_bytes: dict[Path, torch.Tensor] = {}
     on_gpu: list[tuple[CopyOp, torch.Tensor]] = []
     for op in ops:
         tensor = tensors[op.path]
         if stream is not None and tensor.is_cuda:
-            memory_of(tensor).record_stream(stream)  # it is not given to others before the copy has run
+            memory_of(tensor).record_stream(stream)  # its memory is not reused before the copy has run
         if op.flat is not None and is_plain(tensor):
             start = op.flat[0] * op.itemsize
             source = flat_bytes.get(op.path)
@@ -61,7 +62,7 @@ def copy_boxes(
 
 
 def take_box(op: CopyOp, box: torch.Tensor, slot: torch.Tensor, gpu: torch.device | None) -> torch.Tensor:
-    """The bytes of an operation in C order, where its box is; there may be copies under way to them on a GPU."""
+    """Return the bytes of an operation in C order, on the device of its box; on a GPU copies to them may be queued."""
     if gpu is not None and box.is_cuda and can_copy_rows():
         stored = torch.empty(op.nbytes, dtype=torch.uint8, device=gpu)
         with torch.cuda.device(gpu):
@@ -79,7 +80,7 @@ def take_box(op: CopyOp, box: torch.Tensor, slot: torch.Tensor, gpu: torch.devic
 def _queue_boxes(
     boxes: list[tuple[CopyOp, torch.Tensor]], slot: torch.Tensor, stream: torch.cuda.Stream, *, into_slot: bool
 ) -> None:
-    """Copy boxes of operations, contiguous on the GPU of a stream, to where these say, or back from there."""
+    """Copy boxes that are contiguous on the GPU of a stream into the slot, or back, as their operations say."""
     table = RowTable.of((number, 0, op) for number, (op, _) in enumerate(boxes))
     addresses = np.fromiter((box.data_ptr() for _, box in boxes), np.uint64, len(boxes))
     usable = np.ones(len(boxes), bool)
@@ -87,39 +88,42 @@ def _queue_boxes(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory holds the elements one after the other."""
+    """Return whether the memory of the tensor is its elements in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def some_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """The bytes of elements `first` to ``first + count``, in C order, where the tensor is; perhaps its own memory."""
+    """Return the bytes of elements `first` to ``first + count``, in C order, on its device; perhaps its own memory."""
     size = tensor.element_size()
     if is_plain(tensor):
         return _bytes_of(tensor)[first * size : (first + count) * size]
     as_integer = _INTEGERS.get(size)
     if as_integer is not None and not tensor.is_conj() and not tensor.is_neg():
-        tensor = tensor.view(as_integer)  # there are dtypes that cannot be indexed
+        tensor = tensor.view(as_integer)  # some dtypes cannot be indexed
     index = torch.unravel_index(torch.arange(first, first + count, device=tensor.device), tensor.shape)
     elements = tensor[index] if tensor.dim() else tensor
     return _bytes_of(elements.resolve_conj().resolve_neg())
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory that is not conjugated: for one that is, `record_stream` takes PyTorch's way around
-    operators that do not know conjugation, and with that, in PyTorch 2.11, saves ended with a corrupted heap."""
+    """Return a tensor of the same memory that is not conjugated, to call `record_stream` on.
+
+    For conjugated tensors PyTorch takes its fallback for operators without support of conjugation, which corrupted the
+    heap in PyTorch 2.11.
+    """
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor. One element is contiguous with any strides, but has no view with some."""
+    """Return the memory of a contiguous tensor. One element is contiguous with any strides, but some allow no view."""
     flat = tensor.reshape(-1)
     return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
 def _contiguous(box: torch.Tensor) -> torch.Tensor:
-    """The same bits in C order. As integers where possible, for there are dtypes that torch has no copy kernel for."""
+    """Return the same bits in C order. As integers where possible, as torch has no copy kernels for some dtypes."""
     as_integer = _INTEGERS.get(box.element_size())
     if box.is_conj() or box.is_neg() or as_integer is None:
         return box.resolve_conj().resolve_neg().contiguous()

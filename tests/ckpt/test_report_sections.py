@@ -19,7 +19,7 @@ from ckpt.restart import report_sections
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
-from tests.ckpt.crash.killers import KillingWriter
+from tests.ckpt.crash.killers import KillingWriter, with_writer
 from tests.support import run_ranks
 
 _WRITE = "ckpt.write"
@@ -108,8 +108,7 @@ def _is_stuck_once(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             state = {"w": torch.full((1000,), float(step))}
             request = checkpointer.save_request(state, step)
             if step == 2 and rank == world_size - 1:
-                stuck = _StuckWriter.instead_of(request.async_fn)  # type: ignore[arg-type]
-                request = request._replace(async_fn=stuck)
+                request = with_writer(request, _StuckWriter)
             checkpointer.queue.schedule_async_request(request)
             try:
                 found["finalized"] += checkpointer.maybe_finalize(blocking=True)

@@ -5,24 +5,24 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.async_calls import queue as queue_module
+from ckpt.async_calls.writer import Writer
 from ckpt.ranks import Ranks
-from ckpt.saving import save as save_module
+from ckpt.saving import stage as stage_module
 from ckpt.storage import directories, files
 from ckpt.storage.commit import Abandoned, PendingSave
 from ckpt.storage.documents import encode_document
 from ckpt.storage.root import CheckpointRoot
-from tests.ckpt.crash.killers import KillingWriter, wait_until
+from tests.ckpt.crash.killers import KillingWriter, wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
 
 _DRAIN = timedelta(seconds=30)
@@ -65,27 +65,27 @@ def _registered(root: Path, rank: int = 0, **options: Any) -> tuple[ckpt.Checkpo
 def _held_request(checkpointer: ckpt.Checkpointer, state: Any, step: int, hold: Path) -> ckpt.AsyncRequest:
     """A save that is complete, and not published before `hold` exists."""
     request = checkpointer.save_request(state, step)
-    writer = _Waiting.instead_of(request.async_fn, hold=str(hold))  # type: ignore[arg-type]
-    return request._replace(async_fn=writer)
+    return with_writer(request, _Waiting, hold=str(hold))
 
 
 class _Waiting(KillingWriter):
     """Says that its part is there by a file beside `hold`, and decides nothing before `hold` exists."""
 
-    def _decide(self, pending: Any, *rest: Any) -> Any:
-        open(f"{self.hold}.{self.rank}", "w").close()
-        wait_until(lambda: os.path.exists(self.hold) or pending.outcome() is not None, "the signal to go on")
-        self.hold = ""
-        return super()._decide(pending, *rest)
+    def _decide(self, part: Any) -> Any:
+        hold = self.at.hold
+        open(f"{hold}.{self.task.rank}", "w").close()
+        wait_until(lambda: os.path.exists(hold) or self.pending.outcome() is not None, "the signal to go on")
+        self.at = replace(self.at, hold="")
+        return super()._decide(part)
 
 
 class _Returning(KillingWriter):
     """Begins a save that was given up meanwhile, as a writer may that has just looked whether it was."""
 
-    def __call__(self) -> None:
-        pending = self._pending()
+    def run(self) -> None:
+        pending = self.pending
         wait_until(lambda: isinstance(pending.outcome(), Abandoned), "the save to be given up")
-        directories.make_directories(pending.root.pending_path, f"{self.save.name}/parts")
+        directories.make_directories(pending.root.pending_path, f"{self.task.save.name}/parts")
         files.create_exclusive(os.path.join(pending.path, "intent.json"), encode_document({}))
         time.sleep(600)
 
@@ -152,11 +152,17 @@ def test_a_writer_that_begins_a_save_too_late_leaves_nothing(
     _fill(state, 1)
     checkpointer.save(state, 1)
     request = checkpointer.save_request(state, 2)
-    writer = _Returning.instead_of(request.async_fn)  # type: ignore[arg-type]
+    request = with_writer(request, _Returning)
+    submit = Writer.submit
+
+    def submit_and_stop(*args: Any) -> None:
+        submit(*args)
+        raise _Interrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(queue_module, "PendingCall", Mock(side_effect=_Interrupt))
+        patch.setattr(Writer, "submit", submit_and_stop)
         with pytest.raises(_Interrupt):
-            checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+            checkpointer.queue.schedule_async_request(request)
     root, recover = CheckpointRoot(str(tmp_path / "root")), checkpointer.queue.recover
 
     def recover_late(timeout_s: float) -> list[int]:
@@ -387,13 +393,13 @@ def test_a_living_rank_without_a_part_refuses_the_save(tmp_path: Path, interrupt
 def _coordinator_dies_with_its_writer(checkpointer: ckpt.Checkpointer, state: Any, rank: int, folder: Path) -> None:
     request = checkpointer.save_request(state, 2)
     victims = ("trainer", "writer") if rank == 0 else ()
-    writer = KillingWriter.instead_of(
-        request.async_fn,  # type: ignore[arg-type]
+    request = with_writer(
+        request,
         point="before publish",
         victims=victims,
         trainer_pid=os.getpid(),
     )
-    checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+    checkpointer.queue.schedule_async_request(request)
     if rank == 0:
         signal.pause()
 
@@ -435,15 +441,15 @@ def _lose_the_group(rank: int, world_size: int, root: Path, at: str) -> dict[str
         dist.destroy_process_group()
         request = checkpointer.save_request(state, 2)
     else:
-        stage = save_module.stage
+        stage = stage_module.stage
 
         def stage_and_lose(*args: Any) -> Any:
             dist.destroy_process_group()
             return stage(*args)
 
-        save_module.stage = stage_and_lose
+        stage_module.stage = stage_and_lose
         request = checkpointer.save_request(state, 2)
-    of_writer = request.async_fn.rank  # type: ignore[union-attr]
+    of_writer = request.async_fn.task.rank  # type: ignore[union-attr]
     _fill(state, 9, rank)
     checkpointer.recover_from_fault(None)
     answer = {"writer": of_writer, "step": checkpointer.resume_step, "right": _is(state, 1, rank)}

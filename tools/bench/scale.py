@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
-from ckpt.saving.planner import Planner
+from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.commit import PendingSave
@@ -119,7 +119,7 @@ def _plan(tensors: int, ranks: int, repeats: int) -> Figures:
         taken: Figures = {"first": [], "cached": [], "first_replicated": [], "cached_replicated": []}
         for _ in range(repeats):
             for ending, state in states.items():
-                planner = Planner(_Echo(), GridOptions(), None, None)
+                planner = PlanCache(_Echo(), GridOptions(), None, None)
                 taken["first" + ending].append(_prepare(planner, state))
                 taken["cached" + ending].append(_prepare(planner, state))
         return {**taken, "memory": [_most_memory() - before]}
@@ -127,7 +127,7 @@ def _plan(tensors: int, ranks: int, repeats: int) -> Figures:
         dist.destroy_process_group()
 
 
-def _prepare(planner: Planner, state: object) -> float:
+def _prepare(planner: PlanCache, state: object) -> float:
     begin = time.perf_counter()
     planner.prepare(state)
     return time.perf_counter() - begin

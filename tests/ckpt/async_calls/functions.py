@@ -170,8 +170,9 @@ class Call:
         self.abandoned_with.append(error)
         return self.replacement or error
 
-    def __reduce__(self) -> Any:
-        return Call, (self.fn,)
+    @property
+    def in_writer(self) -> Callable[..., Any]:
+        return self.fn
 
 
 @dataclass

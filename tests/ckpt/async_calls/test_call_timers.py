@@ -56,9 +56,9 @@ def test_what_took_long_to_be_noticed_is_not_late(queue: AsyncCallsQueue) -> Non
     ask(queue, functions.report_identity)
     call = TimedCall(functions.nothing)
     queue.schedule_async_request(AsyncRequest(call, (), []))
-    life = queue._writers[0]._life
-    assert life is not None
-    assert select.select([life.channel], [], [], 20.0)[0]  # the outcome is there
+    process = queue._writers[0]._process
+    assert process is not None
+    assert select.select([process.channel], [], [], 20.0)[0]  # the outcome is there
     call.left = -1.0
     assert queue.maybe_finalize_async_calls() == [1]
     assert call.ended[0] is not None

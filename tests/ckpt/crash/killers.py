@@ -1,24 +1,25 @@
-"""A part writer that kills its trainer, itself or both when the save is at a chosen point.
+"""A writer that kills its trainer, itself or both when the save is at a chosen point.
 
 Runs in writer processes: imports neither torch nor pytest.
 """
 
+import functools
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from ckpt.async_calls import WriterContext, current
-from ckpt.saving.part import PartPlan
+from ckpt.async_calls import AsyncRequest
 from ckpt.saving.publish import PartFile
-from ckpt.saving.write import PartWriter
+from ckpt.saving.task import WriteTask
+from ckpt.saving.write import ShareWriter
 from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.chunk_writers import ChunkJob, DirectChunkWriter
-from ckpt.storage.commit import Outcome, PendingSave
+from ckpt.storage.commit import Abandoned, Published
 
-__all__ = ["KillingWriter", "wait_until"]
+__all__ = ["KillingWriter", "Strike", "wait_until", "with_writer"]
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
@@ -28,40 +29,46 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0)
         time.sleep(0.002)
 
 
-@dataclass
-class KillingWriter(PartWriter):
-    """`victims` ("trainer", "writer", both or none) die at `point`. The coordinator's writer of a save in which the
-    part of another rank is there, and its fate open, waits for `hold` or for the decision of somebody else."""
+@dataclass(frozen=True)
+class Strike:
+    """`victims` ("trainer", "writer", both or none) die at `point`.
+
+    The coordinator's writer of a save in which the part of another rank is there, and its fate open, waits for the file
+    `hold` or for the decision of another process.
+    """
 
     point: str = ""
     victims: tuple[str, ...] = ()
     trainer_pid: int = 0
     hold: str = ""
-    running: WriterContext | None = None  # not `current()`: that is another one in every thread
 
-    @classmethod
-    def instead_of(cls, writer: PartWriter, **more: Any) -> "KillingWriter":
-        return cls(**{field.name: getattr(writer, field.name) for field in fields(writer)}, **more)
+
+class KillingWriter(ShareWriter):
+    """Strikes once."""
+
+    def __init__(self, task: WriteTask, strike: Strike) -> None:
+        super().__init__(task)
+        self.at = strike
+        self.has_struck = False
 
     def strike(self, point: str) -> None:
-        if point != self.point:
+        if point != self.at.point or self.has_struck:
             return
-        self.point = ""
-        if "trainer" in self.victims:
-            os.kill(self.trainer_pid, signal.SIGKILL)
-            assert self.running is not None
-            wait_until(self.running.trainer_gone, "the trainer to die")
-        if self.hold and self.victims != ("writer",):
-            open(self.hold, "w").close()
-        if "writer" in self.victims:
+        self.has_struck = True
+        if "trainer" in self.at.victims:
+            os.kill(self.at.trainer_pid, signal.SIGKILL)
+            assert self.context is not None
+            wait_until(self.context.trainer_left, "the trainer to die")
+        if self.at.hold and self.at.victims != ("writer",):
+            open(self.at.hold, "w").close()
+        if "writer" in self.at.victims:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def __call__(self) -> None:
-        self.running = current()
+    def run(self) -> None:
         self.strike("after staging")
-        super().__call__()
+        super().run()
 
-    def _write(self, pending: PendingSave, plan: PartPlan) -> tuple[list[WrittenChunk], dict[str, float]]:
+    def _write(self) -> tuple[list[WrittenChunk], dict[str, float]]:
         original = DirectChunkWriter.write
 
         def write(writer: DirectChunkWriter, job: ChunkJob) -> WrittenChunk:
@@ -71,17 +78,29 @@ class KillingWriter(PartWriter):
 
         DirectChunkWriter.write = write  # type: ignore[method-assign]
         try:
-            return super()._write(pending, plan)
+            return super()._write()
         finally:
             DirectChunkWriter.write = original  # type: ignore[method-assign]
 
-    def _decide(self, pending: PendingSave, plan: PartPlan, part: PartFile) -> Outcome:
-        if self.rank == 0 and self.victims and self.point == "before publish":
-            everyone = set(range(plan.world_size))
+    def _decide(self, part: PartFile) -> Published | Abandoned:
+        pending, hold, is_coordinator = self.pending, self.at.hold, self.task.rank == 0
+        if is_coordinator and self.at.victims and self.at.point == "before publish" and not self.has_struck:
+            everyone = set(range(self.plan.world_size))
             wait_until(lambda: pending.parts_present() >= everyone, "all parts")
-        if self.rank == 0 and not self.victims and self.hold:
-            wait_until(lambda: os.path.exists(self.hold) or pending.outcome() is not None, "the other rank's fate")
+        if is_coordinator and not self.at.victims and hold:
+            wait_until(lambda: os.path.exists(hold) or pending.outcome() is not None, "the other rank's fate")
         self.strike("before publish")
-        outcome = super()._decide(pending, plan, part)
+        outcome = super()._decide(part)
         self.strike("after publish")
         return outcome
+
+
+def with_writer(request: AsyncRequest, kind: type[KillingWriter] = KillingWriter, **strike: Any) -> AsyncRequest:
+    """The request of a save, which another kind of writer runs in the writer process."""
+    handle: Any = request.async_fn
+    handle.in_writer = functools.partial(_run, kind, handle.task, Strike(**strike))
+    return request
+
+
+def _run(kind: type[KillingWriter], task: WriteTask, strike: Strike) -> None:
+    kind(task, strike).run()

@@ -25,7 +25,8 @@ from ckpt.async_calls import WriterConfig
 from ckpt.errors import CheckpointError
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import save as save_module
-from ckpt.staging.copies import Copies
+from ckpt.saving import stage as stage_module
+from ckpt.staging.copy_table import Copies
 from ckpt.storage.ownership import Ownership
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
@@ -112,7 +113,7 @@ class Saboteur:
         self._faults = list(faults)
         self._log = log
         self._checkpointer = checkpointer
-        self._patch(save_module, "stage", "staging", after_some=True)
+        self._patch(stage_module, "stage", "staging", after_some=True)
         self._patch(save_module, "settle", "drain")
         self._patch(save_module.Saver, "settle_all", "drain")
         self._patch(checkpointer_module, "restore", "restore")
@@ -149,7 +150,7 @@ class Saboteur:
                 name, command = process.name(), process.cmdline()
             except psutil.Error:
                 continue
-            is_server = any("ckpt.async_calls.server" in part for part in command)
+            is_server = any("ckpt.async_calls.fork_server" in part for part in command)
             if which == ("writer" if name == "ckpt-writer" else "server" if is_server else ""):
                 yield process
 

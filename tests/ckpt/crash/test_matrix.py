@@ -22,7 +22,7 @@ from ckpt.errors import CheckpointError, RemoteTraceback
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.recycled import recycle_step, recycled_path
 from ckpt.storage.root import CheckpointRoot, intent_of_step
-from tests.ckpt.crash.killers import KillingWriter, wait_until
+from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import RankGroup, launch_ranks
 from tests.support.selection import FULL
 
@@ -146,14 +146,14 @@ def _train(rank: int, world_size: int, cell: Cell, folder: Path, roots: tuple[Pa
         _strike_before_staging(cell, checkpointer)
     request = checkpointer.save_request(_state(2), 2)
     fate_is_open = cell.point == "before publish" and cell.rank != 0
-    writer = KillingWriter.instead_of(
-        request.async_fn,  # type: ignore[arg-type]
+    request = with_writer(
+        request,
         point=cell.point,
         victims=cell.victims if is_victim else (),
         trainer_pid=os.getpid(),
         hold=str(folder / "go") if fate_is_open else "",
     )
-    checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+    checkpointer.queue.schedule_async_request(request)
     answer: dict[str, Any] = {"finalized": None, "error": None}
     begin = time.monotonic()
     try:
@@ -185,20 +185,20 @@ def _kept(root: CheckpointRoot) -> list[str]:
 
 def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
     """In the trainer: its writer dies idle, the trainer itself with a part of the copies made."""
-    from ckpt.saving import save
-    from ckpt.staging.copies import Copies
+    from ckpt.saving import stage as stage_module
+    from ckpt.staging.copy_table import Copies
 
     if "writer" in cell.victims:
         _kill_the_idle_writer(checkpointer.queue)
     if "trainer" not in cell.victims:
         return
-    stage = save.stage
+    stage = stage_module.stage
 
     def stage_and_die(copies: Copies, *rest: Any) -> Any:
         stage(Copies.of(copies.ops[:1]), *rest)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    save.stage = stage_and_die
+    stage_module.stage = stage_and_die
 
 
 def _wait_for_death(pid: int) -> None:

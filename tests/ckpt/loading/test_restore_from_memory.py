@@ -1,4 +1,4 @@
-"""After a fault the state is restored from staging memory where that is valid, and from storage otherwise."""
+"""After a fault the state comes back from staging memory where that is sound, and from storage where it is not."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from ckpt.loading.restore_step import RestoreReport
-from ckpt.saving import held
+from ckpt.saving import staged_memory
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck, layouts, rank_values
 
@@ -40,7 +40,7 @@ def _is(state: dict[str, Any], value: float) -> bool:
 
 
 def _saved(root: Path, **options: Any) -> tuple[ckpt.Checkpointer, dict[str, Any]]:
-    """Save the value 1.0 as step 1 and register it; training continues to 2.0."""
+    """Value 1.0 is saved as step 1, and registered; training has gone on to 2.0."""
     checkpointer = ckpt.Checkpointer(root, pack_below_bytes=4096, **options)
     state = _state(1.0)
     checkpointer.register(**state)
@@ -57,7 +57,7 @@ def _report(checkpointer: ckpt.Checkpointer) -> RestoreReport:
 
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
-    """Return the staging slots made during the test."""
+    """The staging slots that are made during the test."""
     made: list[SharedMemory] = []
     create = SharedMemory.create
 
@@ -74,7 +74,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
 @pytest.mark.parametrize("layout", ["arrays", "packed"])
 def test_own_slot_and_no_read_of_array_data(tmp_path: Path, leak_check: LeakCheck, layout: str) -> None:
     checkpointer, state = _saved(tmp_path, layout=layout)
-    for _ in (1, 2):  # the second fault happens before anything is saved again
+    for _ in (1, 2):  # the second fault comes before anything was saved again
         _fill(state, 2.0)
         for chunk in tmp_path.glob("step_*/**/c.*"):
             if chunk.is_file():
@@ -110,7 +110,7 @@ def test_a_byte_that_has_changed_in_memory(
     assert _report(checkpointer).own_memory_bytes == 0
     assert _report(checkpointer).storage_bytes >= _BYTES
     assert _is(state, 1.0)
-    assert "not what was written" in caplog.text
+    assert "does not hold what was written" in caplog.text
     checkpointer.close()
 
 
@@ -127,14 +127,14 @@ def test_a_slot_that_is_staged_over_while_it_is_read(
     tmp_path: Path, slots: list[SharedMemory], monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
 ) -> None:
     checkpointer, state = _saved(tmp_path)
-    unstage = held.unstage
+    unstage = staged_memory.unstage
 
     def overtaken(copies: Any, tensors: Any, slot: torch.Tensor) -> Any:
-        slot[-held.HEADER_BYTES :] = 0  # as the owner does before it stages
-        slot[: -held.HEADER_BYTES] = 77
+        slot[-staged_memory.HEADER_BYTES :] = 0  # as the owner does before it stages
+        slot[: -staged_memory.HEADER_BYTES] = 77
         return unstage(copies, tensors, slot)
 
-    monkeypatch.setattr(held, "unstage", overtaken)
+    monkeypatch.setattr(staged_memory, "unstage", overtaken)
     checkpointer.recover_from_fault(_DRAIN)
     assert _report(checkpointer).own_memory_bytes == 0
     assert _report(checkpointer).storage_bytes >= _BYTES
@@ -146,7 +146,7 @@ def test_a_slot_that_is_staged_over_while_it_is_read(
 def test_what_is_not_kept_as_it_is_stored(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
 ) -> None:
-    """Compressed arrays, and states that are staged in several batches, are read from storage without a warning."""
+    """Compressed arrays, and states that are staged in several pieces, come from storage, without a complaint."""
     checkpointer, state = _saved(tmp_path, **options)
     caplog.clear()
     checkpointer.recover_from_fault(_DRAIN)
@@ -157,7 +157,7 @@ def test_what_is_not_kept_as_it_is_stored(
 
 
 def test_a_step_that_is_damaged_on_storage_is_not_passed_over(tmp_path: Path, leak_check: LeakCheck) -> None:
-    """Other ranks may have it in memory: if one tried an older step alone, the ranks would differ."""
+    """The others may have it in memory: going back alone would part the ranks."""
     checkpointer, state = _saved(tmp_path, slots=1, compression="zstd")
     checkpointer.save(state, 2)
     for chunk in tmp_path.glob("step_00000002/**/c.*"):
@@ -180,7 +180,7 @@ def _join(rank: int, world_size: int, name: str) -> None:
 
 
 def _fewer(rank: int, world_size: int, root: Path) -> tuple[RestoreReport, bool, str] | None:
-    """Rank 0 is lost; rank 1 continues alone, as rank 0."""
+    """Rank 0 is lost; rank 1 goes on alone, as rank 0."""
     import torch.distributed as dist
 
     _join(rank, world_size, "first")
@@ -192,7 +192,7 @@ def _fewer(rank: int, world_size: int, root: Path) -> tuple[RestoreReport, bool,
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
-        checkpointer.close()  # its memory is lost, except for the copy on rank 1
+        checkpointer.close()  # its memory is gone, except for what rank 1 has of it
         return None
     checkpointer.recover_from_fault(_DRAIN)
     first = _report(checkpointer)
@@ -240,12 +240,12 @@ def _layouts(rank: int, world_size: int, root: Path) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shards_of_every_kind(tmp_path: Path, world_size: int) -> None:
-    """DTensors with all placements: FSDP, HSDP, tensor parallelism."""
+    """DTensor in all placements, FSDP, HSDP, tensor parallelism."""
     assert rank_values(_layouts, world_size, tmp_path, timeout=50) == [[]] * world_size
 
 
 def _different_names(rank: int, world_size: int, root: Path) -> tuple[int | None, float, int]:
-    """Each rank has names that no other has, as the stages of a pipeline do."""
+    """As the stages of a pipeline: each rank has names that no other knows."""
     import torch.distributed as dist
 
     _join(rank, world_size, "names")

@@ -34,7 +34,7 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
-from tests.ckpt.crash.killers import KillingWriter, wait_until
+from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
 
 _MB = 1 << 20
@@ -339,9 +339,7 @@ def test_an_aborted_save_is_never_published(tmp_path: Path, leak_check: LeakChec
         gate.wait_entered()
     request = checkpointer.save_request(_state(2.0), 2)
     request.add_finalize_fn(lambda: functions.fail("never called"))
-    assert isinstance(request.async_fn, write.PartWriter)
-    held = KillingWriter.instead_of(request.async_fn, hold=str(tmp_path / "never"))
-    checkpointer.queue.schedule_async_request(request._replace(async_fn=held))
+    checkpointer.queue.schedule_async_request(with_writer(request, hold=str(tmp_path / "never")))
     if begun:
         wait_until(lambda: [PendingSave(root, save).parts_present() for save in root.pending()] == [{0}], "the part")
     checkpointer.queue.close(abort=True)
@@ -560,12 +558,12 @@ def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]
             checkpointer.maybe_finalize()
         checkpointer.maybe_finalize(blocking=True)
         if rank == world_size - 1:
-            _limit_file_size(checkpointer._saver._pieces_queue, 4096)  # type: ignore[arg-type]
+            _limit_file_size(checkpointer._saver._batch_queue, 4096)  # type: ignore[arg-type]
         failed = _what_happens(checkpointer, _pieces_state(4), 4)
         if rank == world_size - 1:
-            _limit_file_size(checkpointer._saver._pieces_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
+            _limit_file_size(checkpointer._saver._batch_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
         after = _what_happens(checkpointer, _pieces_state(5), 5)
-    return [sum("pieces" in record for record in records), failed, after]
+    return [sum("batches" in record for record in records), failed, after]
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "arrays"), (2, "arrays"), (2, "packed")])

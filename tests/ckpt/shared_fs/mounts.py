@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import ckpt
-from tests.ckpt.crash.killers import KillingWriter, wait_until
+from tests.ckpt.crash.killers import KillingWriter, wait_until, with_writer
 
 __all__ = ["Held", "Mounts", "held", "state_of", "value_of", "wait_for"]
 
@@ -36,26 +36,25 @@ def value_of(state: dict[str, Any]) -> float:
     return float(values.pop())
 
 
-@dataclass
 class Held(KillingWriter):
     """A save that waits at a point for the file `hold`: "write" is before this rank's part, "decide" after it.
 
     The file ``<hold>.<point>.<rank>`` shows that it waits.
     """
 
-    def _write(self, pending: Any, plan: Any) -> Any:
+    def _write(self) -> Any:
         self._wait("write")
-        return super()._write(pending, plan)
+        return super()._write()
 
-    def _decide(self, pending: Any, plan: Any, part: Any) -> Any:
+    def _decide(self, part: Any) -> Any:
         self._wait("decide")
-        return super()._decide(pending, plan, part)
+        return super()._decide(part)
 
     def _wait(self, point: str) -> None:
-        if self.point != point:
+        if self.at.point != point:
             return
-        open(f"{self.hold}.{point}.{self.rank}", "w").close()
-        wait_until(lambda: os.path.exists(self.hold), "the signal to go on", 60)
+        open(f"{self.at.hold}.{point}.{self.task.rank}", "w").close()
+        wait_until(lambda: os.path.exists(self.at.hold), "the signal to go on", 60)
 
     def strike(self, point: str) -> None:
         """Do nothing: no process is killed."""
@@ -64,8 +63,7 @@ class Held(KillingWriter):
 def held(checkpointer: ckpt.Checkpointer, value: float, step: int, point: str, hold: Path) -> None:
     """Schedule a save that waits at `point`."""
     request = checkpointer.save_request(state_of(value), step)
-    writer = Held.instead_of(request.async_fn, point=point, hold=str(hold))  # type: ignore[arg-type]
-    checkpointer.queue.schedule_async_request(request._replace(async_fn=writer))
+    checkpointer.queue.schedule_async_request(with_writer(request, Held, point=point, hold=str(hold)))
 
 
 def wait_for(path: Path, what: str) -> None:

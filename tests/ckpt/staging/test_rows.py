@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.native import CHECKSUM_BYTES
-from ckpt.staging.copies import Copies, RowTable
 from ckpt.staging.copy import stage
-from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.copy_table import Copies, CopyOp, RowTable
 
 _OFFSET = 24
 PATH = ("t",)

@@ -2,7 +2,7 @@
 
 A step is written with the plan, the writer and the commit of every save:
 
-    plan -> slot of shared memory: filled with one batch from the other format, written by PartWriter, again -> publish
+    plan -> slot of shared memory: filled with a batch from the other format, written, again -> publish
 
 That takes about `_SLOT_BYTES` of memory, whatever the size of the tensors, and happens in this process, without torch.
 """
@@ -26,10 +26,11 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import make_save_plan
-from ckpt.saving.layout import make_part
-from ckpt.saving.part import Part
-from ckpt.saving.write import PartWriter, SaveOptions
-from ckpt.staging.copy_op import CopyOp
+from ckpt.saving.layout import RankLayout, make_layout
+from ckpt.saving.task import BatchWritten, Report, SaveOptions, WriteTask
+from ckpt.saving.write import write_share
+from ckpt.staging.copy_table import CopyOp
+from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.commit import Abandoned, PendingSave, Reason
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import SaveId
@@ -142,15 +143,15 @@ def write_step(state: LazyState, root: str, step: int, progress: Callable[[int],
     what reading the other format raises.
     """
     begin = time.time()
-    part = _part(state)
+    layout = _layout(state)
     target = CheckpointRoot(root)
     with (
         owned(target) as token,
-        SharedMemory.create("inspect-ckpt-convert", part.plan.slot_bytes + _FLAG_BYTES) as region,
+        SharedMemory.create("inspect-ckpt-convert", layout.plan.slot_bytes + _FLAG_BYTES) as region,
     ):
         pending = PendingSave(target, SaveId(step, token, secrets.token_hex(8)))
         try:
-            _write_pieces(state, part, pending, region, begin, progress)
+            _write_batches(state, layout, pending, region, begin, progress)
         except SaveAbandonedError as error:
             outcome = pending.outcome()
             raise CheckpointError(outcome.reason.message if isinstance(outcome, Abandoned) else str(error)) from None
@@ -162,12 +163,12 @@ def write_step(state: LazyState, root: str, step: int, progress: Callable[[int],
     return target.step_path(step)
 
 
-def _part(state: LazyState) -> Part:
+def _layout(state: LazyState) -> RankLayout:
     specs = {path: TensorSpec(t.dtype, t.itemsize, t.shape) for path, t in state.tensors.items()}
     description = StateDescription(specs, dict.fromkeys(state.values, False), state.aliases)
     plan = make_save_plan([description], GridOptions(pack_below_bytes=_pack_below(state)))
     boxes = {path: [(Box.whole(t.shape), (0,) * len(t.shape))] for path, t in state.tensors.items()}
-    return make_part(plan, 0, boxes, _SLOT_BYTES, None)
+    return make_layout(plan, 0, boxes, _SLOT_BYTES, None)
 
 
 def _pack_below(state: LazyState) -> int:
@@ -179,24 +180,29 @@ def _pack_below(state: LazyState) -> int:
     return 0
 
 
-def _write_pieces(
+def _write_batches(
     state: LazyState,
-    part: Part,
+    layout: RankLayout,
     pending: PendingSave,
     region: SharedMemory,
     begin: float,
     progress: Callable[[int], None],
 ) -> None:
     values = [[list(path), None, _encoded(path, value)] for path, value in state.values.items()]
-    plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
+    plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
     flag_offset = region.size - _FLAG_BYTES
     region.buffer[flag_offset : flag_offset + 8] = _GENERATION.to_bytes(8, "little")
-    earlier: list[tuple[str, str, int, int]] = []
-    for piece in range(part.plan.pieces):
-        _fill(state, part, piece, region, progress)
-        last = piece == part.plan.pieces - 1
+    earlier: list[WrittenChunk] = []
+
+    def take(report: Report) -> None:
+        if isinstance(report, BatchWritten):
+            earlier.extend(report.chunks)
+
+    for batch in range(layout.plan.batches):
+        _fill(state, layout, batch, region, progress)
+        last = batch == layout.plan.batches - 1
         staged_s = time.time() - begin
-        writer = PartWriter(
+        task = WriteTask(
             root=pending.root.path,
             save=pending.save,
             rank=0,
@@ -204,16 +210,15 @@ def _write_pieces(
             region=region,
             flag_offset=flag_offset,
             generation=_GENERATION,
-            piece=piece,
+            batch=batch,
             last=last,
             values=values if last else [],
             times={"begin": begin, "wait_s": 0.0, "stage_s": staged_s, "stall_s": staged_s},
             options=SaveOptions(),
             trainer=Process.here(),
-            earlier=earlier if last else [],
-            on_written=earlier.extend,
+            earlier=tuple(earlier) if last else (),
         )
-        writer()
+        write_share(task, take)
 
 
 def _encoded(path: Path, value: Any) -> Any:
@@ -223,10 +228,12 @@ def _encoded(path: Path, value: Any) -> Any:
         raise CannotReadError(f"{display(path)}: {error}") from None
 
 
-def _fill(state: LazyState, part: Part, piece: int, region: SharedMemory, progress: Callable[[int], None]) -> None:
+def _fill(
+    state: LazyState, layout: RankLayout, batch: int, region: SharedMemory, progress: Callable[[int], None]
+) -> None:
     slot = np.frombuffer(region.buffer, np.uint8)
-    part.clear_gaps(piece, region.buffer)
-    for op in part.copies[piece].ops:
+    layout.clear_gaps(batch, region.buffer)
+    for op in layout.copies[batch].ops:
         box = _box(op)
         if op.piece_bytes is None:
             full = (*op.full_shape, op.itemsize)

@@ -1,4 +1,4 @@
-"""What staging memory still holds: after a fault the newest step is usually there, and needs not be read.
+"""Checkpoints in staging memory: after a fault the newest step is usually still there and need not be read.
 
 A slot keeps a step until it is staged over. Its last page says which save is in it:
 
@@ -7,8 +7,8 @@ A slot keeps a step until it is staged over. Its last page says which save is in
     byte 64 on      the name of the save
     byte 1024 on    samples of tensors on a GPU (see `samples`)
 
-The bytes are believed only when their checksums, of which the writer recorded one for each file, are found again while
-they are copied. Runs in the trainer; makes no collective, except for `share`.
+The bytes are used only if they have the checksums that the writer recorded, which is verified while they are copied.
+Runs in the trainer. Only `share` is collective.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.ranks import Ranks
-from ckpt.saving.layout import copies_from
-from ckpt.saving.part import LocalBoxes, Part, PartPlan
-from ckpt.saving.planner import Planned
+from ckpt.saving.layout import LocalBoxes, RankLayout, make_restore_layout
+from ckpt.saving.plan_cache import CachedPlan
+from ckpt.saving.task import WritePlan
 from ckpt.staging.arena import Arena, Slot
-from ckpt.staging.copies import Copies
 from ckpt.staging.copy import Unstaged, unstage
-from ckpt.staging.peers import exchange_slots
+from ckpt.staging.copy_table import Copies
+from ckpt.staging.neighbors import exchange_slots
 from ckpt.staging.runs import checksums_of
 from ckpt.storage.chunk_codec import stored_checksums
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import read_part_of_step
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "HeldMemory"]
+__all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "StagedMemory"]
 
 _log = logging.getLogger("ckpt")
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -52,94 +52,94 @@ SAMPLES_OFFSET = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a plan lays out slots, this rank's among them."""
+class _SharedPlan:
+    """The plan by which this rank and its neighbours have staged, and the options it was made with."""
 
-    planned: Planned
+    cached: CachedPlan
     compression: str | None
     max_slot_bytes: int | None
 
-    def part_of(self, holder: int, boxes: LocalBoxes, rank: int) -> Part:
-        """What the slot of `holder` has of these boxes."""
-        own = self.planned.part
-        if holder == rank == own.plan.rank and boxes == self.planned.boxes:
+    def layout_of(self, holder: int, boxes: LocalBoxes, rank: int) -> RankLayout:
+        """Return what the slot of `holder` has of these boxes."""
+        own = self.cached.layout
+        if holder == rank == own.plan.rank and boxes == self.cached.boxes:
             return own
-        return copies_from(self.planned.save_plan, holder, boxes, rank, self.max_slot_bytes, self.compression)
+        return make_restore_layout(self.cached.save_plan, holder, boxes, rank, self.max_slot_bytes, self.compression)
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Where the bytes of tensors came from."""
+    """What was copied into tensors, and from whose memory."""
 
     paths: frozenset[Path]
     own_bytes: int
     neighbour_bytes: int
 
 
-class HeldMemory:
-    """The slots of this rank, and those of its neighbours on the node. Belongs to one thread of the trainer."""
+class StagedMemory:
+    """The slots of this rank and of its neighbours on the node. For one thread of the trainer."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._neighbours: dict[int, list[SharedMemory]] = {}
         self._own_rank = 0
-        self._layout: _Layout | None = None
+        self._plan: _SharedPlan | None = None
 
-    def share(self, ranks: Ranks, planned: Planned, compression: str | None) -> None:
-        """A state was planned: exchange slots with the neighbours. Collective."""
-        self._layout = _Layout(planned, compression, self._arena.max_slot_bytes)
+    def share(self, ranks: Ranks, plan: CachedPlan, compression: str | None) -> None:
+        """Exchange slots with the neighbours, after a state was planned. Collective."""
+        self._plan = _SharedPlan(plan, compression, self._arena.max_slot_bytes)
         self._own_rank = ranks.rank
         self._close_neighbours()
         if ranks.world_size > 1:
             self._neighbours = exchange_slots(ranks, [slot.region for slot in self._arena.slots])
 
     def clear(self, slot: Slot) -> None:
-        """The slot is about to be staged over."""
+        """Mark a slot as empty, before it is staged over."""
         header = self._header(slot.region)
         header[_NAME_OFFSET] = 0
         header[8:16] = bytes(8)
 
     def label(self, slot: Slot, save: SaveId, generation: int) -> None:
-        """The copies of this save are in the slot, or on their way there with the generation behind them."""
+        """Mark a slot as that of a save, whose copies are in it or will be when it has the generation."""
         header = self._header(slot.region)
         name = save.name.encode()
         header[_NAME_OFFSET : _NAME_OFFSET + len(name) + 1] = name + b"\0"
         header[8:16] = struct.pack("<Q", generation)
 
     def fill(self, step_path: str, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int) -> Filled:
-        """Put what memory holds of a published step into `leaves`; returns which of them are complete now.
+        """Copy what memory holds of a published step into `leaves`; return which of them are complete now.
 
-        The others may hold anything, and are to be read from storage. `summary` is that of the step. Of what belongs
-        to one rank alone, that of `rank` is taken.
+        The others have undefined contents, and must be read from storage. `summary` is that of the step. Of what each
+        rank has for itself, that of `rank` is taken.
         """
-        layout = self._layout
-        if layout is None or layout.compression is not None or summary.get("plan") != layout.planned.save_plan.digest:
-            return Filled(frozenset(), 0, 0)  # of compressed bytes there are no checksums to compare those here with
+        plan = self._plan
+        if plan is None or plan.compression is not None or summary.get("plan") != plan.cached.save_plan.digest:
+            return Filled(frozenset(), 0, 0)  # checksums of compressed files say nothing about the bytes in the slots
         boxes = {path: leaf.boxes for path, leaf in leaves.items()}
         tensors = {path: leaf.local for path, leaf in leaves.items()}
         save_name = str(summary["save"])
         sound: list[Copies] = []
         copied: dict[int, dict[Path, int]] = {}
         for holder, region in self._holding(save_name).items():
-            part = layout.part_of(holder, boxes, rank)
-            if part.plan.pieces > 1 or not part.copies[0].ops:
+            layout = plan.layout_of(holder, boxes, rank)
+            if layout.plan.batches > 1 or not layout.copies[0].ops:
                 continue
-            by_path = _verify_and_copy(step_path, part, region, tensors)
-            # A neighbour that the fault has not reached yet may have begun to stage over it.
+            by_path = _verify_and_copy(step_path, layout, region, tensors)
+            # A neighbour that has not noticed the fault yet may have begun to stage over it.
             if by_path is not None and self._holds(region, save_name):
                 copied[holder] = by_path
-                sound.append(part.copies[0])
+                sound.append(layout.copies[0])
         complete = _complete(sound, leaves)
         nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
         own = nbytes.pop(self._own_rank, 0)
         return Filled(frozenset(complete), own, sum(nbytes.values()))
 
     def close(self) -> None:
-        """Let go of the neighbours' slots. Idempotent."""
+        """Unmap the slots of the neighbours. Idempotent."""
         self._close_neighbours()
 
     def _holding(self, save_name: str) -> dict[int, SharedMemory]:
-        """The slots that hold all that a rank has staged of this save, by rank; this rank's first."""
+        """Return the slots with all that a rank has staged of this save, by rank; this rank's first."""
         slots = {self._own_rank: [slot.region for slot in self._arena.slots], **self._neighbours}
         return {rank: region for rank, regions in slots.items() for region in regions if self._holds(region, save_name)}
 
@@ -160,77 +160,81 @@ class HeldMemory:
 
 
 def _verify_and_copy(
-    step_path: str, part: Part, region: SharedMemory, tensors: Mapping[Path, torch.Tensor]
+    step_path: str, layout: RankLayout, region: SharedMemory, tensors: Mapping[Path, torch.Tensor]
 ) -> dict[Path, int] | None:
-    """Copy what the images hold into the tensors, if all are, checksum by checksum, what was written; else None.
+    """Copy the slot into the tensors, and return how many bytes of each were copied.
 
-    Then the tensors hold anything. Returns how many bytes of each were copied.
+    None if the slot does not hold what was written; the contents of the tensors are then undefined.
     """
-    rank = part.plan.rank
+    rank = layout.plan.rank
     slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
-    unstaged = unstage(part.copies[0], tensors, slot)
+    unstaged = unstage(layout.copies[0], tensors, slot)
     try:  # while bytes are on their way to a GPU
-        pieces = _pieces(part.plan, region, _recorded(step_path, rank))
-        sound = pieces is not None and _are_sound(pieces, unstaged, slot)
+        chunks = _inner_chunks(layout.plan, region, _recorded(step_path, rank))
+        sound = chunks is not None and _are_sound(chunks, unstaged, slot)
     except CheckpointError as error:
         _log.warning("the staging memory of rank %d is not used: %s", rank, error)
         return None
     finally:
         unstaged.wait()
     if not sound:
-        _log.warning("%s: the staging memory of rank %d is not what was written; reading from storage", step_path, rank)
+        _log.warning(
+            "%s: the staging memory of rank %d does not hold what was written; reading from storage", step_path, rank
+        )
         return None
     return unstaged.nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
-    """All that has a checksum of its own in the slot, in order: where it is, and the checksum that is behind it."""
+class _InnerChunks:
+    """The inner chunks in a slot, in order: where each is, and the checksum that is behind it."""
 
     starts: Array
     sizes: Array
     checksums: Array
 
     def numbers(self, offsets: Array) -> Array:
-        """Which of them are at these offsets of the slot."""
+        """Return which of them are at these offsets of the slot."""
         return np.searchsorted(self.starts, offsets, "right") - 1
 
 
-def _pieces(plan: PartPlan, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]) -> _Pieces | None:
-    """None if the checksums are not those of the files that were written."""
+def _inner_chunks(
+    plan: WritePlan, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]
+) -> _InnerChunks | None:
+    """Return the inner chunks; None if their checksums are not those of the files that were written."""
     first, strides, counts, checksums = [], [], [], []
     slot = region.buffer
-    for image in plan.images:
-        meta = plan.metas[image.array]
-        layout = meta.layout(image.index)
-        behind = stored_checksums(layout, slot[image.offset :]).copy()
-        file = f"{plan.directories[image.array]}/{meta.chunk_key(image.index)}"
+    for chunk in plan.chunks:
+        meta = plan.metas[chunk.array]
+        layout = meta.layout(chunk.index)
+        behind = stored_checksums(layout, slot[chunk.offset :]).copy()
+        file = f"{plan.directories[chunk.array]}/{meta.chunk_key(chunk.index)}"
         if recorded.get(file) != (layout.file_bytes, crc32c(behind.tobytes())):
             return None
-        first.append(image.offset)
+        first.append(chunk.offset)
         strides.append(layout.inner_chunk_bytes + CHECKSUM_BYTES)
         counts.append(len(behind))
         checksums.append(behind)
     stride = np.repeat(strides, counts)
     within = np.arange(len(stride)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(first, counts) + within * stride
-    return _Pieces(starts, stride - CHECKSUM_BYTES, np.concatenate(checksums))
+    return _InnerChunks(starts, stride - CHECKSUM_BYTES, np.concatenate(checksums))
 
 
-def _are_sound(pieces: _Pieces, unstaged: Unstaged, slot: torch.Tensor) -> bool:
-    """Whether what was copied is as its checksums say."""
-    if not np.array_equal(pieces.checksums[pieces.numbers(unstaged.offsets)], unstaged.checksums):
+def _are_sound(chunks: _InnerChunks, unstaged: Unstaged, slot: torch.Tensor) -> bool:
+    """Return whether what was copied has the checksums that are in the slot."""
+    if not np.array_equal(chunks.checksums[chunks.numbers(unstaged.offsets)], unstaged.checksums):
         return False
-    unknown = np.unique(pieces.numbers(unstaged.unchecked))
-    found = checksums_of(pieces.starts[unknown] + slot.data_ptr(), pieces.sizes[unknown])
-    return np.array_equal(pieces.checksums[unknown], found)
+    unknown = np.unique(chunks.numbers(unstaged.unchecked))
+    found = checksums_of(chunks.starts[unknown] + slot.data_ptr(), chunks.sizes[unknown])
+    return np.array_equal(chunks.checksums[unknown], found)
 
 
-def _complete(parts: Iterable[Copies], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:
-    """The leaves of which these bring every element."""
+def _complete(copied: Iterable[Copies], leaves: Mapping[Path, TensorLeaf]) -> set[Path]:
+    """Return the leaves of which these copies have filled every element."""
     elements: Counter[Path] = Counter()
-    for part in parts:
-        elements.update(part.elements)
+    for copies in copied:
+        elements.update(copies.elements)
     return {
         path
         for path, count in elements.items()
@@ -239,7 +243,7 @@ def _complete(parts: Iterable[Copies], leaves: Mapping[Path, TensorLeaf]) -> set
 
 
 def _recorded(step_path: str, rank: int) -> dict[str, tuple[int, int]]:
-    """Size and checksum of each file that a rank wrote, as its part says."""
+    """Return size and checksum of each file that a rank wrote, as its part manifest says."""
     part = read_part_of_step(step_path, rank)
     return {
         f"{directory}/{key}": (int(file_bytes), int(checksum))

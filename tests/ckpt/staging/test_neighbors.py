@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt.staging.peers import exchange_slots
+from ckpt.staging.neighbors import exchange_slots
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck
 
@@ -78,10 +78,10 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
                 return ranks(ranks_offer)
         return exchange_slots(ranks, [regions[0]])  # type: ignore[arg-type]
 
-    from ckpt.staging import peers
+    from ckpt.staging import neighbors
 
-    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.3)
-    ranks_offer = f'["{peers._node()}", "an address nobody listens at"]'.encode()
+    monkeypatch.setattr(neighbors, "_TIMEOUT_S", 0.3)
+    ranks_offer = f'["{neighbors._node()}", "an address nobody listens at"]'.encode()
     first, _ = _exchange(2, act)
     assert first == {}
     for region in regions:
@@ -90,10 +90,10 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
 
 def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
     """Thrown in while the neighbours' slots are taken; the others do without."""
-    from ckpt.staging import peers
+    from ckpt.staging import neighbors
 
     own = [[SharedMemory.create("slot", 4096)] for _ in range(3)]
-    take = peers._take
+    take = neighbors._take
 
     def interrupted(rank: int, address: str) -> list[SharedMemory]:
         if threading.current_thread() is victim[0] and rank == 2:
@@ -109,8 +109,8 @@ def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check
             pass
         return exchange_slots(ranks, own[ranks.rank])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(peers, "_take", interrupted)
-    monkeypatch.setattr(peers, "_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(neighbors, "_take", interrupted)
+    monkeypatch.setattr(neighbors, "_TIMEOUT_S", 1.0)
     first, *others = _exchange(3, act)
     assert isinstance(first, KeyboardInterrupt)
     for taken in others:

@@ -1,7 +1,7 @@
-"""What stays the same from save to save: the plan of a state's structure, made when the structure is first seen.
+"""The plan for a structure of state: made when the structure is first seen, then kept from save to save.
 
-    flatten -> structure as before? the plan is there
-                              else: can everybody store its state? exchange of descriptions, plan, own part
+    flatten -> same structure as before: the cached plan
+            -> else: agree that all ranks can store their state, exchange descriptions, plan, lay out this rank's files
 
 Runs in the trainer. With the first plan of a run, and with each new plan, ranks agree on a session: the token that the
 coordinator claimed the root with, and a nonce, from which all derive the same name for each save without communication.
@@ -25,12 +25,11 @@ from ckpt.planning.replicas import replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
-from ckpt.saving.layout import make_part
-from ckpt.saving.part import LocalBoxes, Part
+from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.samples import Replicas
 from ckpt.storage.names import SaveId
 
-__all__ = ["Claims", "Planned", "Planner", "Prepared"]
+__all__ = ["CachedPlan", "Claims", "PlanCache", "PreparedState"]
 
 _log = logging.getLogger("ckpt")
 _FINE, _FAILED = b"+", b"-"
@@ -41,60 +40,62 @@ _ANSWER = struct.Struct(">Q?")  # the token of the owner, and whether it was cla
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What the saves of all ranks have in common until the next agreement. `owner` is the token of the root's owner."""
+    """What the saves of all ranks have in common until they agree again. `owner` is the token of the root's owner."""
 
     owner: int
     nonce: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan: this rank's part of it, also as the bytes that writers get, and the values this rank writes.
+class CachedPlan:
+    """The plan of all ranks for one structure of state, and what follows from it for this rank.
 
-    `boxes` are those that this rank holds, also where others write them.
-
-    `value_owners` maps the path of each to whether it is this rank's alone.
+    `boxes` are those that this rank holds, also where others write them. `plan_bytes` is the pickled plan of its
+    writer. `value_owners` are the paths of the values that it writes, and whether each is its own alone.
     """
 
     description: StateDescription
     save_plan: SavePlan
     boxes: LocalBoxes
-    part: Part
+    layout: RankLayout
     plan_bytes: bytes
     value_owners: dict[Path, bool]
     replicas: Replicas
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A state ready to be staged. `encoded` are all its values; `values` those that this rank writes, the entries of
-    the part manifest: path, rank or None, encoded value."""
+class PreparedState:
+    """A state ready to be staged.
+
+    `encoded` are all its values; `values` those that this rank writes, as entries of the part manifest: path, rank or
+    None, encoded value.
+    """
 
     flat: FlatState
     encoded: dict[Path, Any]
     values: list[Any]
-    planned: Planned
+    cached: CachedPlan
 
 
 class Claims(Protocol):
     """How a job becomes the owner of the root that it saves to."""
 
     def claim(self) -> int:
-        """Coordinator: claim the root, and return the token."""
+        """Claim the root, and return the token. For the coordinator."""
 
     def confirm(self, token: int) -> None:
-        """The other ranks: StorageError unless this one sees that claim, and can write beside it."""
+        """Raise StorageError unless this rank sees that claim, and can write beside it. For the other ranks."""
 
 
-class Planner:
-    """Keeps the plan of the last structure seen. `max_slot_bytes` is what one slot holds at most, None for no limit."""
+class PlanCache:
+    """Keeps the plan of the last structure seen. `max_slot_bytes` is the limit of one slot; None for no limit."""
 
     def __init__(self, ranks: Ranks, grid: GridOptions, max_slot_bytes: int | None, compression: str | None) -> None:
         self._ranks = ranks
         self._grid = grid
         self._max_slot_bytes = max_slot_bytes
         self._compression = compression
-        self._planned: Planned | None = None
+        self._cached: CachedPlan | None = None
         self._session: _Session | None = None
         self._last_step = -1
         self._attempt = 0  # how often in a row the last step was to be saved
@@ -104,48 +105,48 @@ class Planner:
         """The token that this job saves with; None before the ranks have agreed on one."""
         return None if self._session is None else self._session.owner
 
-    def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> Prepared:
-        """Name the leaves and find or make the plan. Where ranks must agree, all learn what was wrong on any.
+    def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> PreparedState:
+        """Name the leaves, and find or make the plan. Collective if there is no plan or no session.
 
-        If there is no session, ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is
-        none yet. Raises StateError, and what `claims` raises, on all ranks.
+        Without a session ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is still
+        none. When ranks must agree, all raise what any raises: StateError, and errors of `claims`.
         """
         begins_session = self._session is None
         try:
             flat = flatten(state)
         except Exception as error:
-            if self._planned is None or begins_session:
+            if self._cached is None or begins_session:
                 self._ranks(_failed(error))
             raise
         description = flat.describe()
-        if self._planned is None or self._planned.description != description:
+        if self._cached is None or self._cached.description != description:
             self._agree(claims, claim)
-            self._planned = self._plan(flat, description)
+            self._cached = self._plan(flat, description)
         elif begins_session:
             self._agree(claims, claim)
-        planned = self._planned
+        cached = self._cached
         rank = self._ranks.rank
         encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
-        values = [[list(path), rank if own else None, encoded[path]] for path, own in planned.value_owners.items()]
-        return Prepared(flat, encoded, values, planned)
+        values = [[list(path), rank if own else None, encoded[path]] for path, own in cached.value_owners.items()]
+        return PreparedState(flat, encoded, values, cached)
 
     def end_session(self) -> None:
-        """The next save claims the root anew; the plan stays."""
+        """Make the next save claim the root anew; the plan stays."""
         self._session = None
 
-    def begin_epoch(self) -> None:
-        """Forget the plan: the ranks, and who they are, may be others from now on. The next save is planned anew."""
-        self._planned = None
+    def forget(self) -> None:
+        """Forget the plan, as ranks may change: the next save is planned anew."""
+        self._cached = None
         self._session = None
         self._last_step, self._attempt = -1, 0
 
     def begin_attempt(self, step: int) -> None:
-        """Called once for each save of each step, before anything can fail: it makes the next token."""
+        """Count the attempts to save a step. To be called once for each save, before anything can fail."""
         self._attempt = self._attempt + 1 if step == self._last_step else 0
         self._last_step = step
 
     def save_id(self) -> SaveId | None:
-        """The save begun last: different for every save, the same on all ranks. None before there is a session.
+        """Return the save begun last: unique, and the same on all ranks. None before there is a session.
 
         It depends on the nonce that the ranks agreed on and on how often this step was tried, and on nothing that a
         failed call on one rank could leave different.
@@ -156,30 +157,31 @@ class Planner:
         nonce = hashlib.blake2b(text, key=self._session.nonce, digest_size=8).hexdigest()
         return SaveId(self._last_step, self._session.owner, nonce)
 
-    def _plan(self, flat: FlatState, description: StateDescription) -> Planned:
+    def _plan(self, flat: FlatState, description: StateDescription) -> CachedPlan:
         kinds = replica_kinds(flat)
         from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
         own = replace(description, from_lowest=from_lowest)
         plan = make_save_plan(exchange(own, self._ranks), self._grid)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
-        part = make_part(plan, rank, boxes, self._max_slot_bytes, self._compression)
+        layout = make_layout(plan, rank, boxes, self._max_slot_bytes, self._compression)
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
-        plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        if part.plan.pieces > 1:
+        plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
+        if layout.plan.batches > 1:
             _log.warning(
-                "rank %d: the state needs %d bytes of staging memory, and a slot may have %s: it is staged in %d "
-                "pieces, which makes saves block training; raise max_host_bytes to avoid this",
+                "rank %d: the state needs %d bytes of staging memory, but a slot may have only %s: it is staged in %d "
+                "batches, and saves block training until all but the last are written; raise max_host_bytes to avoid "
+                "this",
                 rank,
-                sum(image.image_bytes for image in part.plan.images),
+                sum(chunk.image_bytes for chunk in layout.plan.chunks),
                 self._max_slot_bytes,
-                part.plan.pieces,
+                layout.plan.batches,
             )
-        return Planned(description, plan, boxes, part, plan_bytes, owned, Replicas.of(flat, kinds))
+        return CachedPlan(description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: Claims | None, claim: bool) -> None:
-        """Collective: begin a session if the state is to be saved; with one, give it a new nonce.
+        """Begin a session if the state is to be saved; give an existing one a new nonce. Collective.
 
         Raises StateError on all ranks when one of them cannot store its state, the error of a failed claim, and
         StorageError when one of them cannot write where the coordinator can.
@@ -193,14 +195,14 @@ class Planner:
             raise
         answers = self._ranks(_FINE + _ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES))
         _raise_failed(answers)
-        owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR], 1)  # ranks may have thought differently of it
+        owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR], 1)  # ranks may have assumed different ones
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
         if claims is not None and claimed and self._ranks.world_size > 1:
             self._confirm(claims, owner)
         self._session = _Session(owner, nonce) if owner else None
 
     def _confirm(self, claims: Claims, owner: int) -> None:
-        """Collective: all ranks confirm the claim; what one of them raises is raised on all."""
+        """Confirm the claim on all ranks; what one of them raises is raised on all. Collective."""
         answer = _FINE
         if self._ranks.rank != _COORDINATOR:
             try:
@@ -215,7 +217,7 @@ def _failed(error: Exception) -> bytes:
 
 
 def _raise_failed(answers: list[bytes]) -> None:
-    """Raise what the first rank that failed has answered."""
+    """Raise the error of the first rank that failed."""
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
             raise _error_of(rank, answer.removeprefix(_FAILED).decode(errors="replace"))

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.staging.copies import Copies, Shared
 from ckpt.staging.copy import Unstaged, stage, unstage
-from ckpt.staging.copy_op import CopyOp
+from ckpt.staging.copy_table import Copies, CopyOp, Shared
 from ckpt.staging.runs import copy_together
 
 _START = 16
@@ -48,7 +47,7 @@ def test_every_piece_is_sealed_and_known(pieces: list[list[tuple[int, int]]]) ->
     copies = Copies.of(ops, shared)
     slot = torch.zeros(size, dtype=torch.uint8)
     staged = stage(copies, tensors, slot, None)
-    assert staged.sealed == {piece.offset for piece in shared}
+    assert staged.checksummed == {piece.offset for piece in shared}
     checksums = {}
     for piece in shared:
         end = piece.offset + piece.nbytes
@@ -72,15 +71,15 @@ def test_zeros_behind_the_last_element_belong_to_its_piece(elements: int, piece:
     count = -(-elements // piece)
     slot = torch.zeros(_START + count * (4 * piece + 4), dtype=torch.uint8)
     staged = stage(copies, {("t",): tensor}, slot, None)
-    assert staged.sealed == {_START + number * (4 * piece + 4) for number in range(count)}
+    assert staged.checksummed == {_START + number * (4 * piece + 4) for number in range(count)}
     assert not copies.offsets
-    content = b"".join(bytes(slot[at : at + 4 * piece].numpy()) for at in sorted(staged.sealed))
+    content = b"".join(bytes(slot[at : at + 4 * piece].numpy()) for at in sorted(staged.checksummed))
     assert content == tensor.numpy().tobytes().ljust(4 * piece * count, b"\0")
-    for at in staged.sealed:
+    for at in staged.checksummed:
         image = bytes(slot[at : at + 4 * piece + 4].numpy())
         assert google_crc32c.value(image[:-4]) == int.from_bytes(image[-4:], "little")
     restored = torch.zeros_like(tensor)
-    assert found_by(unstage(copies, {("t",): restored}, slot)).keys() == staged.sealed
+    assert found_by(unstage(copies, {("t",): restored}, slot)).keys() == staged.checksummed
     assert torch.equal(restored, tensor)
 
 
@@ -98,7 +97,7 @@ def test_what_goes_to_a_gpu_is_only_checked() -> None:
     assert whole.all()
     found = dict(zip(table.piece_offset.tolist(), runs["crc32c"][table.piece_end - 1].tolist(), strict=True))
     assert found == found_by(unstage(copies, tensors, slot))
-    assert found.keys() == staged.sealed
+    assert found.keys() == staged.checksummed
 
     runs, whole = table.into_slot(nowhere, ~on_gpu, slot.data_ptr())
     before = bytes(slot.numpy())
@@ -124,7 +123,7 @@ def test_a_piece_is_left_to_the_writer_when_a_tensor_is_no_run_of_memory() -> No
     strided = {**tensors, ("t1",): torch.randn(12, 2)[:, 0]}
     copies = Copies.of(ops, shared)
     slot = torch.full((size,), 7, dtype=torch.uint8)
-    assert stage(copies, strided, slot, None).sealed == {shared[1].offset}
+    assert stage(copies, strided, slot, None).checksummed == {shared[1].offset}
     assert bytes(slot[shared[0].offset + shared[0].nbytes :][:4].numpy()) == b"\x07" * 4
     restored = {path: torch.zeros(30, 2)[: len(tensor), 0] for path, tensor in tensors.items()}
     unstaged = unstage(copies, restored, slot)
@@ -134,6 +133,6 @@ def test_a_piece_is_left_to_the_writer_when_a_tensor_is_no_run_of_memory() -> No
 
     of_columns = (CopyOp(("t0",), ops[0].source, None, ops[0].offset, (10,), 4), *ops[1:])
     copies = Copies.of(of_columns, shared)
-    assert stage(copies, tensors, slot, None).sealed == {shared[1].offset}
+    assert stage(copies, tensors, slot, None).checksummed == {shared[1].offset}
     assert np.array_equal(slot[_START : _START + 40].numpy(), tensors[("t0",)].numpy().view(np.uint8))
     assert copies.offsets == {op.offset for op in ops[:2]}

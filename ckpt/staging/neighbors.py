@@ -1,11 +1,11 @@
-"""The slots of the other ranks on this node, mapped here.
+"""Map the slots of the other ranks on this node.
 
 Every rank keeps the descriptors of its neighbours' slots. What a neighbour has staged can be read from them without its
 help, and also after its death. They are passed once, when the state is planned, over unix sockets in the abstract
 namespace: nothing has a name in a file system.
 
-    bind -> everybody's address (collective) -> a thread gives our descriptors to each neighbour that connects
-                                             -> connect to each neighbour and take its descriptors
+    bind -> exchange addresses (collective) -> a thread gives this rank's descriptors to each neighbour that connects
+                                            -> connect to each neighbour and take its descriptors
 
 A neighbour that cannot be reached is left out: what it staged is read from storage instead.
 """
@@ -36,7 +36,7 @@ _MAX_SLOTS = 64
 def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[SharedMemory]]:
     """Give this rank's regions to all ranks on this node, and return theirs, by rank. Collective.
 
-    The caller closes the regions it gets.
+    The caller closes the returned regions.
     """
     regions = list(own)
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
@@ -50,7 +50,7 @@ def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[
             for rank, offer in enumerate(offers)
             if offer[0] == _node() and rank != ranks.rank and offer[1] != name
         }
-        giver = JoinableThread(_give, "ckpt-peers", (listener, regions, len(neighbours)))
+        giver = JoinableThread(_give, "ckpt-neighbors", (listener, regions, len(neighbours)))
         giver.start()
         taken: dict[int, list[SharedMemory]] = {}
         try:
@@ -58,7 +58,7 @@ def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[
                 if regions_of_rank := _take(rank, address):
                     taken[rank] = regions_of_rank
             giver.join()
-        except BaseException:  # interrupted: the neighbours are, too, and nobody may come any more
+        except BaseException:  # interrupted, as the neighbours may be: do not wait for them to connect
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             for region in (region for regions in taken.values() for region in regions):
@@ -69,7 +69,7 @@ def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[
 
 
 def _node() -> str:
-    """What is the same for processes that can reach each other's sockets and memory."""
+    """Return a text that is the same for processes that can reach each other's sockets and memory."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"
@@ -77,13 +77,13 @@ def _node() -> str:
 
 
 def _give(listener: socket.socket, regions: list[SharedMemory], count: int) -> None:
-    """Thread: serve so many neighbours."""
+    """Give the regions to so many neighbours. Runs in a thread."""
     sizes = json.dumps([region.size for region in regions]).encode()
     for _ in range(count):
         try:
             connection, _ = listener.accept()
         except OSError:
-            return  # whoever did not come does without
+            return  # a neighbour that has not connected reads from storage
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_TIMEOUT_S)
             if _same_user(connection):
@@ -91,7 +91,7 @@ def _give(listener: socket.socket, regions: list[SharedMemory], count: int) -> N
 
 
 def _take(rank: int, address: str) -> list[SharedMemory]:
-    """Return the regions of a neighbour; empty if it does not give them."""
+    """Return the regions of a neighbour; empty if they cannot be had."""
     try:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
             connection.settimeout(_TIMEOUT_S)

@@ -1,31 +1,114 @@
-"""What to copy where, for a whole slot at once. Free of torch.
+"""What is copied between tensors and a slot: single operations, and tables for a whole slot. Free of torch.
 
-Thousands of operations are looked at one by one only once, when a state is planned. For each save they are one table of
-runs of memory, to which the addresses of the tensors are added.
+Thousands of operations are examined one by one only when a state is planned. For each save they are one table of runs
+of memory, to which the addresses of the tensors are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.native import RUN
+from ckpt.native import CHECKSUM_BYTES, RUN
 from ckpt.paths import Path
-from ckpt.staging.copy_op import CopyOp
 
-__all__ = ["Copies", "RowTable", "RunTable", "Shared"]
+__all__ = ["Copies", "CopyOp", "RowTable", "Rows", "RunTable", "Shared"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _RUN_BYTES = 4 << 20
+_MOST_ROW_BYTES = 1 << 30  # CUDA copies no rows of 2 GiB
+
+
+class Rows(NamedTuple):
+    """Some of the bytes of a box, from `first` on, as `rows` rows of `nbytes`.
+
+    In the slot the first row is at `offset`, each other one `pitch` bytes behind the one before.
+    """
+
+    first: int
+    offset: int
+    nbytes: int
+    rows: int
+    pitch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOp:
+    """One box of a local tensor and where its bytes go.
+
+    `source` indexes the box in the local tensor. `flat` is (first element, elements) of the box when it is one run of
+    memory in a contiguous local tensor of the planned shape.
+
+    With `piece_bytes` the box fills, in C order, pieces of so many bytes from `offset` on, with room for a checksum
+    behind each; behind the box there are zeros in the last one. Without, it lies somewhere in a piece: as one run if it
+    is `flat`, else in the first corner of an array of `full_shape`.
+    """
+
+    path: Path
+    source: tuple[slice, ...]
+    flat: tuple[int, int] | None
+    offset: int
+    full_shape: tuple[int, ...]
+    itemsize: int
+    piece_bytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the box in bytes."""
+        elements: int = math.prod(part.stop - part.start for part in self.source)
+        return elements * self.itemsize
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Return where the bytes of the box go, if not to a corner: offset, first of the bytes, and how many."""
+        nbytes = self.nbytes
+        size = self.piece_bytes or nbytes
+        for number, first in enumerate(range(0, nbytes, size) if size else ()):
+            yield self.offset + number * (size + CHECKSUM_BYTES), first, min(size, nbytes - first)
+
+    def rows(self) -> Iterator[Rows]:
+        """Return where the bytes of the box go, with as few blocks of rows as possible."""
+        nbytes = self.nbytes
+        if self.piece_bytes is not None and self.piece_bytes <= _MOST_ROW_BYTES:
+            yield from _rows(0, self.offset, nbytes, self.piece_bytes, self.piece_bytes + CHECKSUM_BYTES)
+        elif self.piece_bytes is not None or self.flat is not None:
+            for offset, first, size in self.runs():
+                yield from _rows(first, offset, size, _MOST_ROW_BYTES, _MOST_ROW_BYTES)
+        else:
+            yield from self._rows_of_corner()
+
+    def _rows_of_corner(self) -> Iterator[Rows]:
+        """Cut at the last dimension that the box does not fill: a row spans it and those behind it."""
+        shape = [part.stop - part.start for part in self.source]
+        cut = max((dim for dim, size in enumerate(shape) if size != self.full_shape[dim]), default=0)
+        row_bytes = math.prod(shape[cut:]) * self.itemsize
+        pitch = math.prod(self.full_shape[cut:]) * self.itemsize
+        rows = shape[cut - 1] if cut else 1
+        strides = [math.prod(self.full_shape[dim + 1 :]) * self.itemsize for dim in range(len(shape))]
+        for number, index in enumerate(product(*map(range, shape[: max(cut - 1, 0)]))):
+            at = sum(i * stride for i, stride in zip(index, strides, strict=False))
+            yield Rows(number * rows * row_bytes, self.offset + at, row_bytes, rows, pitch)
+
+
+def _rows(first: int, offset: int, nbytes: int, row_bytes: int, pitch: int) -> Iterator[Rows]:
+    """Return a run of bytes of a box as rows, and the rest behind the last one."""
+    whole, rest = divmod(nbytes, row_bytes)
+    if whole:
+        yield Rows(first, offset, row_bytes, whole, pitch)
+    if rest:
+        yield Rows(first + nbytes - rest, offset + whole * pitch, rest, 1, rest)
 
 
 class Shared(NamedTuple):
-    """A piece of a file that operations fill together, from number `first` to `end` (exclusive), which are in order.
-    What they leave of its `nbytes` is zero."""
+    """A piece of a file that several operations fill: those from number `first` to `end` (exclusive), in order.
+
+    The rest of its `nbytes` is zero.
+    """
 
     offset: int
     nbytes: int
@@ -35,9 +118,12 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies that fill a slot (or, the other way, restore from it). `table` has those of them that are runs of
-    memory in a contiguous tensor, and `rows` the same ones for a GPU; `elements` is how many elements of each tensor
-    they copy, and `offsets` where in the slot runs begin that are not all of a piece, nor share one."""
+    """The copies that fill a slot or, in reverse, restore from it.
+
+    `table` has those of them that are runs of memory in a contiguous tensor, and `rows` the same ones for a GPU;
+    `elements` is how many elements of each tensor they copy, and `offsets` where in the slot runs begin that neither
+    fill a piece nor share one.
+    """
 
     ops: tuple[CopyOp, ...]
     table: RunTable
@@ -47,7 +133,7 @@ class Copies:
 
     @classmethod
     def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared] = ()) -> Copies:
-        """Look at all operations, now and not while a save waits for it."""
+        """Make the tables of all operations: takes long, so it is done before any save needs them."""
         elements: dict[Path, int] = {}
         for op in ops:
             elements[op.path] = elements.get(op.path, 0) + op.nbytes // op.itemsize
@@ -66,10 +152,10 @@ class Copies:
 class RunTable:
     """Runs of memory between tensors and a slot, of some MB at most.
 
-    `tensor` numbers the `paths`; -1 is none, for bytes that are zero. A run that `continues` has one checksum with the
-    run before. `seal_at` is where in the slot a checksum goes that is of all of a piece; 0 for others. The pieces that
-    are filled have an offset in the slot, and the runs from first to last (exclusive). `has_all` says that no operation
-    is left out.
+    `tensor` is an index of `paths`; -1 is for bytes that are zero. A run that `continues` shares a checksum with the
+    run before. `seal_at` is where in the slot the checksum of a whole piece goes; 0 for other runs. The pieces that are
+    filled have an offset in the slot, and the runs from first to end (exclusive). `has_all` says that no operation is
+    left out.
     """
 
     paths: tuple[Path, ...]
@@ -86,7 +172,7 @@ class RunTable:
 
     @classmethod
     def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared]) -> RunTable:
-        """The table of those that are one run in a contiguous tensor."""
+        """Make the table of the operations that are one run in a contiguous tensor."""
         rows = _Rows()
         begins = {piece.first: piece for piece in shared if piece.first < piece.end}
         number = 0
@@ -117,17 +203,19 @@ class RunTable:
 
     @cached_property
     def long_pieces(self) -> Array:
-        """The numbers of those whose checksum is joined from those of several runs."""
+        """The numbers of the pieces whose checksum is joined from those of several runs."""
         return np.flatnonzero(self.seal_at[self.piece_end - 1] == 0) if len(self.piece_end) else self.piece_end
 
     @cached_property
     def piece_offsets(self) -> frozenset[int]:
-        """Those of all pieces."""
+        """The offsets of all pieces."""
         return frozenset(self.piece_offset.tolist())
 
     def into_slot(self, addresses: Array, usable: Array, slot: int) -> tuple[Array, Array]:
-        """The runs with the addresses of the tensors and of the slot, of no bytes from tensors not `usable`; and which
-        of the pieces they fill."""
+        """Return the runs with the addresses of the tensors and of the slot, and which pieces they fill.
+
+        Runs of tensors that are not `usable` have no bytes.
+        """
         runs, whole = self._begin(usable)
         runs["from"] = self._in_memory(addresses)
         runs["to"] = self.in_slot + np.uint64(slot)
@@ -136,14 +224,14 @@ class RunTable:
         return runs, whole
 
     def out_of_slot(self, addresses: Array, usable: Array, checked: Array, slot: int) -> tuple[Array, Array]:
-        """The other way; those of tensors that are only to be `checked` copy nothing, nor do bytes that are zero."""
+        """Return the same runs in reverse. Those of tensors to be `checked`, and zeros, are read but not copied."""
         runs, whole = self._begin(usable | checked)
         runs["from"] = self.in_slot + np.uint64(slot)
         runs["to"] = np.where(np.append(usable, False)[self.tensor], self._in_memory(addresses), 0)
         return runs, whole
 
     def _begin(self, usable: Array) -> tuple[Array, Array]:
-        """Runs without addresses, and which of the pieces have all of theirs."""
+        """Return the runs without addresses, and which pieces have all their runs."""
         runs = np.zeros(len(self.tensor), RUN)
         used = np.append(usable, True)[self.tensor]
         runs["bytes"] = np.where(used, self.nbytes, 0)
@@ -152,7 +240,7 @@ class RunTable:
         return runs, missing[self.piece_end] == missing[self.piece_first]
 
     def _in_memory(self, addresses: Array) -> Array:
-        """Where the runs begin in the tensors; 0 for zeros."""
+        """Return the addresses of the runs in the tensors; 0 for zeros."""
         return np.append(addresses, np.uint64(0))[self.tensor] + self.in_tensor
 
 
@@ -165,7 +253,7 @@ class _Rows:
         self.pieces: list[tuple[int, int, int]] = []
 
     def add(self, op: CopyOp) -> None:
-        """A box in pieces of its own, or in a part of one."""
+        """Add a box that fills pieces of its own, or lies in one."""
         assert op.flat is not None
         number, start = self._number(op), op.flat[0] * op.itemsize
         for offset, first, size in op.runs():
@@ -179,7 +267,7 @@ class _Rows:
                 self.runs.append((number, start + first + at, offset + at, min(_RUN_BYTES, size - at), 0, False))
 
     def add_shared(self, piece: Shared, ops: Iterable[CopyOp]) -> None:
-        """Boxes in one piece, and zeros before, between and behind them."""
+        """Add boxes in one piece, and zeros before, between and behind them."""
         at, first = piece.offset, len(self.runs)
         for op in ops:
             assert op.flat is not None
@@ -190,7 +278,7 @@ class _Rows:
         self._end_piece(piece.offset, first, at, piece.offset + piece.nbytes)
 
     def _end_piece(self, offset: int, first: int, at: int, end: int) -> None:
-        """Zeros from `at` to the `end` of a piece, and its checksum behind that."""
+        """Add zeros from `at` to the `end` of a piece, and its checksum behind that."""
         if end > at:
             self._continue(first, -1, 0, at, end - at)
         self.runs[-1] = (*self.runs[-1][:4], end, self.runs[-1][5])
@@ -207,7 +295,7 @@ class _Rows:
 class RowTable:
     """Rows of memory, the same distance apart, between tensors and a slot: what one call copies from or to a GPU.
 
-    `tensor` numbers the tensors. There the rows lie one behind the other; in the slot they begin `pitch` bytes apart.
+    `tensor` is the index of the tensor. The rows are contiguous there; in the slot they begin `pitch` bytes apart.
     """
 
     tensor: Array
@@ -219,7 +307,7 @@ class RowTable:
 
     @classmethod
     def of(cls, sources: Iterable[tuple[int, int, CopyOp]]) -> RowTable:
-        """Of operations with the number of a tensor and the byte of it where their boxes begin, as one run."""
+        """Make the table of operations that are one run: index of the tensor, byte where the box begins, operation."""
         found = [(number, start + first, *rest) for number, start, op in sources for first, *rest in op.rows()]
         tensor, *others = np.array(found, np.uint64).reshape(-1, 6).T.copy()
         return cls(tensor.astype(np.intp), *others)

@@ -1,8 +1,8 @@
 """Copies between pinned memory and a GPU, many rows in one call of CUDA's driver.
 
-PyTorch has a copy for each run of memory, and that takes its time: 8,000 pieces of chunk files, 4 bytes apart, take
-several times as long as all their bytes in one run. The driver copies rows that are some distance apart
-(`cuMemcpy2DAsync` of CUDA's driver API) at the speed of the bus.
+PyTorch makes one copy for each run of memory, which is slow: 8,000 pieces of chunk files, 4 bytes apart, take several
+times as long as all their bytes in one run. The driver copies rows that are some distance apart (`cuMemcpy2DAsync` of
+CUDA's driver API) at the speed of the bus.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.staging.copies import RowTable
+from ckpt.staging.copy_table import RowTable
 
 __all__ = ["can_copy_rows", "copies_of_rows", "queue_copies"]
 
@@ -34,13 +34,13 @@ _COPY = np.dtype(
 
 @functools.cache
 def _driver() -> Any:
-    """CUDA's driver, which everything that uses CUDA has loaded; None if it is not found, or another maker's."""
+    """Return CUDA's driver, which PyTorch has loaded; None if it is not found, or the GPU is of another vendor."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return None
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        _log.warning("copies from and to GPUs are slow, for CUDA's driver is not found by its name: %s", error)
+        _log.warning("copies from and to GPUs are slow, because libcuda.so.1 cannot be loaded: %s", error)
         return None
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
@@ -48,12 +48,12 @@ def _driver() -> Any:
 
 
 def can_copy_rows() -> bool:
-    """Whether there is a driver that does."""
+    """Return whether there is a driver that copies rows."""
     return _driver() is not None
 
 
 def copies_of_rows(table: RowTable, addresses: Array, usable: Array, slot: int, *, into_slot: bool) -> Array:
-    """The copies of those tensors that are `usable`, all on one GPU; `addresses` are theirs, `slot` is the slot's."""
+    """Return the copies of the `usable` tensors, all on one GPU, at these addresses; `slot` is that of the slot."""
     chosen = np.flatnonzero(usable[table.tensor])
     copies = np.zeros(len(chosen), _COPY)
     on_gpu, in_slot = ("from", "to") if into_slot else ("to", "from")
@@ -67,7 +67,7 @@ def copies_of_rows(table: RowTable, addresses: Array, usable: Array, slot: int, 
 
 
 def queue_copies(copies: Array, stream: torch.cuda.Stream) -> None:
-    """Queue all of them on a stream, of the current device of this thread. Raises RuntimeError with CUDA's reason."""
+    """Queue all copies on a stream of the current device of this thread. RuntimeError with the reason of CUDA."""
     driver, handle = _driver(), stream.cuda_stream
     first = copies.__array_interface__["data"][0]
     for address in range(first, first + copies.nbytes, _COPY.itemsize):

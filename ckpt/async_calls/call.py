@@ -1,0 +1,335 @@
+"""A background call: the request, what a writer gets of it, and what becomes of it.
+
+    AsyncRequest ──▶ Call: scheduled ──▶ begun ──▶ settled: done ────▶ finalized
+                      │  ▲ again, if its writer     └────── failed ──▶ dropped
+                      │  └ died before it began
+                      └── Work, pickled, in a memfd ═══▶ writer process
+
+A `Call` stays in the trainer, from the moment it is scheduled until it leaves the queue. `Work` is what crosses to the
+writer process.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import cloudpickle
+
+from ckpt.async_calls.agreement import Agreement, Failure
+from ckpt.distributed import own_rank
+from ckpt.errors import CheckpointError, RemoteTraceback, WriterError
+from inprocess.ipc.shared_memory import SharedMemory
+
+__all__ = ["AsyncRequest", "Call", "CallTimer", "RecoverableCall", "Work", "load_work"]
+
+
+class CallTimer(Protocol):
+    """The time limit of one running call.
+
+    All methods are called in the trainer, from within methods of the queue, and must not raise.
+    """
+
+    def left_s(self) -> float | None:
+        """Return how long the call may go on, None for no limit. At zero or less the writer is killed."""
+        ...
+
+    def overdue(self, pid: int | None) -> str:
+        """Return why the writer, this process, is about to be killed, as the end of a sentence."""
+        ...
+
+    def end(self, taken_s: float | None) -> None:
+        """The call is over, and took so long; None if it did not do its work."""
+        ...
+
+
+@runtime_checkable
+class RecoverableCall(Protocol):
+    """An `async_fn` that stays in the trainer, and learns there when its call can no longer be finalized.
+
+    What runs in the writer is its `in_writer`. It may also define ``on_event(event: dict) -> None``, which the trainer
+    calls with every event that the writer sends by `WriterContext.report`, in order, from within a method of the queue;
+    and ``on_begun(at_ns: int) -> CallTimer | None``, which is called when its turn has come, with the time of
+    CLOCK_MONOTONIC. Any `async_fn` may define these two.
+    """
+
+    @property
+    def in_writer(self) -> Callable[..., Any]:
+        """The function that is pickled, and called in the writer with the arguments of the request."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the same in the trainer, for `AsyncRequest.execute_sync`."""
+        ...
+
+    def abandoned(self, error: CheckpointError) -> CheckpointError | None:
+        """Return the error to raise for a call that cannot complete; None if it had done its work all the same.
+
+        The call failed, its writer died or was killed, or (`no_dist=False`) it failed on another rank. Called once, in
+        the trainer, from whichever method of the queue notices; again if an exception was thrown into it from another
+        thread. Unless this returns None, no finalize function of the request will run.
+        """
+        ...
+
+
+class AsyncRequest(NamedTuple):
+    """One background call and the functions that finalize it.
+
+    `async_fn` runs in a writer process with `async_fn_args` and `async_fn_kwargs`; None runs nothing. When it has
+    returned, on all ranks if so asked, `finalize_fns` run in the trainer in order.
+
+    `preload_fn` runs in the writer before `async_fn`; what it returns replaces the second of `async_fn_args`, the data.
+    It gets no arguments: bind them with `functools.partial`. Like the arguments it is pickled when the request is
+    scheduled, with the values that it refers to at that time. `call_idx` is the index of the call in its queue, which
+    sets it.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: Mapping[str, Any] = {}
+    is_frozen: bool = False
+    preload_fn: Callable[[], Any] | None = None
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Append `fn`. Raises RuntimeError when the request is frozen, which it is once scheduled."""
+        if self.is_frozen:
+            raise RuntimeError("cannot add a finalize function: the request is frozen, its call may already be running")
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Run everything here and now, in this process: `preload_fn`, the function, then the finalize functions.
+
+        Makes no collective. Raises what they raise; ValueError if `preload_fn` has no argument to replace.
+        """
+        if self.async_fn is not None:
+            _work_of(self, self.async_fn).run()
+        self.execute_finalize_fns(validate_matching_call_idx=False)
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Run all finalize functions in order, whatever they raise, then raise the first exception. Returns `call_idx`.
+
+        With `validate_matching_call_idx`, where torch.distributed is initialized, all ranks must call this together:
+        one all_reduce compares `call_idx`. RuntimeError, and no finalize function runs, if ranks have different ones.
+        """
+        if validate_matching_call_idx and own_rank() is not None:
+            smallest, minus_largest = Agreement(None).minimum(self.call_idx, -self.call_idx)
+            if smallest != -minus_largest:
+                raise RuntimeError(
+                    f"ranks finalize different calls: their indices are {smallest} to {-minus_largest}, "
+                    f"{self.call_idx} on this rank; all ranks must schedule and finalize the same requests in order"
+                )
+        first = _run_all(deque(self.finalize_fns))
+        if first is not None:
+            raise first
+        return self.call_idx
+
+    def freeze(self) -> AsyncRequest:
+        """Return a copy that accepts no more finalize functions."""
+        return self._replace(finalize_fns=list(self.finalize_fns), is_frozen=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a writer runs: a request without what stays in the trainer."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    preload_fn: Callable[[], Any] | None = None
+
+    def run(self) -> None:
+        """Run it here. Raises what its functions raise."""
+        args = self.args if self.preload_fn is None else (self.args[0], self.preload_fn(), *self.args[2:])
+        self.fn(*args, **self.kwargs)
+
+
+def _work_of(request: AsyncRequest, fn: Callable[..., Any]) -> Work:
+    """Return what runs when `fn` is called as the request says. ValueError if `preload_fn` has nothing to replace."""
+    args = request.async_fn_args
+    if request.preload_fn is not None and len(args) < 2:
+        raise ValueError(f"preload_fn replaces the second of async_fn_args, but there are only {len(args)}")
+    return Work(fn, args, dict(request.async_fn_kwargs), request.preload_fn)
+
+
+class Call:
+    """One call of a queue, in the trainer. Not thread-safe.
+
+    It keeps its pickled work until it is settled, so that another writer can have it if this one dies before beginning.
+    An exception may be thrown into every method from another thread (a restart does that): what was not done then is
+    done when the method is called again.
+    """
+
+    def __init__(self, index: int, request: AsyncRequest) -> None:
+        """Pickle the work. Raises what that raises; ValueError for a closed region, or nothing to preload."""
+        self.index = index
+        self.request = request.freeze()._replace(call_idx=index)
+        self.regions: dict[str, SharedMemory] = {}  # what the work refers to
+        self.fd = -1
+        self.attempts = 0  # of sending it
+        self.timer: CallTimer | None = None
+        self.settled = request.async_fn is None
+        self.error: CheckpointError | None = None  # to raise if it failed; `abandoned` has been called then
+        self._scheduled_ns = time.monotonic_ns()
+        self._event_error: Exception | None = None
+        self._finalize_fns = deque(request.finalize_fns)
+        fn = request.async_fn
+        if fn is not None:
+            work = _work_of(request, getattr(fn, "in_writer", fn))  # of a `RecoverableCall`
+            self.fd = _pickled(work, self.regions)
+
+    @property
+    def label(self) -> str:
+        """The name of its function, for messages."""
+        fn = self.request.async_fn
+        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+    # -- while it is with a writer -------------------------------------------------------------------------------------
+
+    def begin(self, at_ns: int) -> None:
+        """Start the clock, if the call has one that has not been started: its turn has come."""
+        on_begun: Callable[[int], CallTimer | None] | None = getattr(self.request.async_fn, "on_begun", None)
+        if self.timer is None and on_begun is not None:
+            self.timer = on_begun(max(at_ns, self._scheduled_ns))
+
+    def leave_writer(self, taken_s: float | None = None) -> None:
+        """Release what a writer needs, and stop the clock. `taken_s`: how long it took, if it did its work."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.end(taken_s)
+
+    # -- what becomes of it --------------------------------------------------------------------------------------------
+
+    def take_event(self, event: dict[str, Any]) -> None:
+        """Hand an event to `on_event`; if that raises, the call fails when it is over."""
+        on_event: Callable[[dict[str, Any]], None] | None = getattr(self.request.async_fn, "on_event", None)
+        if on_event is None:
+            return
+        try:
+            on_event(event)
+        except Exception as error:
+            self._event_error = self._event_error or error
+
+    def settle(self, error: CheckpointError | None) -> None:
+        """Take the outcome: the error of a call that failed, or None."""
+        if error is None and self._event_error is not None:
+            error = WriterError(
+                f"on_event of background call {self.index} raised {self._event_error!r}", rank=own_rank()
+            )
+            error.__cause__ = self._event_error
+        if error is not None:
+            self.abandon(error)
+        self.settled = True
+
+    def finalize(self) -> Exception | None:
+        """Run the finalize functions, whatever they raise; return the first exception. None of them runs twice."""
+        return _run_all(self._finalize_fns)
+
+    def abandon(self, error: CheckpointError) -> None:
+        """Fail, unless that has happened before: tell the call and let it choose the error to raise.
+
+        It may choose None: what it had to do is done all the same, and the call is not a failure.
+        """
+        if self.error is not None:
+            return
+        chosen: CheckpointError | None = error
+        abandoned: Callable[[CheckpointError], CheckpointError | None] | None
+        abandoned = getattr(self.request.async_fn, "abandoned", None)
+        if abandoned is not None:
+            try:
+                chosen = abandoned(error)
+            except Exception as problem:
+                error.add_note(f"besides, abandoned() raised {problem!r}")
+        if chosen is not None and chosen is not error and chosen.__cause__ is None:
+            chosen.__cause__ = error.__cause__ or error
+        self.error = chosen
+
+    def own_failure(self) -> Failure | None:
+        """Return why it failed here, for the other ranks; None if it did not."""
+        if self.error is None:
+            return None
+        return Failure(f"{type(self.error).__name__}: {self.error}", "".join(traceback.format_exception(self.error)))
+
+    def take_failures(self, failures: dict[int, Failure]) -> None:
+        """Fail, as the call failed on these ranks, which may or may not include this one."""
+        ranks = sorted(failures)
+        if self.error is None:
+            first = failures[ranks[0]]
+            others = f" (of ranks {ranks})" if len(ranks) > 1 else ""
+            message = f"background call {self.index} failed on rank {ranks[0]}{others}: {first.message}"
+            error = WriterError(message, rank=ranks[0])
+            error.__cause__ = RemoteTraceback(first.traceback)
+            self.abandon(error)
+            self.error = self.error or error  # it failed elsewhere, whatever was done here
+        elif len(ranks) > 1:
+            self.error.add_note(f"the call failed on ranks {ranks}")
+
+
+def _run_all(fns: deque[Callable[[], Any]]) -> Exception | None:
+    """Run and remove each function, whatever they raise; return the first exception."""
+    first: Exception | None = None
+    while fns:
+        try:
+            fns.popleft()()
+        except Exception as error:
+            first = first or error
+    return first
+
+
+# -- work on its way to a writer ---------------------------------------------------------------------------------------
+
+
+def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
+    """Return a memfd with the work, pickled by value where needed.
+
+    A region of shared memory is replaced by its id, and added to `regions`.
+    """
+    fd = os.memfd_create("ckpt-call", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            _Pickler(file, regions).dump(work)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def load_work(fd: int, regions: Mapping[str, SharedMemory]) -> Work:
+    """Return the work in `fd`, with its regions put back. Raises whatever importing and unpickling raise."""
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(0)  # the offset is shared with the process that wrote it
+        work: Work = _Unpickler(file, regions).load()
+    return work
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: Any, regions: dict[str, SharedMemory]) -> None:
+        super().__init__(file)
+        self._regions = regions
+
+    def persistent_id(self, value: Any) -> str | None:
+        if not isinstance(value, SharedMemory):
+            return None
+        if value.closed:
+            raise ValueError(f"{value!r} is an argument of a background call")
+        self._regions[value.region_id] = value
+        return value.region_id
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, regions: Mapping[str, SharedMemory]) -> None:
+        super().__init__(file)
+        self._regions = regions
+
+    def persistent_load(self, region_id: str) -> SharedMemory:
+        return self._regions[region_id]

@@ -1,0 +1,182 @@
+"""What a writer process runs: one call after the other.
+
+    socket ──▶ receive ──▶ Attach / Detach: table of mapped regions
+                  │
+                  └──────▶ Run: begun ──▶ load ──▶ function(*args) ──▶ Finished
+                                                     │
+                          control page ◀─ progress() ┴ report() ──▶ Event
+
+One thread, one call at a time, in the order sent. The end of the socket means that the trainer is done with this
+writer, or dead: what is already in the socket is still run, then the process exits. An exception of a function is an
+answer, never the end of the loop. Nothing the loop sends can block it: a trainer that is busy for an hour finds all
+answers waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import socket
+import time
+import traceback
+from collections.abc import Hashable
+from typing import Any
+
+from ckpt.async_calls.call import load_work
+from ckpt.async_calls.context import WriterContext
+from ckpt.async_calls.messages import (
+    CODEC,
+    Attach,
+    Detach,
+    Event,
+    Finished,
+    Message,
+    MessageChannel,
+    Ready,
+    Run,
+    Spawn,
+    clip,
+)
+from inprocess.ipc.packets import Packet
+from inprocess.ipc.shared_memory import SharedMemory
+
+__all__ = ["CONTROL_PAGE", "ControlPage", "run_writer"]
+
+CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
+_PR_SET_NAME = 15
+_MAX_ERROR_BYTES = 4 << 10
+_MAX_TRACEBACK_BYTES = 32 << 10
+
+
+class ControlPage:
+    """Three words in memory that trainer and writer share: they hold however the writer ends.
+
+    The writer sets a progress counter, and the last call begun; the trainer sets the abort flag.
+    """
+
+    SIZE = 4096
+
+    def __init__(self, region: SharedMemory) -> None:
+        self._words = region.buffer.cast("Q")  # aligned 8-byte stores: never seen half written
+
+    @property
+    def progress(self) -> int:
+        """A counter that changes as long as the writer makes progress."""
+        return self._words[0]
+
+    def advance(self) -> None:
+        """Count progress."""
+        self._words[0] = (self._words[0] + 1) % 2**64
+
+    @property
+    def aborted(self) -> bool:
+        """Whether no further call may begin."""
+        return self._words[1] != 0
+
+    def has_begun(self, index: int) -> bool:
+        """Whether the call may have had effects. Calls reach a writer in the order of their indices."""
+        return index < self._words[2]
+
+    def begin(self, index: int) -> None:
+        """Record, before it runs, that this call has begun."""
+        self._words[2] = index + 1
+        self.advance()
+
+    def abort(self) -> None:
+        """Let no further call begin, even in a writer that is only just being forked."""
+        self._words[1] = 1
+
+
+class _WriterLoop:
+    """The loop, in the main thread of a writer process."""
+
+    def __init__(self, channel: MessageChannel) -> None:
+        self._channel = channel
+        self._regions: dict[str, SharedMemory] = {}
+        self._page: ControlPage | None = None
+        self._kept: dict[Hashable, Any] = {}
+
+    def run(self) -> None:
+        """Run calls until the trainer closes its end, or dies, and everything it had sent is done."""
+        self._channel.send(Ready(os.getpid()))
+        while (packet := self._next()) is not None:
+            match packet.message, packet.fds:
+                case Attach() as message, (fd,):
+                    self._attach(message, fd)
+                case Detach(region_id), ():
+                    self._regions.pop(region_id).close()
+                case Run(index), (fd,) if self._page is not None:
+                    if self._page.aborted:
+                        return
+                    self._channel.send(self._call(index, fd, self._page))
+                    os.close(fd)
+
+    def _next(self) -> Packet[Message] | None:
+        """Wait for the next message; return None when the connection is closed."""
+        poll = select.poll()
+        while True:
+            self._channel.flush()
+            try:
+                if (packet := self._channel.receive()) is not None:
+                    return packet
+            except EOFError:
+                return None
+            poll.register(self._channel, self._channel.poll_events)
+            poll.poll()  # no deadline: the trainer's death ends it
+
+    def _attach(self, message: Attach, fd: int) -> None:
+        region = SharedMemory(fd, message.size, message.name, message.region_id)
+        self._regions[message.region_id] = region
+        if message.region_id == CONTROL_PAGE:
+            self._page = ControlPage(region)
+
+    def _call(self, index: int, fd: int, page: ControlPage) -> Finished:
+        began_ns = time.monotonic_ns()
+        page.begin(index)
+        context = WriterContext(
+            index,
+            page.advance,
+            lambda event: self._channel.send(Event(index, event)),
+            lambda: self._channel.peer_gone,
+            self._kept,
+        )
+        try:
+            work = load_work(fd, self._regions)
+            with context.entered():
+                work.run()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a function do not end the writer, either
+            return _failure(index, began_ns, error)
+        return Finished(index, began_ns, time.monotonic_ns())
+
+
+def _failure(index: int, began_ns: int, error: BaseException) -> Finished:
+    ended_ns = time.monotonic_ns()
+    lines: list[Any] = traceback.format_exception(error)
+    summary = traceback.format_exception_only(error)[-1].strip()
+    traceback.clear_frames(error.__traceback__)  # frames hold the arguments, and with them views of shared memory
+    gc.collect()
+    trace = clip("".join(lines), _MAX_TRACEBACK_BYTES)
+    return Finished(index, began_ns, ended_ns, clip(summary, _MAX_ERROR_BYTES), trace)
+
+
+def run_writer(order: Spawn, writer_socket: socket.socket) -> None:
+    """Be a writer, in a process just forked: take the priorities of `order`, and run calls from the socket."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-writer", 0, 0, 0)
+    with contextlib.suppress(OSError):
+        os.nice(order.nice)
+    if order.io_class is not None:
+        _set_io_priority(order.io_class, order.io_level)
+    _WriterLoop(MessageChannel(writer_socket, CODEC)).run()
+
+
+def _set_io_priority(io_class: str, level: int) -> None:
+    import psutil  # the fork server has imported it; a trainer need not
+
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        if io_class == "idle":
+            psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+        else:
+            psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, level)

@@ -1,0 +1,109 @@
+"""What the trainer keeps of a save while a writer process works on it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.async_calls import CallTimer
+from ckpt.errors import CheckpointError
+from ckpt.saving.task import BatchWritten, NotDurable, ReplicasDiffer, Report, SlotFree, WriteTask, from_event
+from ckpt.saving.write import Fenced, error_for, give_up, reason_for, write_share
+from ckpt.staging.arena import Slot
+from ckpt.storage.chunk_codec import WrittenChunk
+from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published
+from ckpt.storage.root import CheckpointRoot
+
+__all__ = ["SaveHandle"]
+
+_log = logging.getLogger("ckpt")
+
+
+class SaveHandle:
+    """The trainer's end of a `WriteTask`: a `RecoverableCall`, of which the writer process gets the task alone.
+
+    `on_decided` is called when the save is published or given up, `on_differing` when ranks have different values of
+    some names, `on_begun` when the writer begins. All of it in the thread that uses the queue.
+    """
+
+    def __init__(
+        self,
+        task: WriteTask,
+        slot: Slot,
+        *,
+        on_decided: Callable[[], None] = lambda: None,
+        on_differing: Callable[[ReplicasDiffer], None] = lambda report: None,
+        on_begun: Callable[[int], CallTimer | None] | None = None,
+    ) -> None:
+        self.task = task
+        self.in_writer: Callable[[], None] = functools.partial(write_share, task)
+        self.on_begun = on_begun
+        self.on_decided = on_decided
+        self.written: list[WrittenChunk] = []  # of a batch that is not the last
+        self._slot: Slot | None = slot
+        self._on_differing = on_differing
+        self._reported: Abandoned | NotDurable | None = None
+
+    def __call__(self) -> None:
+        """Run the task here, in the trainer (`AsyncRequest.execute_sync`). Raises what `ShareWriter.run` raises."""
+        try:
+            write_share(self.task, self._take)
+        finally:
+            self.free_slot()
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Take what the writer reports. ValueError if that is no report."""
+        self._take(from_event(event))
+
+    def abandoned(self, error: CheckpointError) -> CheckpointError | None:
+        """Make sure the save is decided on all ranks, as its call cannot complete; return the error to raise.
+
+        None if the step is published all the same, durably as far as is known.
+        """
+        self.free_slot()
+        outcome = self._settled(error)
+        self.on_decided()
+        match outcome:
+            case Published() if self.task.last:
+                step = self.task.save.step
+                _log.warning("step %d is published, but its writer failed afterwards: %s", step, error)
+                return None
+            case Published():
+                result = error
+            case NotDurable(message):
+                result = NotDurableError(message, rank=self.task.rank, step=self.task.save.step)
+            case Abandoned() | Fenced():
+                result = error_for(self.task.save, outcome)
+        result.__cause__ = result.__cause__ or error
+        return result
+
+    def free_slot(self) -> None:
+        """Give the slot back, as no process reads it any more. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
+
+    def _settled(self, error: CheckpointError) -> Published | NotDurable | Abandoned | Fenced:
+        """Return what became of the save; it is given up now if it is undecided."""
+        if isinstance(self._reported, NotDurable):
+            return self._reported
+        reason = self._reported.reason if self._reported is not None else reason_for(self.task.rank, error)
+        outcome = give_up(PendingSave(CheckpointRoot(self.task.root), self.task.save), reason)
+        if self._reported is not None and isinstance(outcome, Published):
+            return NotDurable(
+                reason.message
+            )  # another rank published it, and this one could not see that it is durable
+        return outcome
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case SlotFree():
+                self.free_slot()
+            case BatchWritten(chunks):
+                self.written += chunks
+            case ReplicasDiffer():
+                self._on_differing(report)
+            case Abandoned() | NotDurable():
+                self._reported = report

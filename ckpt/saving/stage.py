@@ -1,0 +1,233 @@
+"""Copy this rank's share of a state into a slot of shared memory: the one part of a save that training waits for.
+
+    free slot -> samples of replicas -> copies -> the name of the save, and behind the copies the flag of the writer
+
+Runs in the thread that trains. From one GPU the copies run on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import CheckpointTimeoutError
+from ckpt.planning.chunk_grid import GridOptions
+from ckpt.planning.state_dict import FlatState
+from ckpt.ranks import Ranks
+from ckpt.saving.layout import RankLayout
+from ckpt.saving.plan_cache import CachedPlan, PreparedState
+from ckpt.saving.replicas import Digests, Tolerance
+from ckpt.saving.staged_memory import HEADER_BYTES, SAMPLES_OFFSET, StagedMemory
+from ckpt.staging.arena import Arena, Slot, SlotState
+from ckpt.staging.copy import Staged, only_gpu, stage
+from ckpt.storage.names import SaveId
+from inprocess.ipc.shared_memory import SharedMemory
+
+__all__ = ["StagedBatch", "Stager", "StagingOptions"]
+
+_WAIT_SLICE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagingOptions:
+    """How state gets into shared memory.
+
+    `slot_timeout_s` bounds the wait for a free slot; `replicas` says what is done about parameters that ranks have
+    different.
+    """
+
+    slots: int = 2
+    max_host_bytes: int | None = None
+    overlap: bool = False
+    slot_timeout_s: float = 600.0
+    compression: str | None = None
+    grid: GridOptions = field(default_factory=GridOptions)
+    replicas: Tolerance = "error"
+
+    def __post_init__(self) -> None:
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"compression must be None or 'zstd', not {self.compression!r}")
+        if self.replicas not in ("error", "warn", "ignore"):
+            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {self.replicas!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBatch:
+    """A slot with what was copied, or is being copied, into it.
+
+    The copies are complete when the 8 bytes at `flag_offset` hold `generation`. `checksummed` are the offsets of what
+    has its checksum behind it.
+    """
+
+    slot: Slot
+    flag_offset: int
+    generation: int
+    checksummed: frozenset[int]
+    replicas: Digests | None
+    times: dict[str, float]
+
+
+class Stager:
+    """Stages the saves of one rank. For one thread.
+
+    `wait(seconds)` lets the answers of writers come in, which free slots.
+    """
+
+    def __init__(self, ranks: Ranks, options: StagingOptions, wait: Callable[[float], None]) -> None:
+        self._ranks = ranks
+        self._options = options
+        self._wait = wait
+        self._arena = Arena(options.slots, options.max_host_bytes, pin=True)
+        self._copy_stream = _CopyStream()
+        self._generation = 0
+        self._shared_for: CachedPlan | None = None
+        self.memory = StagedMemory(self._arena)
+
+    @property
+    def max_slot_bytes(self) -> int | None:
+        """What one slot holds at most; None for no limit."""
+        return self._arena.max_slot_bytes
+
+    def fit(self, plan: CachedPlan) -> None:
+        """Make the slots large enough for a plan, and exchange them with the ranks on this node. Collective."""
+        needed = plan.layout.plan.slot_bytes + HEADER_BYTES
+        if needed > self._arena.slot_bytes:
+            while self._arena.in_use():
+                self._wait_for_slot(time.monotonic() + self._options.slot_timeout_s)
+            self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
+        if self._shared_for is not plan:
+            self.memory.share(self._ranks, plan, self._options.compression)
+            self._shared_for = plan
+
+    def stage(self, prepared: PreparedState, save: SaveId, batch: int, begin: float) -> StagedBatch:
+        """Copy one batch of this rank's share into a free slot, which is the writer's afterwards.
+
+        `begin` (of `time.perf_counter`) is when the save was called. CheckpointTimeoutError if no slot becomes free.
+        """
+        plan = prepared.cached
+        deadline = time.monotonic() + self._options.slot_timeout_s
+        slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline))
+        try:
+            waited = time.perf_counter()
+            self._generation += 1
+            self.memory.clear(slot)
+            stream = self._copy_stream.stream_for(prepared.flat)
+            is_last = batch == plan.layout.plan.batches - 1
+            replicas = self._sample(prepared, save, slot, stream) if is_last else None
+            staged = self._copy(plan.layout, prepared.flat, slot, batch, stream)
+            self.memory.label(slot, save, self._generation)
+            done = time.perf_counter()
+        except BaseException:
+            slot.release()
+            raise
+        slot.state = SlotState.WRITING
+        times = {
+            "begin": time.time() - (done - begin),
+            "wait_s": waited - begin,
+            "stage_s": done - waited,
+            "stall_s": done - begin,
+        }
+        self._copy_stream.note(staged)
+        return StagedBatch(slot, self._flag_offset, self._generation, staged.checksummed, replicas, times)
+
+    def keep(self, region: SharedMemory) -> None:
+        """Use the slot with this memory again only when no other is free: a restore may need what it holds."""
+        self._arena.keep(region)
+
+    def forget(self) -> None:
+        """After a fault: free all slots. What they hold stays, to be restored from."""
+        self._copy_stream.forget()
+        self._arena.free_all()
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self.memory.close()
+        self._arena.close()
+
+    @property
+    def _flag_offset(self) -> int:
+        return self._arena.slot_bytes - HEADER_BYTES
+
+    def _sample(
+        self, prepared: PreparedState, save: SaveId, slot: Slot, stream: torch.cuda.Stream | None
+    ) -> Digests | None:
+        """Take samples of what other ranks have, too."""
+        tolerance = self._options.replicas
+        if prepared.cached.save_plan.world_size == 1 or tolerance == "ignore":
+            return None
+        room = slot.tensor, self._flag_offset + SAMPLES_OFFSET
+        return prepared.cached.replicas.sample(prepared.flat, prepared.encoded, save.name, tolerance, room, stream)
+
+    def _copy(
+        self, layout: RankLayout, flat: FlatState, slot: Slot, batch: int, stream: torch.cuda.Stream | None
+    ) -> Staged:
+        tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
+        if slot.cleared_for is not layout.gaps[batch]:
+            if slot.cleared_for is not None:  # new memory is zero
+                layout.clear_gaps(batch, slot.region.buffer)
+            slot.cleared_for = layout.gaps[batch]
+        staged = stage(layout.copies[batch], tensors, slot.tensor, stream)
+        flag = slot.tensor[self._flag_offset :][:8].view(torch.int64)
+        if stream is None:
+            flag.fill_(self._generation)
+            return staged
+        staged.then_set(flag, self._generation)
+        if self._options.overlap:
+            self._copy_stream.hook_optimizers(flat)
+        else:
+            staged.wait()
+        return staged
+
+    def _wait_for_slot(self, deadline: float) -> None:
+        """Wait until something happens that may have freed a slot."""
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            steps = sorted({slot.step for slot in self._arena.in_use() if slot.step is not None})
+            raise CheckpointTimeoutError(
+                f"rank {self._ranks.rank}: no staging slot became free in {self._options.slot_timeout_s:g} s; the "
+                f"saves of steps {steps} hold them. Is a request not scheduled, or storage stuck?",
+                rank=self._ranks.rank,
+            )
+        self._wait(min(_WAIT_SLICE_S, remaining_s))
+
+
+class _CopyStream:
+    """The CUDA stream for copies, and the copies of the last save as long as they run beside training."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._hooked: set[int] = set()
+        self._running: Staged | None = None
+
+    def stream_for(self, flat: FlatState) -> torch.cuda.Stream | None:
+        """Return the stream when the state is on one GPU; from several they are copied one after the other."""
+        device = only_gpu(leaf.local for leaf in flat.tensors.values())
+        if device is None:
+            return None
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def hook_optimizers(self, flat: FlatState) -> None:
+        """Make every optimizer of the state wait, on its stream, for running copies before it changes anything."""
+        for stateful in (owner.stateful for owner in flat.owners):
+            if isinstance(stateful, torch.optim.Optimizer) and id(stateful) not in self._hooked:
+                self._hooked.add(id(stateful))
+                stateful.register_step_pre_hook(self._before_optimizer_step)
+
+    def note(self, staged: Staged) -> None:
+        """Remember the copies of the newest save."""
+        self._running = None if staged.done else staged
+
+    def forget(self) -> None:
+        """Let no optimizer wait for the last copies."""
+        self._running = None
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        if self._running is not None:
+            self._running.order_before(torch.cuda.current_stream())
+            self._running = None
