@@ -70,14 +70,14 @@ def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
     """Make all copies of `runs`, as `ckpt.native.copy_runs`."""
     crc = 0
     sums = np.zeros(len(runs), np.uint64)
-    for number, (to, source, nbytes, seal_at, continues, _) in enumerate(runs.tolist()):
+    for number, (to, source, nbytes, checksum_at, continues, _) in enumerate(runs.tolist()):
         crc = crc if continues else 0
         if not source:
             crc = ~crc32c_joined(~crc & 0xFFFFFFFF, 0, nbytes) & 0xFFFFFFFF
         else:
             crc = _copy(to, source, nbytes, crc)
-        if seal_at:
-            _at(seal_at, CHECKSUM_BYTES)[:] = np.frombuffer(crc.to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
+        if checksum_at:
+            _at(checksum_at, CHECKSUM_BYTES)[:] = np.frombuffer(crc.to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
         sums[number] = crc
     runs["crc32c"] = sums
 

@@ -8,11 +8,11 @@ __all__ = ["CHECKSUM_BYTES", "RUN", "SEGMENT"]
 
 CHECKSUM_BYTES = 4
 
-RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "seal_at", "continues", "crc32c")])
+RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "checksum_at", "continues", "crc32c")])
 """A copy: addresses, and the number of bytes.
 
-Afterwards `crc32c` holds the checksum of the bytes. If `seal_at` is not 0 the checksum is also written to that address
-(4 bytes, little-endian). The checksum of a run that `continues` covers the run before, too. With 0 in `to` only the
+Afterwards `crc32c` holds the checksum of the bytes. If `checksum_at` is not 0 the checksum is also written to that
+address (4 bytes, little-endian). The checksum of a run that `continues` covers the run before, too. With 0 in `to` only the
 checksum is computed; with 0 in `from` it is the checksum of zeros, and no memory is accessed."""
 
 SEGMENT = np.dtype([(name, np.uint64) for name in ("at", "to", "bytes")])

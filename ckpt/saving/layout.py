@@ -157,26 +157,26 @@ class _LayoutBuilder:
                 end = offset + layout.inner_chunks[-1].offset + layout.inner_chunk_bytes
                 self._add_gap(end - padding, end)
                 continue
-            for piece in layout.inner_chunks:
-                piece_bytes = layout.inner_chunk_bytes if piece.shape == layout.full_shape else None
-                box = Box(piece.origin, piece.shape)
-                self._copy(array, box, offset + piece.offset, layout.full_shape, piece_bytes)
+            for inner in layout.inner_chunks:
+                inner_bytes = layout.inner_chunk_bytes if inner.shape == layout.full_shape else None
+                box = Box(inner.origin, inner.shape)
+                self._copy(array, box, offset + inner.offset, layout.full_shape, inner_bytes)
 
     def add_pack(self, plan: SavePlan) -> None:
         """Place the chunks of the pack that this rank writes."""
         assert plan.pack_grid is not None
         chunk_bytes, first = plan.pack_bytes, plan.pack_owners.index(self._rank)
         shape = (chunk_bytes * len(plan.pack_owners),)
-        inner = plan.pack_grid.inner_chunk_shape
-        meta = ArrayMeta(shape, "uint8", (chunk_bytes,), inner, self._compression, {"ckpt": {"pack": True}})
+        inner_shape = plan.pack_grid.inner_chunk_shape
+        meta = ArrayMeta(shape, "uint8", (chunk_bytes,), inner_shape, self._compression, {"ckpt": {"pack": True}})
         number = self._add_meta(PACK_DIRECTORY, meta, described=first == 0)
         entries = deque(entry for entry in plan.packed if entry.owner == self._rank and entry.nbytes)
         for position in range(first, first + plan.pack_owners.count(self._rank)):
             layout = meta.layout((position,))
             offset = self._place(number, (position,), layout, (PACK_DIRECTORY,))
-            for piece in layout.inner_chunks:
-                start = piece.origin[0] - first * chunk_bytes
-                self._fill(entries, offset + piece.offset, start, start + layout.inner_chunk_bytes)
+            for inner in layout.inner_chunks:
+                start = inner.origin[0] - first * chunk_bytes
+                self._fill(entries, offset + inner.offset, start, start + layout.inner_chunk_bytes)
 
     def _fill(self, entries: deque[PackedTensor], offset: int, start: int, end: int) -> None:
         """Copy the entries between bytes `start` and `end` of this rank's share of the pack to `offset` in the slot."""
@@ -233,7 +233,7 @@ class _LayoutBuilder:
         return offset
 
     def _copy(
-        self, array: ArrayPlan, inside: Box, offset: int, full_shape: tuple[int, ...], piece_bytes: int | None
+        self, array: ArrayPlan, inside: Box, offset: int, full_shape: tuple[int, ...], inner_bytes: int | None
     ) -> None:
         """Copy a box of an array, which may be a box of its tensor."""
         box = Box(tuple(a + b for a, b in zip(array.box.offset, inside.offset, strict=True)), inside.shape)
@@ -242,7 +242,7 @@ class _LayoutBuilder:
             return
         source, local = found
         flat = _flat(source, local, box.shape) if box.shape[1:] == full_shape[1:] else None
-        self._copies[-1].append(CopyOp(array.path, source, flat, offset, full_shape, array.itemsize, piece_bytes))
+        self._copies[-1].append(CopyOp(array.path, source, flat, offset, full_shape, array.itemsize, inner_bytes))
 
     def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
         """Return where `box` of the global tensor is in the local one, and its shape; None if it is not there."""

@@ -1,6 +1,6 @@
 """Copy the boxes this rank owns from its tensors into a slot.
 
-CPU tensors are copied by as many threads as PyTorch uses (see `runs`). Where one box or several fill a piece of a file,
+CPU tensors are copied by as many threads as PyTorch uses (see `runs`). Where one box or several fill an inner chunk,
 its checksum is computed during the copy and put behind it: the writer need not read the memory again.
 
 CUDA tensors are copied on a stream of their own into pinned memory, a chunk file in one call (see `cuda_copy`): the
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Staged:
     """The copies of one save: on the CPU complete, on CUDA complete when their event has passed.
 
-    `checksummed` are the offsets in the slot of pieces that have their checksum behind them.
+    `checksummed` are the offsets in the slot of inner chunks that have their checksum behind them.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Staged:
 class Unstaged:
     """How many bytes of each tensor were copied back: on the CPU they have arrived, on a GPU when `wait` returns.
 
-    `checksums` are those of the pieces at `offsets`, all of whose bytes were copied, or read beside the copy.
-    `unchecked` are the offsets of the other bytes: each is in a piece whose checksum was not computed.
+    `checksums` are those of the inner chunks at `offsets`, all of whose bytes were copied, or read beside the copy.
+    `unchecked` are the offsets of the other bytes: each is in an inner chunk whose checksum was not computed.
     """
 
     nbytes: dict[Path, int]
@@ -142,8 +142,8 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
         box.copy_(stored.view(box.dtype).view(box.shape))
         nbytes[op.path] = nbytes.get(op.path, 0) + op.nbytes
     unchecked = np.fromiter(copies.offsets, np.int64, len(copies.offsets))
-    unchecked = np.concatenate((unchecked, table.piece_offset[~whole]))
-    return Unstaged(nbytes, table.piece_offset[whole], _checksums(table, runs)[whole], unchecked, stream)
+    unchecked = np.concatenate((unchecked, table.chunk_offset[~whole]))
+    return Unstaged(nbytes, table.chunk_offset[whole], _checksums(table, runs)[whole], unchecked, stream)
 
 
 def only_gpu(tensors: Iterable[torch.Tensor]) -> torch.device | None:
@@ -184,21 +184,21 @@ class _Memory:
 
 
 def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:
-    """Copy the runs of memory on the CPU; return the offsets of the pieces whose checksum is behind them."""
+    """Copy the runs of memory on the CPU; return the offsets of the inner chunks whose checksum is behind them."""
     runs, whole = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
     copy_together(runs)
     memory = slot.numpy().data
-    for number in table.long_pieces[whole[table.long_pieces]].tolist():
-        part = runs[table.piece_first[number] : table.piece_end[number]]
-        struct.pack_into("<I", memory, int(table.piece_offset[number] + part["bytes"].sum()), _joined(part))
-    return table.piece_offsets if whole.all() else frozenset(table.piece_offset[whole].tolist())
+    for number in table.long_chunks[whole[table.long_chunks]].tolist():
+        part = runs[table.chunk_first[number] : table.chunk_end[number]]
+        struct.pack_into("<I", memory, int(table.chunk_offset[number] + part["bytes"].sum()), _joined(part))
+    return table.chunk_offsets if whole.all() else frozenset(table.chunk_offset[whole].tolist())
 
 
 def _checksums(table: RunTable, runs: Array) -> Array:
-    """Return the checksums of all pieces; only those whose runs were all copied are right."""
-    found: Array = runs["crc32c"][table.piece_end - 1]
-    for number in table.long_pieces.tolist():
-        found[number] = _joined(runs[table.piece_first[number] : table.piece_end[number]])
+    """Return the checksums of all inner chunks; only those whose runs were all copied are right."""
+    found: Array = runs["crc32c"][table.chunk_end - 1]
+    for number in table.long_chunks.tolist():
+        found[number] = _joined(runs[table.chunk_first[number] : table.chunk_end[number]])
     return found
 
 

@@ -45,9 +45,9 @@ class CopyOp:
     `source` indexes the box in the local tensor. `flat` is (first element, elements) of the box when it is one run of
     memory in a contiguous local tensor of the planned shape.
 
-    With `piece_bytes` the box fills, in C order, pieces of so many bytes from `offset` on, with room for a checksum
-    behind each; behind the box there are zeros in the last one. Without, it lies somewhere in a piece: as one run if it
-    is `flat`, else in the first corner of an array of `full_shape`.
+    With `chunk_bytes` the box fills, in C order, inner chunks of so many bytes from `offset` on, with room for a
+    checksum behind each; behind the box there are zeros in the last one. Without, it lies somewhere in an inner chunk:
+    as one run if it is `flat`, else in the first corner of an array of `full_shape`.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class CopyOp:
     offset: int
     full_shape: tuple[int, ...]
     itemsize: int
-    piece_bytes: int | None = None
+    chunk_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -67,16 +67,16 @@ class CopyOp:
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Return where the bytes of the box go, if not to a corner: offset, first of the bytes, and how many."""
         nbytes = self.nbytes
-        size = self.piece_bytes or nbytes
+        size = self.chunk_bytes or nbytes
         for number, first in enumerate(range(0, nbytes, size) if size else ()):
             yield self.offset + number * (size + CHECKSUM_BYTES), first, min(size, nbytes - first)
 
     def rows(self) -> Iterator[Rows]:
         """Return where the bytes of the box go, with as few blocks of rows as possible."""
         nbytes = self.nbytes
-        if self.piece_bytes is not None and self.piece_bytes <= _MOST_ROW_BYTES:
-            yield from _rows(0, self.offset, nbytes, self.piece_bytes, self.piece_bytes + CHECKSUM_BYTES)
-        elif self.piece_bytes is not None or self.flat is not None:
+        if self.chunk_bytes is not None and self.chunk_bytes <= _MOST_ROW_BYTES:
+            yield from _rows(0, self.offset, nbytes, self.chunk_bytes, self.chunk_bytes + CHECKSUM_BYTES)
+        elif self.chunk_bytes is not None or self.flat is not None:
             for offset, first, size in self.runs():
                 yield from _rows(first, offset, size, _MOST_ROW_BYTES, _MOST_ROW_BYTES)
         else:
@@ -105,7 +105,7 @@ def _rows(first: int, offset: int, nbytes: int, row_bytes: int, pitch: int) -> I
 
 
 class Shared(NamedTuple):
-    """A piece of a file that several operations fill: those from number `first` to `end` (exclusive), in order.
+    """An inner chunk of a file that several operations fill: those from number `first` to `end` (exclusive), in order.
 
     The rest of its `nbytes` is zero.
     """
@@ -122,7 +122,7 @@ class Copies:
 
     `table` has those of them that are runs of memory in a contiguous tensor, and `rows` the same ones for a GPU;
     `elements` is how many elements of each tensor they copy, and `offsets` where in the slot runs begin that neither
-    fill a piece nor share one.
+    fill an inner chunk nor share one.
     """
 
     ops: tuple[CopyOp, ...]
@@ -137,14 +137,14 @@ class Copies:
         elements: dict[Path, int] = {}
         for op in ops:
             elements[op.path] = elements.get(op.path, 0) + op.nbytes // op.itemsize
-        sound = tuple(piece for piece in shared if all(op.flat is not None for op in ops[piece.first : piece.end]))
+        sound = tuple(chunk for chunk in shared if all(op.flat is not None for op in ops[chunk.first : chunk.end]))
         table = RunTable.of(ops, sound)
         numbers = {path: number for number, path in enumerate(table.paths)}
         runs = ((numbers[op.path], op.flat[0] * op.itemsize, op) for op in ops if op.flat is not None)
-        sharing = {number for piece in sound for number in range(piece.first, piece.end)}
+        sharing = {number for chunk in sound for number in range(chunk.first, chunk.end)}
         alone = (op for number, op in enumerate(ops) if number not in sharing)
-        partial = (op for op in alone if op.piece_bytes is None or op.flat is None or op.nbytes % op.piece_bytes)
-        offsets = frozenset(offset for op in partial for offset, _, _ in op.runs()) - table.piece_offsets
+        partial = (op for op in alone if op.chunk_bytes is None or op.flat is None or op.nbytes % op.chunk_bytes)
+        offsets = frozenset(offset for op in partial for offset, _, _ in op.runs()) - table.chunk_offsets
         return cls(ops, table, RowTable.of(runs), elements, offsets)
 
 
@@ -153,9 +153,9 @@ class RunTable:
     """Runs of memory between tensors and a slot, of some MB at most.
 
     `tensor` is an index of `paths`; -1 is for bytes that are zero. A run that `continues` shares a checksum with the
-    run before. `seal_at` is where in the slot the checksum of a whole piece goes; 0 for other runs. The pieces that are
-    filled have an offset in the slot, and the runs from first to end (exclusive). `has_all` says that no operation is
-    left out.
+    run before. `checksum_at` is where in the slot the checksum of a whole inner chunk goes; 0 for other runs. The inner
+    chunks that are filled have an offset in the slot, and the runs from first to end (exclusive). `has_all` says that
+    no operation is left out.
     """
 
     paths: tuple[Path, ...]
@@ -163,37 +163,39 @@ class RunTable:
     in_tensor: Array
     in_slot: Array
     nbytes: Array
-    seal_at: Array
+    checksum_at: Array
     continues: Array
-    piece_offset: Array
-    piece_first: Array
-    piece_end: Array
+    chunk_offset: Array
+    chunk_first: Array
+    chunk_end: Array
     has_all: bool
 
     @classmethod
     def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared]) -> RunTable:
         """Make the table of the operations that are one run in a contiguous tensor."""
         rows = _Rows()
-        begins = {piece.first: piece for piece in shared if piece.first < piece.end}
+        begins = {chunk.first: chunk for chunk in shared if chunk.first < chunk.end}
         number = 0
         while number < len(ops):
-            piece = begins.get(number)
-            if piece is not None:
-                rows.add_shared(piece, ops[piece.first : piece.end])
-                number = piece.end
+            chunk = begins.get(number)
+            if chunk is not None:
+                rows.add_shared(chunk, ops[chunk.first : chunk.end])
+                number = chunk.end
                 continue
             if ops[number].flat is not None:
                 rows.add(ops[number])
             number += 1
-        tensor, in_tensor, in_slot, nbytes, seal_at, continues = np.array(rows.runs, np.int64).reshape(-1, 6).T.copy()
-        offsets, firsts, ends = np.array(rows.pieces, np.int64).reshape(-1, 3).T.copy()
+        tensor, in_tensor, in_slot, nbytes, checksum_at, continues = (
+            np.array(rows.runs, np.int64).reshape(-1, 6).T.copy()
+        )
+        offsets, firsts, ends = np.array(rows.chunks, np.int64).reshape(-1, 3).T.copy()
         return cls(
             tuple(rows.numbers),
             tensor,
             in_tensor.view(np.uint64),
             in_slot.view(np.uint64),
             nbytes.view(np.uint64),
-            seal_at.view(np.uint64),
+            checksum_at.view(np.uint64),
             continues.view(np.uint64),
             offsets,
             firsts,
@@ -202,25 +204,25 @@ class RunTable:
         )
 
     @cached_property
-    def long_pieces(self) -> Array:
-        """The numbers of the pieces whose checksum is joined from those of several runs."""
-        return np.flatnonzero(self.seal_at[self.piece_end - 1] == 0) if len(self.piece_end) else self.piece_end
+    def long_chunks(self) -> Array:
+        """The numbers of the inner chunks whose checksum is joined from those of several runs."""
+        return np.flatnonzero(self.checksum_at[self.chunk_end - 1] == 0) if len(self.chunk_end) else self.chunk_end
 
     @cached_property
-    def piece_offsets(self) -> frozenset[int]:
-        """The offsets of all pieces."""
-        return frozenset(self.piece_offset.tolist())
+    def chunk_offsets(self) -> frozenset[int]:
+        """The offsets of all inner chunks."""
+        return frozenset(self.chunk_offset.tolist())
 
     def into_slot(self, addresses: Array, usable: Array, slot: int) -> tuple[Array, Array]:
-        """Return the runs with the addresses of the tensors and of the slot, and which pieces they fill.
+        """Return the runs with the addresses of the tensors and of the slot, and which inner chunks they fill.
 
         Runs of tensors that are not `usable` have no bytes.
         """
         runs, whole = self._begin(usable)
         runs["from"] = self._in_memory(addresses)
         runs["to"] = self.in_slot + np.uint64(slot)
-        last = self.piece_end[whole] - 1
-        runs["seal_at"][last] = np.where(self.seal_at[last] > 0, self.seal_at[last] + np.uint64(slot), 0)
+        last = self.chunk_end[whole] - 1
+        runs["checksum_at"][last] = np.where(self.checksum_at[last] > 0, self.checksum_at[last] + np.uint64(slot), 0)
         return runs, whole
 
     def out_of_slot(self, addresses: Array, usable: Array, checked: Array, slot: int) -> tuple[Array, Array]:
@@ -231,13 +233,13 @@ class RunTable:
         return runs, whole
 
     def _begin(self, usable: Array) -> tuple[Array, Array]:
-        """Return the runs without addresses, and which pieces have all their runs."""
+        """Return the runs without addresses, and which inner chunks have all their runs."""
         runs = np.zeros(len(self.tensor), RUN)
         used = np.append(usable, True)[self.tensor]
         runs["bytes"] = np.where(used, self.nbytes, 0)
         runs["continues"] = self.continues
         missing = np.concatenate(([0], np.cumsum(~used)))
-        return runs, missing[self.piece_end] == missing[self.piece_first]
+        return runs, missing[self.chunk_end] == missing[self.chunk_first]
 
     def _in_memory(self, addresses: Array) -> Array:
         """Return the addresses of the runs in the tensors; 0 for zeros."""
@@ -250,39 +252,39 @@ class _Rows:
     def __init__(self) -> None:
         self.numbers: dict[Path, int] = {}
         self.runs: list[tuple[int, int, int, int, int, bool]] = []
-        self.pieces: list[tuple[int, int, int]] = []
+        self.chunks: list[tuple[int, int, int]] = []
 
     def add(self, op: CopyOp) -> None:
-        """Add a box that fills pieces of its own, or lies in one."""
+        """Add a box that fills inner chunks of its own, or lies in one."""
         assert op.flat is not None
         number, start = self._number(op), op.flat[0] * op.itemsize
         for offset, first, size in op.runs():
-            if op.piece_bytes is not None and op.piece_bytes <= _RUN_BYTES:
+            if op.chunk_bytes is not None and op.chunk_bytes <= _RUN_BYTES:
                 self._continue(len(self.runs), number, start + first, offset, size)
-                self._end_piece(offset, len(self.runs) - 1, offset + size, offset + op.piece_bytes)
+                self._end_chunk(offset, len(self.runs) - 1, offset + size, offset + op.chunk_bytes)
                 continue
-            if size == op.piece_bytes:
-                self.pieces.append((offset, len(self.runs), len(self.runs) + -(-size // _RUN_BYTES)))
+            if size == op.chunk_bytes:
+                self.chunks.append((offset, len(self.runs), len(self.runs) + -(-size // _RUN_BYTES)))
             for at in range(0, size, _RUN_BYTES):
                 self.runs.append((number, start + first + at, offset + at, min(_RUN_BYTES, size - at), 0, False))
 
-    def add_shared(self, piece: Shared, ops: Iterable[CopyOp]) -> None:
-        """Add boxes in one piece, and zeros before, between and behind them."""
-        at, first = piece.offset, len(self.runs)
+    def add_shared(self, chunk: Shared, ops: Iterable[CopyOp]) -> None:
+        """Add boxes in one inner chunk, and zeros before, between and behind them."""
+        at, first = chunk.offset, len(self.runs)
         for op in ops:
             assert op.flat is not None
             if op.offset > at:
                 self._continue(first, -1, 0, at, op.offset - at)
             self._continue(first, self._number(op), op.flat[0] * op.itemsize, op.offset, op.nbytes)
             at = op.offset + op.nbytes
-        self._end_piece(piece.offset, first, at, piece.offset + piece.nbytes)
+        self._end_chunk(chunk.offset, first, at, chunk.offset + chunk.nbytes)
 
-    def _end_piece(self, offset: int, first: int, at: int, end: int) -> None:
-        """Add zeros from `at` to the `end` of a piece, and its checksum behind that."""
+    def _end_chunk(self, offset: int, first: int, at: int, end: int) -> None:
+        """Add zeros from `at` to the `end` of an inner chunk, and its checksum behind that."""
         if end > at:
             self._continue(first, -1, 0, at, end - at)
         self.runs[-1] = (*self.runs[-1][:4], end, self.runs[-1][5])
-        self.pieces.append((offset, first, len(self.runs)))
+        self.chunks.append((offset, first, len(self.runs)))
 
     def _continue(self, first: int, number: int, in_tensor: int, in_slot: int, nbytes: int) -> None:
         self.runs.append((number, in_tensor, in_slot, nbytes, 0, len(self.runs) > first))

@@ -1,7 +1,7 @@
 """Copies between pinned memory and a GPU, many rows in one call of CUDA's driver.
 
-PyTorch makes one copy for each run of memory, which is slow: 8,000 pieces of chunk files, 4 bytes apart, take several
-times as long as all their bytes in one run. The driver copies rows that are some distance apart (`cuMemcpy2DAsync` of
+PyTorch makes one copy for each run of memory, which is slow: 8,000 inner chunks, 4 bytes apart, take several times as
+long as all their bytes in one run. The driver copies rows that are some distance apart (`cuMemcpy2DAsync` of
 CUDA's driver API) at the speed of the bus.
 """
 

@@ -50,7 +50,7 @@ def copy_boxes(
                 on_gpu.append((op, box))
                 continue
             start, source = 0, _bytes_of(box)
-            if op.piece_bytes is None:
+            if op.chunk_bytes is None:
                 corner = _corner(slot, op, box.shape)
                 corner.copy_(source.view(*box.shape, op.itemsize), non_blocking=stream is not None)
                 continue
@@ -69,7 +69,7 @@ def take_box(op: CopyOp, box: torch.Tensor, slot: torch.Tensor, gpu: torch.devic
             _queue_boxes([(op, stored)], slot, torch.cuda.current_stream(), into_slot=False)
         return stored
     stored = torch.empty(op.nbytes, dtype=torch.uint8)  # at an address that fits the dtype
-    if op.piece_bytes is None:
+    if op.chunk_bytes is None:
         stored.view(*box.shape, op.itemsize).copy_(_corner(slot, op, box.shape))
     else:
         for offset, first, size in op.runs():

@@ -66,7 +66,7 @@ def _copies(rng: random.Random, noise: Bytes) -> None:
         run["to"] = _address(target) if kind == "copy" else 0
         run["from"] = 0 if kind == "zeros" else _address(source)
         run["bytes"], run["continues"] = size, continues
-        run["seal_at"] = _address(checksum) if len(checksum) else 0
+        run["checksum_at"] = _address(checksum) if len(checksum) else 0
         expected.append(crc)
         kept.append((source, target, checksum, crc))
     native.copy_runs(runs)

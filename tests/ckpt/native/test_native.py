@@ -34,7 +34,7 @@ def address(array: np.ndarray) -> int:
 def copy(source: np.ndarray, target: np.ndarray, checksum: np.ndarray | None = None) -> int:
     runs = np.zeros(1, native.RUN)
     runs["to"], runs["from"], runs["bytes"] = address(target), address(source), source.nbytes
-    runs["seal_at"] = 0 if checksum is None else address(checksum)
+    runs["checksum_at"] = 0 if checksum is None else address(checksum)
     native.copy_runs(runs)
     return int(runs["crc32c"][0])
 
@@ -117,7 +117,7 @@ def test_runs_that_continue_have_one_checksum(parts: list[tuple[str, int]], alon
         if kind == "copied":
             whole += NOISE[number : number + size].tobytes()
             at += size
-    runs["seal_at"][-1] = address(np.frombuffer(stored, np.uint8))
+    runs["checksum_at"][-1] = address(np.frombuffer(stored, np.uint8))
     native.copy_runs(runs)
     assert int(runs["crc32c"][-1]) == expected == int.from_bytes(stored, "little")
     assert target.tobytes() == whole

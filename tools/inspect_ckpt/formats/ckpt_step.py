@@ -235,7 +235,7 @@ def _fill(
     layout.clear_gaps(batch, region.buffer)
     for op in layout.copies[batch].ops:
         box = _box(op)
-        if op.piece_bytes is None:
+        if op.chunk_bytes is None:
             full = (*op.full_shape, op.itemsize)
             count = int(np.prod(full, dtype=np.int64))
             corner = tuple(slice(0, size) for size in box.shape)
