@@ -12,8 +12,8 @@ RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "checksum_
 """A copy: addresses, and the number of bytes.
 
 Afterwards `crc32c` holds the checksum of the bytes. If `checksum_at` is not 0 the checksum is also written to that
-address (4 bytes, little-endian). The checksum of a run that `continues` covers the run before, too. With 0 in `to` only the
-checksum is computed; with 0 in `from` it is the checksum of zeros, and no memory is accessed."""
+address (4 bytes, little-endian). The checksum of a run that `continues` covers the run before, too. With 0 in `to`
+only the checksum is computed; with 0 in `from` it is the checksum of zeros, and no memory is accessed."""
 
 SEGMENT = np.dtype([(name, np.uint64) for name in ("at", "to", "bytes")])
 """A read of `bytes` bytes to the address `to`, from byte `at` of a file's blocks, not counting their checksums."""
