@@ -1,4 +1,4 @@
-"""Hooks that get a main thread out of whatever blocks it, and stop what must not go on behind its back."""
+"""Hooks that free a main thread from whatever blocks it, and stop what must not run on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
-from inprocess.flight_recorder import dump_flight_recorder
 from inprocess.state import FrozenState
-from inprocess.unblock.gloo import break_gloo_connections
-from inprocess.unblock.gloo_peers import answer_for_missing_peers
+from inprocess.unblock.gloo import answer_for_missing_peers, break_gloo_connections
 from inprocess.unblock.process_groups import abort_nccl, destroy_groups, discard_process_groups
-from inprocess.unblock.store_wait import break_store_wait
+from inprocess.unblock.stores import break_store_wait
 
 __all__ = [
     "Abort",
@@ -21,12 +20,15 @@ __all__ = [
     "AbortTorchDistributed",
     "AbortTransformerEngine",
     "discard_process_groups",
+    "dump_flight_recorder",
     "unblock_main_thread",
 ]
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 0.005
 _SETTLE_PASSES = 2
+_TRACE_PATH_VARIABLES = ("INPROCESS_FR_TRACE_PATH", "NVRX_FR_TRACE_PATH")
+_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 class Abort(abc.ABC):
@@ -45,7 +47,7 @@ class AbortTorchDistributed(Abort):
     """Ends all torch process groups: blocked collectives fail, and new groups can be made afterwards.
 
     Gloo operations, and waits for other ranks in the creation of a group, end with an error within a few milliseconds;
-    `inprocess.unblock.gloo` and `inprocess.unblock.store_wait` name what cannot be freed and lasts until its own
+    `inprocess.unblock.gloo` and `inprocess.unblock.stores` name what cannot be freed and lasts until its own
     timeout. NCCL communicators are aborted all at once. Then the groups are destroyed. Nothing to do is fine, too.
 
     `torch_fr_trace_path` is a folder for the flight recorder (see `dump_flight_recorder`); by default it is read from
@@ -121,3 +123,35 @@ def unblock_main_thread(timeout: float = 0.3) -> int:
         if quiet < _SETTLE_PASSES:
             time.sleep(_SETTLE_S)
     return broken + answer_for_missing_peers()
+
+
+def dump_flight_recorder(folder: str | os.PathLike[str] | None, state: FrozenState) -> Path | None:
+    """Write `<folder>/iteration_<i>/rank_<rank>`, which `torchfrtrace --prefix rank_` reads; return its path.
+
+    `folder` is by default in INPROCESS_FR_TRACE_PATH or NVRX_FR_TRACE_PATH. Does nothing without a folder, or when no
+    variable says that the recorder records (TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE), or when this torch has
+    no recorder. OSError if the file cannot be written.
+    """
+    folder = folder or next(filter(None, map(os.environ.get, _TRACE_PATH_VARIABLES)), None)
+    if folder is None or not any(_positive(variable) for variable in _SIZE_VARIABLES):
+        return None
+    import torch
+
+    bindings = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(bindings, "_dump_nccl_trace", None) or getattr(bindings, "_dump_fr_trace", None)
+    if dump is None:
+        _log.debug("this torch has no flight recorder")
+        return None
+    rank = state.rank if state.active_rank is None else state.active_rank
+    file = Path(folder) / f"iteration_{state.iteration}" / f"rank_{rank}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(dump())
+    _log.info("wrote the flight recorder to %s", file)
+    return file
+
+
+def _positive(variable: str) -> bool:
+    try:
+        return int(os.environ.get(variable, "0")) > 0
+    except ValueError:
+        return False

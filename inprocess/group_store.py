@@ -18,8 +18,7 @@ import torch.distributed
 
 from inprocess.coordination.server import listen
 from inprocess.exception import StoreTimeoutError
-from inprocess.unblock.store_connection import connect_store
-from inprocess.unblock.store_wait import allow_break
+from inprocess.unblock.stores import allow_break, connect_store
 
 __all__ = ["GroupStore"]
 

@@ -15,6 +15,7 @@ What the ranks decide together is in `agreement`; nothing here is decided by one
 
 from __future__ import annotations
 
+import enum
 import gc
 import logging
 import time
@@ -36,19 +37,56 @@ from inprocess.exception import (
     StoreLostError,
 )
 from inprocess.joining import Place
-from inprocess.library_state import reset_libraries
 from inprocess.monitor_thread import MonitorThread, reraise_if_unraisable
-from inprocess.phases import Phase
+from inprocess.process_state import reset_libraries
 from inprocess.settings import Settings
 from inprocess.state import FrozenState, Mode, State
 
-__all__ = ["RestartProtocol", "Services"]
+__all__ = ["Phase", "RestartProtocol", "Services"]
 
 _log = logging.getLogger(__name__)
 
 
+class Phase(enum.Enum):
+    """Where a rank is in the protocol."""
+
+    ASSIGN = "assign ranks"
+    BEGIN = "begin the iteration"
+    INITIALIZE = "initialize"
+    RUN = "run the function"
+    RESERVE = "wait as a spare"
+    COMPLETE = "wait for the others to complete"
+    FINALIZE = "finalize"
+    HEALTH = "check health"
+    BARRIER = "wait for the others to end the iteration"
+    END = "end the iteration"
+    LEAVE = "leave"
+    DONE = "done"
+
+    def leads_to(self, phase: Phase) -> bool:
+        """Whether `phase` may come next."""
+        return phase in _NEXT[self]
+
+
+_FAULT = {Phase.FINALIZE, Phase.LEAVE}
+_NEXT: dict[Phase, set[Phase]] = {
+    Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
+    Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
+    Phase.INITIALIZE: {Phase.RUN, Phase.RESERVE} | _FAULT,
+    Phase.RUN: {Phase.COMPLETE} | _FAULT,
+    Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
+    Phase.COMPLETE: {Phase.DONE} | _FAULT,
+    Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
+    Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
+    Phase.BARRIER: {Phase.END, Phase.LEAVE},
+    Phase.END: {Phase.ASSIGN, Phase.LEAVE},
+    Phase.LEAVE: {Phase.DONE},
+    Phase.DONE: set(),
+}
+
+
 class Hooks(Protocol):
-    """The user's hooks, whatever their style; see `inprocess.hooks`."""
+    """The user's hooks, whatever their style; see `inprocess.hook_compat`."""
 
     def initialize(self, state: FrozenState) -> None: ...
     def health_check(self, state: FrozenState) -> None: ...

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
 from inprocess.coordination.etcd import EtcdClient, EtcdCluster
 from inprocess.coordination.namespace import PrefixView
-from inprocess.discovery import job_secret
+from inprocess.coordination.rendezvous import job_secret
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.ipc import unix_sockets
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
+import inspect
 import logging
 import os
-import sys
-import traceback
+import types
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,15 +17,15 @@ from typing import Any, ParamSpec, TypeVar
 from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
-from inprocess.call_injection import inject
 from inprocess.group_store import GroupStore
-from inprocess.hook_chain import HookChain
+from inprocess.hooks import HookChain
 from inprocess.joining import take_from_environment
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.interrupt import MainThreadInterrupter
+from inprocess.main_thread.signals import MainThreadInterrupter
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.stores import iteration_store
 from inprocess.monitoring import Monitoring
+from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import RestartProtocol
 from inprocess.sections.gate import SectionGate
@@ -33,9 +33,9 @@ from inprocess.sections.making import SectionSettings
 from inprocess.settings import Settings, require_main_thread, require_no_process_group
 from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
-from inprocess.unblock.store_connection import interruptible_store_connections
+from inprocess.unblock.stores import interruptible_store_connections
 
-__all__ = ["CallWrapper", "Wrapper"]
+__all__ = ["CallWrapper", "Wrapper", "inject"]
 
 _log = logging.getLogger(__name__)
 _UNBLOCK_S = 0.02
@@ -121,7 +121,7 @@ class CallWrapper:
 
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
-        enter(_frozen_heap())  # takes a while: before time limits count
+        enter(frozen_heap())  # takes a while: before time limits count
         self.interrupter = enter(MainThreadInterrupter())
         stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)
@@ -199,7 +199,7 @@ class CallWrapper:
         def run() -> Any:
             injected_args, injected_kwargs = inject(function, CallWrapper, self, args, kwargs)
             self._sections.begin(self.state.iteration)
-            with _children_end_here():
+            with children_end_here():
                 try:
                     return function(*injected_args, **injected_kwargs)
                 finally:
@@ -213,7 +213,7 @@ class CallWrapper:
                 return None
             self._newcomer.say_joined()
         protocol = RestartProtocol(self.state, self.wrapper, self.wrapper.hooks, self, run, place)
-        with _excepthook_restored(), interruptible_store_connections():
+        with excepthook_restored(), interruptible_store_connections():
             result = protocol.run()
         self.wrapper.hooks.complete(self.state.freeze())
         return result
@@ -267,56 +267,52 @@ class CallWrapper:
             clear()
 
 
-@contextlib.contextmanager
-def _children_end_here() -> Iterator[None]:
-    """A child that the body forks ends when it leaves the body, as at the end of a program: it is no rank, and must not
-    speak for its parent."""
-    pid = os.getpid()
-    code = 0
+def inject(
+    function: Callable[..., Any], kind: type, value: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments for `function` with `value` for each parameter annotated `kind` or ``Optional[kind]``.
+
+    It replaces what the caller gave. Arguments that do not fit are returned as they are: the call will say what is
+    wrong.
+    """
     try:
-        yield
-    except BaseException as error:
-        if os.getpid() == pid:
-            raise
-        code = _exit_code(error)
-    if os.getpid() != pid:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
-
-
-def _exit_code(error: BaseException | None) -> int:
-    """Return what the interpreter would end with, having printed what it would print."""
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-        return 1
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
-
-
-@contextlib.contextmanager
-def _excepthook_restored() -> Iterator[None]:
-    """Undo what each creation of a process group does: it wraps the hook for uncaught exceptions once more."""
-    hook = sys.excepthook
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that has no signature
+        return args, kwargs
+    names = [name for name in signature.parameters if _is(_annotations(function, signature).get(name), kind)]
+    if not names:
+        return args, kwargs
     try:
-        yield
-    finally:
-        sys.excepthook = hook
+        bound = signature.bind_partial(*args, **kwargs)
+    except TypeError:
+        return args, kwargs
+    for name in names:
+        parameter = signature.parameters[name]
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        bound.arguments[name] = value
+    ordered = {name: bound.arguments[name] for name in signature.parameters if name in bound.arguments}
+    bound.arguments = ordered
+    return bound.args, bound.kwargs
 
 
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Leave what is alive now out of garbage collections: at each restart all garbage is collected, and looking through
-    the objects of torch and of the libraries around it would take most of the time of a restart."""
-    if gc.get_freeze_count():  # somebody else's business
-        yield
-        return
-    gc.collect()
-    gc.freeze()
+def _annotations(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Return the annotations; as written, where names in them cannot be resolved."""
+    raw = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     try:
-        yield
-    finally:
-        gc.unfreeze()
+        target = inspect.unwrap(function)
+        return {**raw, **typing.get_type_hints(target if inspect.isroutine(target) else type(target).__call__)}
+    except Exception:
+        return raw
+
+
+def _is(annotation: object, kind: type) -> bool:
+    if isinstance(annotation, str):
+        names = {part.strip().rpartition(".")[2] for part in annotation.replace("Optional[", "").rstrip("]").split("|")}
+        return kind.__name__ in names and names <= {kind.__name__, "None"}
+    if annotation is kind:
+        return True
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = set(typing.get_args(annotation)) - {type(None)}
+        return members == {kind}
+    return False

@@ -9,10 +9,9 @@ or `etcd.EtcdClient` for both, and an etcd cluster; imported by those who use it
 
 from __future__ import annotations
 
-from inprocess.coordination.client import StoreClient
+from inprocess.coordination.client import CoordinationStore, StoreClient
 from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.namespace import CoordinationStore, Namespace, RestartIndex
-from inprocess.coordination.operations import Guard
+from inprocess.coordination.namespace import Guard, Namespace, RestartIndex
 from inprocess.coordination.server import StoreServer
 from inprocess.coordination.wire import Access
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Self
 
-from inprocess.coordination.operations import NO_GUARD, Guard, few, in_bytes
-from inprocess.coordination.silence import Silence
-from inprocess.coordination.stream import FrameStream
+from inprocess.coordination.connection import FrameStream, Silence
+from inprocess.coordination.mixin import StoreMixin, few, in_bytes
+from inprocess.coordination.namespace import NO_GUARD, Guard
 from inprocess.coordination.wire import (
     MAX_BODY,
     PROTOCOL,
@@ -37,7 +37,7 @@ from inprocess.exception import StaleViewError, StoreError, StoreLostError, Stor
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["StoreClient"]
+__all__ = ["CoordinationStore", "StoreClient"]
 
 _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -419,6 +419,10 @@ class StoreClient:
         with contextlib.suppress(OSError):
             if self._socket is not None:
                 self._socket.close()
+
+
+class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of the client count
+    """The client together with the logical contents."""
 
 
 class _RefusedError(Exception):

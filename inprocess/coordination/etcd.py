@@ -47,8 +47,8 @@ from inprocess.coordination.etcd_messages import (
     read,
     suffix,
 )
-from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.operations import NO_GUARD, Guard, few, in_bytes
+from inprocess.coordination.mixin import StoreMixin, few, in_bytes
+from inprocess.coordination.namespace import NO_GUARD, Guard
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
 

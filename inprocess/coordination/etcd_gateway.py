@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from inprocess.bounded_call import BoundedCall
-from inprocess.coordination.silence import Silence
+from inprocess.coordination.connection import Silence
 from inprocess.exception import StoreError, StoreLostError
 
 __all__ = ["EtcdCluster", "EtcdGateway", "Request"]

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 from inprocess.attribution import InterruptionRecord, compact_ranks
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreTimeoutError
 
-if TYPE_CHECKING:
-    from inprocess.coordination.operations import Operations
-else:
-    Operations = object
-
-__all__ = ["StoreMixin"]
+__all__ = ["StoreMixin", "few", "in_bytes"]
 
 _INTERRUPTED = "interrupted"
 _RECORDS = "interruption_records"
@@ -28,7 +23,64 @@ _CHUNK = timedelta(seconds=1)
 _SHORTEST_S = 0.001  # torch's stores take 0 for "no limit"
 
 
-class StoreMixin(Operations):
+def in_bytes(value: str | bytes) -> bytes:
+    """Return a value as it is stored: text in UTF-8."""
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def few(keys: Sequence[str]) -> str:
+    """Name keys in a message, not too many."""
+    return ", ".join(map(repr, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+
+if TYPE_CHECKING:
+
+    class _Operations:
+        """For type checkers, and to read: what `StoreMixin` needs of the class it is mixed into."""
+
+        def set(self, key: str, value: Any) -> None:
+            """Write a value, over any other."""
+
+        def get(self, key: str) -> bytes:
+            """Return the value of a key, once it exists."""
+            raise NotImplementedError
+
+        def add(self, key: str, amount: int) -> int:
+            """Add to a number, 0 if it does not exist yet; returns the sum."""
+            raise NotImplementedError
+
+        def append(self, key: str, value: Any) -> None:
+            """Append to a value, empty if it does not exist yet."""
+
+        def check(self, keys: list[str]) -> bool:
+            """Whether all these keys exist now."""
+            raise NotImplementedError
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            """Wait until all these keys exist."""
+
+        def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+            """Write `desired` if the key holds `expected`, or is absent and that is empty; returns the value."""
+            raise NotImplementedError
+
+        def delete_key(self, key: str) -> bool:
+            """Delete a key; returns whether it existed."""
+            raise NotImplementedError
+
+        def num_keys(self) -> int:
+            """Return how many keys there are."""
+            raise NotImplementedError
+
+        @property
+        def timeout(self) -> timedelta:
+            """How long `get` and `wait` wait by default."""
+            raise NotImplementedError
+
+else:
+    _Operations = object
+
+
+class StoreMixin(_Operations):
     """Logical contents of a store: `class MyStore(StoreMixin, torch.distributed.SomeStore)`.
 
     Usable from any thread that may use the store itself. Waits look again at what is there, and everything can be said

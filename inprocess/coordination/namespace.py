@@ -5,24 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inprocess.coordination.client import StoreClient
 from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.operations import Guard
 from inprocess.exception import StaleViewError
 
 if TYPE_CHECKING:
+    from inprocess.coordination.client import StoreClient
     from inprocess.coordination.etcd import EtcdClient
 
-__all__ = ["CoordinationStore", "Namespace", "PrefixView", "RestartIndex"]
+__all__ = ["NO_GUARD", "Guard", "Namespace", "PrefixView", "RestartIndex"]
 
 _RESTART_INDEX = "restart_index"
 _STARTED = "started_ms"
 
 
-class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of the client count
-    """The client together with the logical contents."""
+class Guard(NamedTuple):
+    """A request is done only as long as `key` holds `value`; otherwise it ends with StaleViewError."""
+
+    key: str
+    value: str
+
+
+NO_GUARD = Guard("", "")
 
 
 class RestartIndex:

@@ -17,8 +17,8 @@ import socket
 import threading
 import time
 
+from inprocess.coordination.connection import FrameStream
 from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
-from inprocess.coordination.stream import FrameStream
 from inprocess.coordination.wire import (
     MAX_BODY,
     MAX_GREETING,

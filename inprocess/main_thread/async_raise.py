@@ -2,7 +2,7 @@
 
 CPython keeps one such exception per thread and raises it when the thread next looks, between two bytecode instructions
 (at the start of a function, after a call, at the end of a loop's body). A thread inside a C function sees it on return;
-see `inprocess.main_thread.interrupt` for bringing it back early.
+see `inprocess.main_thread.signals` for bringing it back early.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from inprocess.main_thread.realtime_signals import find_free_signal, read_signal_sets
+from inprocess.main_thread.signals import find_free_signal, read_signal_sets
 
 __all__ = ["StackReporter", "own_stacks", "read_stacks"]
 

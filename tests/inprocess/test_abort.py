@@ -22,11 +22,11 @@ from inprocess.abort import (
     AbortTorchDistributed,
     AbortTransformerEngine,
     discard_process_groups,
+    dump_flight_recorder,
     unblock_main_thread,
 )
-from inprocess.flight_recorder import dump_flight_recorder
 from inprocess.unblock import process_groups
-from inprocess.unblock.store_connection import interruptible_store_connections
+from inprocess.unblock.stores import interruptible_store_connections
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import launch_ranks, run_ranks
 
@@ -249,7 +249,7 @@ def with_a_store_of_the_caller(rank: int, world_size: int) -> bool:
     else:
 
         def abort() -> Any:
-            from inprocess.unblock.store_wait import break_store_wait
+            from inprocess.unblock.stores import break_store_wait
 
             broken = break_store_wait()
             other = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)

@@ -17,7 +17,7 @@ from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, StoreServer
 from inprocess.exception import RankShouldRestart
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.interrupt import MainThreadInterrupter
+from inprocess.main_thread.signals import MainThreadInterrupter
 from inprocess.monitor_thread import MonitorThread
 from inprocess.progress_watchdog import ProgressWatchdog, Timestamp
 from inprocess.state import FrozenState

@@ -14,7 +14,7 @@ import pytest
 from inprocess import rank_filter
 from inprocess.compose import Compose
 from inprocess.exception import RankDiscarded, RestartError
-from inprocess.hooks import Numbering, Role, StateHook
+from inprocess.hook_compat import Numbering, Role, StateHook
 from inprocess.rank_assignment import (
     ActivateAllRanks,
     ActiveWorldSizeDivisibleBy,

@@ -1,13 +1,14 @@
-"""Frames over a socket: what both ends of a connection do with it. For one thread."""
+"""One end of a connection between client and server: frames over a socket, and the time without a sign of life."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
 
 from inprocess.coordination.wire import Frame, FrameReader
 
-__all__ = ["FrameStream"]
+__all__ = ["FrameStream", "Silence"]
 
 _RECEIVE = 1 << 16
 _SEND = 1 << 20
@@ -57,3 +58,34 @@ class FrameStream:
         if not data:
             raise ConnectionResetError("the other end closed the connection")
         self.reader.feed(data)
+
+
+_DELAY_S = 0.25  # by which a busy machine may delay a look
+
+
+class Silence:
+    """For how long nothing was heard, of the time in which somebody listened.
+
+    A process that was stopped, or whose interpreter was held by others, has heard nothing meanwhile; that says nothing
+    about the server.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._looked_at = time.monotonic()
+        self._expected_s = 0.0
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._looked_at, self._expected_s + _DELAY_S)
+        self._looked_at, self._expected_s = now, 0.0
+        return self._seconds
+
+    def expect(self, seconds: float) -> None:
+        """The next look will be so much later."""
+        self.seconds()
+        self._expected_s = seconds
+
+    def end(self) -> None:
+        """Something was heard."""
+        self._seconds, self._looked_at = 0.0, time.monotonic()

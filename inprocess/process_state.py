@@ -1,19 +1,22 @@
-"""Reset what known libraries keep from one iteration to the next, in globals of their own.
+"""State of the process that outlives an iteration, or must not: globals of libraries, forked children, hooks, the heap.
 
-Such a library is told once per process who is rank 0, how many ranks there are, and which groups they have. After a
-restart that is no longer true, and the wrapped function cannot know of it. A library that keeps such things and is not
-in `_RESETS` is reset by the user, in a hook.
+Libraries such as accelerate are told once per process who is rank 0, how many ranks there are, and which groups they
+have. After a restart that is no longer true, and the wrapped function cannot know. A library that keeps such state and
+is not in `_RESETS` is reset by the user, in a hook.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["reset_libraries"]
+__all__ = ["children_end_here", "excepthook_restored", "frozen_heap", "reset_libraries"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,3 +73,58 @@ _RESETS: dict[str, Callable[[Any], None]] = {
     "lightning.fabric.utilities.rank_zero": _reset_lightning,
     "lightning_fabric.utilities.rank_zero": _reset_lightning,
 }
+
+
+@contextlib.contextmanager
+def children_end_here() -> Iterator[None]:
+    """A child that the body forks ends when it leaves the body, as at the end of a program: it is no rank, and must not
+    speak for its parent."""
+    pid = os.getpid()
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        code = _exit_code(error)
+    if os.getpid() != pid:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """Return what the interpreter would end with, having printed what it would print."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+@contextlib.contextmanager
+def excepthook_restored() -> Iterator[None]:
+    """Undo what each creation of a process group does: it wraps the hook for uncaught exceptions once more."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Leave what is alive now out of garbage collections: at each restart all garbage is collected, and looking through
+    the objects of torch and of the libraries around it would take most of the time of a restart."""
+    if gc.get_freeze_count():  # somebody else's business
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
