@@ -1,6 +1,6 @@
 """How a call is joined to its monitor process, and both of them to the store of all ranks.
 
-    1  the server starts             on rank 0, in a process of its own; the ranks find it, see `coordination.rendezvous`
+    1  the server starts             on rank 0, in a process of its own; the ranks find it, see `rendezvous`
     2  the monitor process starts    it inherits nothing of the store
     3  the store is opened           by the rank
     4  all ranks meet                from here on each knows that the others are there
