@@ -1,4 +1,4 @@
-"""Calling what users pass to the wrapper, in either of the two styles that such code is written in.
+"""Call the hooks that users pass to the wrapper, written in either of two styles.
 
 A hook with one required positional parameter is in the *current* style, one with two in the *classic* one:
 
@@ -8,9 +8,9 @@ A hook with one required positional parameter is in the *current* style, one wit
     rank_filter                                 (state)
 
 `state` is a `FrozenState`; for rank assignments and filters it is the mutable `State`. A hook without parameters is
-called without arguments. Styles are found out once, when the wrapper is made, and separately for each member of a
-`Compose`. Hooks return what they were given (of the classic style, both); one that does not is reported, and the next
-one gets what it got.
+called without arguments. The style is determined once, when the wrapper is created, and separately for each member of a
+`Compose`. Hooks return what they were given (in the classic style, both); one that does not is reported, and the next
+one gets what it was given.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Role(enum.Enum):
     RANK_FILTER = "rank_filter"
 
 
-# What a hook in the classic style gets after the state.
+# The second parameter of a hook in the classic style.
 _SECOND_PARAMETER = {
     Role.HEALTH_CHECK: "train_ex",
     Role.FINALIZE: "train_ex",
@@ -65,16 +65,16 @@ class _Style(enum.Enum):
 
 @dataclass(frozen=True)
 class _Member:
-    """One callable of a hook. `is_chained` tells that others rely on what it returns."""
+    """One callable of a hook. `is_chained`: other members get what it returns."""
 
     call: Callable[..., Any]
     style: _Style
     is_chained: bool
 
     def report(self, returned: object) -> None:
-        """Tell that the hook did not return what it should have."""
+        """Report that the hook did not return what it was given."""
         what = "None" if returned is None else f"an unexpected {type(returned).__name__}"
-        text = f"{describe(self.call)} returned {what}; going on with what it was given"
+        text = f"{describe(self.call)} returned {what}; what it was given is used instead"
         if self.is_chained:
             warnings.warn(text, stacklevel=2)
         else:
@@ -83,10 +83,10 @@ class _Member:
 
 @dataclass(frozen=True)
 class StateHook:
-    """A hook that gets the frozen state: all roles but the two that number ranks.
+    """A hook that gets the frozen state: every role except the two that number ranks.
 
     Calling it calls the members of the hook, the last one first, and returns the state that the first one returned.
-    What a member raises passes through. Without a hook it does nothing.
+    Errors of members are passed on. Without a hook it does nothing.
     """
 
     members: tuple[_Member, ...]
@@ -118,12 +118,12 @@ class Numbering:
     def inspect(
         cls, rank_assignment: Callable[..., Any] | None, rank_filter: Callable[..., Any] | None = None
     ) -> Numbering:
-        """Return the numbering made of these two arguments of the wrapper.
+        """Return the numbering from these two arguments of the wrapper.
 
         TypeError if one cannot be called in either style, ValueError if a `Tree` is not alone.
         """
         if rank_assignment is None:
-            raise TypeError("rank_assignment must not be None; ShiftRanks() is the simplest one")
+            raise TypeError("rank_assignment must not be None; ShiftRanks() is the simplest assignment")
         numbering = cls(
             tuple(_inspected(Role.RANK_ASSIGNMENT, rank_assignment)), tuple(_inspected(Role.RANK_FILTER, rank_filter))
         )
@@ -135,11 +135,11 @@ class Numbering:
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         """Number the survivors and decide who is active; `ctx.state` is this rank's, complete when this returns.
 
-        After the assignment all ranks are activated, unless a member has decided who is active (set `state.mode`).
-        Then comes the rank filter. RankDiscarded on a rank that is out; RestartError if terminated ranks are left over,
-        because no member numbers the others.
+        After the assignment all ranks are activated, unless a member has decided that (by setting `state.mode`). Then
+        the rank filter follows. RankDiscarded on a rank that takes no further part; RestartError if terminated ranks
+        remain, because no member renumbers the others.
         """
-        ctx.state.store = ctx.store  # classic hooks look for it there
+        ctx.state.store = ctx.store  # where classic hooks expect it
         ctx.state.mode = Mode.INITIALIZED
         for member in self.assignments:
             ctx = _assign(member, ctx)
@@ -195,7 +195,7 @@ def _style_of(role: Role, function: Callable[..., Any]) -> _Style:
 
 
 def _is_rank_filter(role: Role, function: Callable[..., Any]) -> bool:
-    """Return what the class says, in whichever argument the object was passed; else what the argument says."""
+    """Return whether the object is a rank filter: by its class if that is known, else by its argument."""
     if isinstance(function, RankAssignment):
         return False
     return role is Role.RANK_FILTER or isinstance(function, RankFilter)
@@ -222,7 +222,7 @@ def _state_from(member: _Member, returned: object, given: FrozenState) -> Frozen
 
 def _assign(member: _Member, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
     """Call a member of the rank assignment or the rank filter; return the context for the next."""
-    # A copy, so that what a classic hook does to the set stays between it and the next.
+    # A copy: a classic hook may change the set, which only the next member is to see.
     terminated = set(ctx.terminated_ranks) if member.style is _Style.CLASSIC else ctx.terminated_ranks
     returned: object
     match member.style:

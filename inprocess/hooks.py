@@ -1,4 +1,4 @@
-"""The hooks of one wrapper, inspected once, as the protocol calls them."""
+"""The hooks of one wrapper, inspected once, in the form in which the protocol calls them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from inprocess.rank_assignment import RankAssignmentCtx
 from inprocess.settings import Settings
 from inprocess.state import FrozenState, State
 
-__all__ = ["HookChain"]
+__all__ = ["Hooks"]
 
 _log = logging.getLogger(__name__)
 
 
-class HookChain:
-    """Every method raises what the hook raises, unless it says something else."""
+class Hooks:
+    """All hooks of a wrapper. Unless stated otherwise, a method raises what the hook raises."""
 
     def __init__(self, settings: Settings) -> None:
         self.restart_health_check_hook = _with_device_checks(settings.health_check)
@@ -28,50 +28,52 @@ class HookChain:
         self._health_check = StateHook.inspect(Role.HEALTH_CHECK, settings.health_check)
         self._restart_health_check = StateHook.inspect(Role.HEALTH_CHECK, self.restart_health_check_hook)
         self._abort = StateHook.inspect(Role.ABORT, settings.abort)
-        self.aborts = settings.abort is not None  # one of the user's own most likely aborts torch's groups, too
+        self.aborts = settings.abort is not None  # the user's own hook most likely aborts torch's groups, too
         self._finalize = StateHook.inspect(Role.FINALIZE, settings.finalize)
         self._completion = StateHook.inspect(Role.COMPLETION, settings.completion)
         self._terminate = StateHook.inspect(Role.TERMINATE, settings.terminate)
 
     def initialize(self, state: FrozenState) -> None:
-        """Main thread, at the start of an iteration."""
+        """Run the initialize hook: main thread, at the start of an iteration."""
         self._initialize(state)
 
     def health_check(self, state: FrozenState) -> None:
-        """Main thread, before the function runs. HealthCheckError whatever was raised."""
+        """Run the health check: main thread, before the function runs. Every error becomes a HealthCheckError."""
         _check(self._health_check, state)
 
     def restart_health_check(self, state: FrozenState) -> None:
-        """Main thread, after a fault. HealthCheckError whatever was raised."""
+        """Run the health check after a fault: main thread. Every error becomes a HealthCheckError."""
         _check(self._restart_health_check, state)
 
     def abort(self, state: FrozenState) -> None:
-        """Monitor thread, once per incident."""
+        """Run the abort hook: monitor thread, once per incident."""
         self._abort(state)
 
     def finalize(self, state: FrozenState) -> None:
-        """Main thread, after unwinding."""
+        """Run the finalize hook: main thread, after the function was unwound."""
         self._finalize(state)
 
     def complete(self, state: FrozenState) -> None:
-        """Main thread, after all ranks have completed. Errors are only logged."""
+        """Run the completion hook: main thread, after all ranks have completed. Errors are only logged."""
         try:
             self._completion(state)
         except Exception:
-            _log.exception("the completion hook fails")
+            _log.exception("the completion hook failed")
 
     def terminate(self, state: FrozenState) -> None:
-        """Main thread, when this rank leaves."""
+        """Run the terminate hook: main thread, when this rank leaves."""
         self._terminate(state)
 
     def assign(self, state: State, store: Any, terminated_ranks: frozenset[int]) -> State:
-        """Main thread: return the state with the numbers of the next iteration.
+        """Return the state with the numbers of the next iteration: main thread.
 
-        RestartError if nobody would be active.
+        RestartError if no rank would be active.
         """
         assigned = self._numbering(RankAssignmentCtx(state, store, set(terminated_ranks))).state
         if assigned.active_world_size == 0:
-            raise RestartError(f"of {assigned.world_size} ranks that are left none is active: nobody would run")
+            raise RestartError(
+                f"none of the {assigned.world_size} remaining ranks is active: no rank would run the function"
+            )
         return assigned
 
 
@@ -85,7 +87,7 @@ def _check(hook: StateHook, state: FrozenState) -> None:
 
 
 def _with_device_checks(health_check: Any) -> Any:
-    """Return the user's checks with those of this rank's devices after them, if LOCAL_RANK says which these are."""
+    """Return the user's checks, followed by those of the devices of this rank if LOCAL_RANK is set."""
     local_rank = os.environ.get("LOCAL_RANK", "")
     if not local_rank.isdecimal():
         return health_check

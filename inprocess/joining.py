@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inprocess.agreement import Agreement, Outcome
+from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import InterruptionRecord
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import RestartError, StaleViewError, StoreLostError
@@ -79,9 +79,9 @@ class Newcomer:
             with contextlib.suppress(StaleViewError):
                 agreement = agreements(iteration)
                 outcome = agreement.wait_outcome(_CHUNK_S)
-                if outcome is Outcome.COMPLETED:
+                if outcome is IterationOutcome.COMPLETED:
                     return None
-                if outcome is Outcome.INTERRUPTED:
+                if outcome is IterationOutcome.INTERRUPTED:
                     agreement.wait_for_roster(_CHUNK_S)
                 pulse.feel((iteration, outcome, agreement.heartbeat_of(0)))
 

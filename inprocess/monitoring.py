@@ -196,7 +196,7 @@ class Monitoring:
         agreement = self.agreement(state.iteration, state.world_size)
         assert state.initial_rank is not None
         try:
-            agreement.mark_gone(state.initial_rank)
+            agreement.mark_departed(state.initial_rank)
             agreement.interrupt(record)
         except RestartError as problem:
             _log.critical("the others do not know that this rank has no monitor process: %s", problem)

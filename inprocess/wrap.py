@@ -18,7 +18,7 @@ from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.group_store import GroupStore
-from inprocess.hooks import HookChain
+from inprocess.hooks import Hooks
 from inprocess.joining import take_from_environment
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.signals import MainThreadInterrupter
@@ -67,7 +67,7 @@ class Wrapper(Settings):
     TypeError or ValueError if arguments contradict each other.
     """
 
-    hooks: HookChain = field(init=False, repr=False)
+    hooks: Hooks = field(init=False, repr=False)
     store_factory: Any = TCPStore
     abort: Any = AbortTorchDistributed()  # noqa: RUF009 - it holds nothing
     rank_assignment: Any = assignments.ShiftRanks()  # noqa: RUF009 - it holds nothing
@@ -75,7 +75,7 @@ class Wrapper(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.hooks = HookChain(self)
+        self.hooks = Hooks(self)
 
     @property
     def restart_health_check(self) -> Any:

@@ -37,7 +37,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"ipc"},  # shared with ckpt, so it knows nothing of either
     # Mechanisms that know nothing of restarts.
     {"attribution", "compose", "exception", "hardware", "main_thread", "process_state", "settings", "tools"},
-    {"bounded_call"},
+    {"waiting"},
     {"unblock"},
     {"coordination", "events", "progress_watchdog", "state"},
     {"agreement"},

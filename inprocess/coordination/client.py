@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hmac
 import itertools
 import logging
 import os
@@ -13,16 +12,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
-from inprocess.coordination.connection import FrameStream, Silence
+from inprocess.coordination.connection import ClientConnection, RefusedError, Silence
 from inprocess.coordination.mixin import StoreMixin, few, in_bytes
 from inprocess.coordination.namespace import NO_GUARD, Guard
 from inprocess.coordination.wire import (
-    MAX_BODY,
-    PROTOCOL,
     Access,
     Frame,
     Op,
@@ -31,11 +28,11 @@ from inprocess.coordination.wire import (
     fresh_nonce,
     number,
     pack_number,
-    proof,
 )
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
+from inprocess.waiting import wait_until_set
 
 __all__ = ["CoordinationStore", "StoreClient"]
 
@@ -43,7 +40,6 @@ _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-_MAIN_THREAD_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it
 
 
 class StoreClient:
@@ -103,7 +99,7 @@ class StoreClient:
         self._thread.start()
         _clients.add(self)
         try:
-            self._wait(self._connected, None)
+            wait_until_set(self._connected, None)
             if self.failure is not None:
                 raise self.failure
         except BaseException:
@@ -237,11 +233,11 @@ class StoreClient:
             if self._over:  # the thread of the client ended just before
                 call.done.set()
             waits_s = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else None
-            if not self._wait(call.done, waits_s):
+            if not wait_until_set(call.done, waits_s):
                 call.cancelled = True  # and if the connection breaks now, it is asked and cancelled again
                 self._outbox.append(call)
                 self._wake.set()
-                self._wait(call.done, None)
+                wait_until_set(call.done, None)
             if call.answer is not None and call.answer.op is Op.CANCELLED:
                 raise StoreTimeoutError(f"{label} did not appear in the store within {waits_s:g} s")
         finally:
@@ -263,20 +259,6 @@ class StoreClient:
             raise StaleViewError(f"the others went on without this process: it knows of {guard}, and it is {text} now")
         raise StoreError(f"the store answered {answer.op.name}: {text}")
 
-    def _wait(self, event: threading.Event, seconds: float | None) -> bool:
-        """Wait for an event; in the main thread in slices."""
-        if threading.current_thread() is not threading.main_thread():
-            return event.wait(seconds)
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while not event.wait(
-            _MAIN_THREAD_SLICE_S
-            if deadline is None
-            else max(0.0, min(_MAIN_THREAD_SLICE_S, deadline - time.monotonic()))
-        ):
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-        return True
-
     # -- the thread of the client --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -291,7 +273,7 @@ class StoreClient:
                         self._resend(connection)
                         self._connected.set()
                         self._converse(connection)
-                except _RefusedError as refusal:
+                except RefusedError as refusal:
                     error = refusal
                     break
                 except (OSError, WireError) as problem:
@@ -317,7 +299,7 @@ class StoreClient:
         return f"{self.access.host}:{self.access.port}"
 
     def _give_up(self, error: Exception) -> None:
-        if isinstance(error, _RefusedError):
+        if isinstance(error, RefusedError):
             text = f"the server at {self._place} {error}"
         elif not self._connected.is_set():
             text = f"the server at {self._place} was not reached within {self._connect_s:g} s: {error}"
@@ -329,7 +311,7 @@ class StoreClient:
         self.failure = StoreLostError(f"the coordination store is lost: {text}")
 
     @contextlib.contextmanager
-    def _connection(self, left_s: float) -> Any:
+    def _connection(self, left_s: float) -> Iterator[ClientConnection]:
         """Dial and greet; a context in which `_socket` is connected."""
         patience_s = max(0.05, min(_DIAL_S, left_s))
         self._silence.expect(2 * patience_s)
@@ -338,7 +320,7 @@ class StoreClient:
             if sock.getsockname() == sock.getpeername():
                 # Dialling a free ephemeral port of this machine can end in a connection with itself.
                 raise ConnectionRefusedError("nobody listens there")
-            connection = _Connection(sock)
+            connection = ClientConnection(sock)
             connection.greet(self.access, self._id, time.monotonic() + patience_s)
             self._socket, self._local_host = sock, sock.getsockname()[0]
             self._silence.end()
@@ -347,7 +329,7 @@ class StoreClient:
             self._socket = None
             sock.close()
 
-    def _resend(self, connection: _Connection) -> None:
+    def _resend(self, connection: ClientConnection) -> None:
         """What was under way when the last connection broke goes first, in the order of the ids."""
         self._calls = {id: call for id, call in sorted(self._calls.items()) if not call.abandoned}
         for call in self._calls.values():
@@ -355,7 +337,7 @@ class StoreClient:
             if call.cancelled:
                 connection.send(encode(Op.CANCEL, call.id))
 
-    def _send(self, connection: _Connection, call: _Call) -> None:
+    def _send(self, connection: ClientConnection, call: _Call) -> None:
         """Send a call that was put into the outbox, or cancel it.
 
         It gets its id here, in one thread: so no change with a lower id than the floor can be on its way.
@@ -368,7 +350,7 @@ class StoreClient:
             self._calls[call.id] = call
             connection.send(call.frame(self._floor()))
 
-    def _converse(self, connection: _Connection) -> None:
+    def _converse(self, connection: ClientConnection) -> None:
         """Send and receive until the connection breaks (OSError), or this client closes."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
@@ -425,10 +407,6 @@ class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of 
     """The client together with the logical contents."""
 
 
-class _RefusedError(Exception):
-    """The server does not accept this client, and never will."""
-
-
 class _Call:
     """A request under way. `id` is 0 until it is sent; one that is `abandoned` has nobody who waits for its answer."""
 
@@ -446,35 +424,6 @@ class _Call:
         if self.op.changes:
             fields = (*fields[:2], pack_number(floor), *fields[2:])
         return encode(self.op, self.id, *fields)
-
-
-class _Connection(FrameStream):
-    """The client's end of a connection, in its thread."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, MAX_BODY)
-
-    def greet(self, access: Access, client: bytes, deadline: float) -> None:
-        """Prove that this is a client of the job, and have the server prove the same. OSError; _RefusedError."""
-        challenge = self._next(deadline)
-        if challenge.op is not Op.CHALLENGE or len(challenge.fields) != 2 or challenge.fields[0] != PROTOCOL:
-            raise _RefusedError("is no server of this protocol and version")
-        theirs, ours = challenge.fields[1], fresh_nonce()
-        self._socket.sendall(encode(Op.HELLO, 0, client, ours, proof(access, b"client", theirs, ours, client)))
-        answer = self._next(deadline)
-        expected = proof(access, b"server", ours, theirs)
-        if answer.op is Op.REFUSED:
-            raise _RefusedError("serves another job: the secret or the name of the job is not that of this one")
-        if answer.op is not Op.WELCOME or not hmac.compare_digest(b"".join(answer.fields), expected):
-            raise _RefusedError("does not know the secret of this job")
-        self._socket.setblocking(False)
-
-    def _next(self, deadline: float) -> Frame:
-        while True:
-            for frame in self.reader.frames():
-                return frame
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            self.fill()
 
 
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()

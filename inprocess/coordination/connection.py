@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import time
 
-from inprocess.coordination.wire import Frame, FrameReader
+from inprocess.coordination.wire import (
+    MAX_BODY,
+    PROTOCOL,
+    Access,
+    Frame,
+    FrameReader,
+    Op,
+    encode,
+    fresh_nonce,
+    proof,
+)
 
-__all__ = ["FrameStream", "Silence"]
+__all__ = ["ClientConnection", "FrameStream", "RefusedError", "Silence"]
 
 _RECEIVE = 1 << 16
 _SEND = 1 << 20
@@ -61,6 +72,39 @@ class FrameStream:
 
 
 _DELAY_S = 0.25  # by which a busy machine may delay a look
+
+
+class RefusedError(Exception):
+    """The server does not accept this client, and never will."""
+
+
+class ClientConnection(FrameStream):
+    """The client's end of a connection, in its thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, MAX_BODY)
+
+    def greet(self, access: Access, client: bytes, deadline: float) -> None:
+        """Prove that this is a client of the job, and have the server prove the same. OSError; RefusedError."""
+        challenge = self._next(deadline)
+        if challenge.op is not Op.CHALLENGE or len(challenge.fields) != 2 or challenge.fields[0] != PROTOCOL:
+            raise RefusedError("is no server of this protocol and version")
+        theirs, ours = challenge.fields[1], fresh_nonce()
+        self._socket.sendall(encode(Op.HELLO, 0, client, ours, proof(access, b"client", theirs, ours, client)))
+        answer = self._next(deadline)
+        expected = proof(access, b"server", ours, theirs)
+        if answer.op is Op.REFUSED:
+            raise RefusedError("serves another job: the secret or the name of the job is not that of this one")
+        if answer.op is not Op.WELCOME or not hmac.compare_digest(b"".join(answer.fields), expected):
+            raise RefusedError("does not know the secret of this job")
+        self._socket.setblocking(False)
+
+    def _next(self, deadline: float) -> Frame:
+        while True:
+            for frame in self.reader.frames():
+                return frame
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self.fill()
 
 
 class Silence:

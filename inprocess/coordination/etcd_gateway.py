@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.bounded_call import BoundedCall
 from inprocess.coordination.connection import Silence
 from inprocess.exception import StoreError, StoreLostError
+from inprocess.waiting import BoundedCall
 
 __all__ = ["EtcdCluster", "EtcdGateway", "Request"]
 

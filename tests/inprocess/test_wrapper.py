@@ -451,7 +451,7 @@ def test_when_nobody_would_work_all_leave_at_once() -> None:
     left, other = rank_values(main, 2)
     assert left[0] == "SystemExit"
     assert other[0] == "RestartError"
-    assert "nobody would run" in other[1]
+    assert "no rank would run" in other[1]
 
 
 # -- spares ------------------------------------------------------------------------------------------------------------
