@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 def reset_libraries() -> None:
-    """Make the libraries that are loaded forget the iteration that has ended.
+    """Reset the loaded libraries after an iteration has ended.
 
     Main thread, between two iterations, when no process group is left and RANK and WORLD_SIZE are those of the next
-    one. Imports nothing. Does not raise: what fails is logged.
+    one. Imports nothing. Does not raise; errors are logged.
     """
     for name, reset in _RESETS.items():
         module = sys.modules.get(name)
@@ -34,34 +34,34 @@ def reset_libraries() -> None:
         try:
             reset(module)
         except Exception:
-            _log.exception("the state that %s keeps cannot be reset; it may take old ranks for current ones", name)
+            _log.exception("the state of %s cannot be reset; it may use the ranks of the previous iteration", name)
 
 
 def _reset_device_meshes(device_mesh: Any) -> None:
-    """A mesh whose `with` block was interrupted while it was entered would be the current one for ever."""
+    """Remove meshes whose `with` block was interrupted while it was entered: they would stay the current one."""
     device_mesh._mesh_resources.mesh_stack.clear()
 
 
 def _reset_dtensor_caches(api: Any) -> None:
-    """What was planned for a mesh is looked up by its shape. It refers to the old mesh, and so to the old groups."""
+    """Clear the plans, which are looked up by the shape of a mesh: they refer to the old mesh and its groups."""
     cached = api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     cached.cache_clear() if hasattr(cached, "cache_clear") else cached.cache.cache_clear()
     getattr(sys.modules["torch._C"], "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # newer torch
 
 
 def _reset_dtensor_random(random: Any) -> None:
-    """The tracker of random numbers belongs to the first mesh it was made for; it is made when it is needed."""
+    """Drop the tracker of random numbers, which belongs to the old mesh; a new one is created on demand."""
     random._rng_tracker = None
 
 
 def _reset_accelerate(state: Any) -> None:
-    """All three are singletons; a new `Accelerator` would take over the old rank, device and number of ranks."""
+    """Reset the three singletons, from which a new `Accelerator` would take the old rank, device and world size."""
     state.GradientState._reset_state()
     state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _reset_lightning(rank_zero: Any) -> None:
-    """Who logs and who saves: set when the module is loaded, and by a `Trainer` only when it begins to run."""
+    """Set the rank that decides who logs and saves; a `Trainer` sets it only when it begins to run."""
     rank_zero.rank_zero_only.rank = int(os.environ.get("RANK", "0"))
 
 
@@ -77,8 +77,10 @@ _RESETS: dict[str, Callable[[Any], None]] = {
 
 @contextlib.contextmanager
 def children_end_here() -> Iterator[None]:
-    """A child that the body forks ends when it leaves the body, as at the end of a program: it is no rank, and must not
-    speak for its parent."""
+    """Make a child that the body forks end when it leaves the body, as at the end of a program.
+
+    It is no rank, and must not act in the name of its parent.
+    """
     pid = os.getpid()
     code = 0
     try:
@@ -95,7 +97,7 @@ def children_end_here() -> Iterator[None]:
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """Return what the interpreter would end with, having printed what it would print."""
+    """Return the exit code of the interpreter after this error; print what it would print."""
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
         return 1
@@ -107,7 +109,7 @@ def _exit_code(error: BaseException | None) -> int:
 
 @contextlib.contextmanager
 def excepthook_restored() -> Iterator[None]:
-    """Undo what each creation of a process group does: it wraps the hook for uncaught exceptions once more."""
+    """Restore the hook for uncaught exceptions, which torch wraps again whenever it creates a process group."""
     hook = sys.excepthook
     try:
         yield
@@ -117,9 +119,11 @@ def excepthook_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Leave what is alive now out of garbage collections: at each restart all garbage is collected, and looking through
-    the objects of torch and of the libraries around it would take most of the time of a restart."""
-    if gc.get_freeze_count():  # somebody else's business
+    """Exclude the objects that exist now from garbage collections.
+
+    Each restart collects all garbage; scanning the objects of torch and of other libraries would take most of its time.
+    """
+    if gc.get_freeze_count():  # the user has frozen it
         yield
         return
     gc.collect()

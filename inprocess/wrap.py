@@ -19,7 +19,7 @@ from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
-from inprocess.joining import take_from_environment
+from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.signals import MainThreadInterrupter
 from inprocess.main_thread.stacks import StackReporter
@@ -45,20 +45,21 @@ _R = TypeVar("_R")
 
 @dataclass(kw_only=True, eq=False)
 class Wrapper(Settings):
-    """Makes a function run again, in the same processes, after a fault on any rank.
+    """Makes a function restartable: after a fault on any rank it runs again, in the same processes.
 
         @inprocess.Wrapper(soft_timeout=timedelta(seconds=30), ...)
         def train(call: inprocess.CallWrapper | None = None): ...
 
-    Times are `datetime.timedelta`. `store_factory(**store_kwargs)` makes the store the ranks agree through; the default
-    outlives each single process. `initialize`, `abort`, `finalize`, `health_check`, `completion` and `terminate` are
-    hooks, `rank_assignment` (and the older `rank_filter`) numbers the ranks after a restart; see their modules.
+    Times are `datetime.timedelta`. `store_factory(**store_kwargs)` makes the store through which the ranks agree; the
+    default store outlives each single rank. `initialize`, `abort`, `finalize`, `health_check`, `completion` and
+    `terminate` are hooks, `rank_assignment` (and the older `rank_filter`) numbers the ranks after a restart; see their
+    modules.
 
     No progress of the main thread for `soft_timeout` restarts the job, for `hard_timeout` ends this process. A monitor
-    process that is silent for `heartbeat_timeout` means that its node is lost. Nobody waits longer than
-    `barrier_timeout` for others after a fault, or than `completion_timeout` after the function has returned.
-    `last_call_wait` is how long, at most, reports of the same incident are collected. The intervals bound how long the
-    threads sleep; nothing of a restart waits for one. Paths may contain ``{rank}``, the initial rank.
+    process that is silent for `heartbeat_timeout` means that its node is lost. A rank waits for others at most
+    `barrier_timeout` after a fault, and `completion_timeout` after the function has returned. `last_call_wait` limits
+    how long reports of the same incident are collected. The intervals limit how long the threads sleep; no restart
+    waits for one. Paths may contain ``{rank}``, the initial rank.
 
     With `sections`, a `fault_tolerance.FaultToleranceConfig`, a `fault_tolerance.RankMonitorClient` in the function
     needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -
@@ -99,8 +100,8 @@ class Wrapper(Settings):
 class CallWrapper:
     """One call of a wrapped function on this rank. The function gets it in parameters annotated with this class.
 
-    A context manager. ValueError on another thread than the main one (only that one can be brought out of what it is
-    blocked in), and if a process group exists already.
+    A context manager. ValueError outside the main thread (only that thread can be freed from a blocking call), and if a
+    process group exists already.
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -108,7 +109,7 @@ class CallWrapper:
         require_no_process_group()
         self.wrapper = wrapper
         self.state = State.from_env()
-        self._newcomer = take_from_environment()
+        self._newcomer = newcomer_from_environment()
         if self._newcomer is not None:
             self.state.rank = self.state.initial_rank = self._newcomer.initial_rank
         self.base_store: Any = None
@@ -121,12 +122,12 @@ class CallWrapper:
 
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
-        enter(frozen_heap())  # takes a while: before time limits count
+        enter(frozen_heap())  # takes a while, so before time limits count
         self.interrupter = enter(MainThreadInterrupter())
         stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)
         self._cleanup.callback(self._sections.close)
-        if self._newcomer is not None:  # one that is not fit to take part costs the others nothing
+        if self._newcomer is not None:  # one that is not fit must not cost the others a restart
             self.wrapper.hooks.restart_health_check(self.state.freeze())
         self._monitoring = enter(Monitoring(settings, self.state, stacks, self._sections.fd, self._newcomer))
         self.monitor_process, self.base_store = self._monitoring.process, self._monitoring.store
@@ -150,8 +151,8 @@ class CallWrapper:
     def fencing_token(self) -> int:
         """A number that is larger in each iteration, and in each job that starts later; the same on all ranks.
 
-        For storage of your own that several jobs could write to: let it refuse a token that is smaller than the largest
-        it has seen, and a process that was frozen and comes back cannot do harm. Checkpoint roots have their own.
+        For storage of your own that several jobs could write to: if it refuses tokens smaller than the largest it has
+        seen, a process that was stopped and continues later cannot do harm. Checkpoint roots have their own token.
         """
         return self._monitoring.first_token + self.state.iteration
 
@@ -161,19 +162,19 @@ class CallWrapper:
         return self._group_store.store
 
     def ping(self) -> None:
-        """Say that the function makes progress. From the first ping of an iteration on, pings must keep coming."""
+        """Report progress of the function. After the first ping of an iteration, pings must continue."""
         self.progress_watchdog.ping()
 
     def atomic(self) -> AtomicLock:
-        """Return the context of a section that no restart interrupts. It may be nested.
+        """Return the context manager of a section that no restart interrupts. It may be nested.
 
-        A hang in it is ended by the hard timeout only.
+        Only the hard timeout ends a hang in it.
         """
-        return self.atomic_lock.atomic()  # itself: another context around it could be interrupted in between
+        return self.atomic_lock.atomic()  # the lock itself: a context manager around it could be interrupted in between
 
     @contextlib.contextmanager
     def disable_hang_protection(self) -> Iterator[None]:
-        """A section in which the soft and the hard timeout do not count. Exceptions and other ranks still restart."""
+        """Suspend the soft and the hard timeout. Exceptions, and faults of other ranks, still restart."""
         self._disable_hang_protection()
         try:
             yield
@@ -211,7 +212,7 @@ class CallWrapper:
             if place is None:
                 _log.warning("the job was completed without this process")
                 return None
-            self._newcomer.say_joined()
+            self._newcomer.report_joined()
         protocol = RestartProtocol(self.state, self.wrapper, self.wrapper.hooks, self, run, place)
         with excepthook_restored(), interruptible_store_connections():
             result = protocol.run()
@@ -239,7 +240,7 @@ class CallWrapper:
         return self._monitoring.agreement(iteration, world_size)
 
     def open_group_store(self) -> None:
-        """Set up what process groups of this iteration meet in. Waits for the process that is rank 0 in it."""
+        """Open the store for the process groups of this iteration. Waits for the process that is rank 0 in it."""
         settings = self.wrapper
         self._group_store.open(
             self.state.store,
@@ -250,18 +251,18 @@ class CallWrapper:
         )
 
     def close_group_store(self) -> None:
-        """The iteration is over."""
+        """Close the store for process groups: the iteration is over."""
         self._group_store.close()
 
     def wake_main_thread(self) -> None:
-        """Bring a blocked main thread back to bytecode; to be repeated until it is there."""
+        """Try to bring a blocked main thread back to bytecode; to be repeated until it is there."""
         self._sections.interrupt()
         self.interrupter.wake()
         if self.wrapper.hooks.aborts:
             unblock_main_thread(_UNBLOCK_S)
 
     def forget_iteration(self, iteration: int) -> None:
-        """Nobody reads the keys of this iteration any more."""
+        """Delete the keys of this iteration, which no process reads any more."""
         clear = getattr(iteration_store(self.base_store, iteration), "clear", None)
         if clear is not None:
             clear()
@@ -270,10 +271,10 @@ class CallWrapper:
 def inject(
     function: Callable[..., Any], kind: type, value: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for `function` with `value` for each parameter annotated `kind` or ``Optional[kind]``.
+    """Return the arguments for `function`, with `value` for each parameter annotated `kind` or ``Optional[kind]``.
 
-    It replaces what the caller gave. Arguments that do not fit are returned as they are: the call will say what is
-    wrong.
+    It replaces what the caller passed. Arguments that do not fit are returned unchanged: the call itself raises the
+    error.
     """
     try:
         signature = inspect.signature(function)

@@ -1,10 +1,10 @@
-"""The store through which the ranks agree: one server, its clients, and what is written there. Free of torch.
+"""The store through which the ranks agree: one server, its clients, and its contents. Imports no torch.
 
 rank process  ------ StoreClient ------+
                                        +---->  StoreServer, in a process that rank 0 has started
 monitor process ---- StoreClient ------+
 
-or `etcd.EtcdClient` for both, and an etcd cluster; imported by those who use it.
+Alternatively both use `etcd.EtcdClient` and an etcd cluster; that module is imported only then.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.coordination.etcd import EtcdClient, EtcdCluster
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreLostError
-from inprocess.joining import Newcomer, Place, take_from_environment
+from inprocess.joining import Newcomer, Place, newcomer_from_environment
 from inprocess.store import FileStore, PrefixStore
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 
@@ -343,23 +343,23 @@ def test_a_newcomer_is_not_needed_when_the_job_completes(open_store: Open, pool:
 def test_a_newcomer_does_not_wait_for_a_job_that_is_gone(open_store: Open) -> None:
     three(open_store)[0].store.set("heartbeat/0", "1")
     newcomer = Newcomer(20, None)
-    with pytest.raises(StoreLostError, match="nobody is left"):
+    with pytest.raises(StoreLostError, match="no process of it is left"):
         newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), 0.5)
 
 
 def test_what_the_environment_says_of_a_newcomer_counts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert take_from_environment() is None
+    assert newcomer_from_environment() is None
     monkeypatch.setenv("INPROCESS_JOIN", "7")
     monkeypatch.setenv("INPROCESS_JOINED_FILE", str(tmp_path / "joined"))
-    newcomer = take_from_environment()
+    newcomer = newcomer_from_environment()
     assert newcomer is not None
     assert newcomer.initial_rank == 7
-    newcomer.say_joined()
+    newcomer.report_joined()
     assert (tmp_path / "joined").exists()
-    assert take_from_environment() is None
+    assert newcomer_from_environment() is None
     monkeypatch.setenv("INPROCESS_JOIN", "first")
     with pytest.raises(ValueError, match=r"INPROCESS_JOIN .* not 'first'"):
-        take_from_environment()
+        newcomer_from_environment()
 
 
 def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecutor) -> None:

@@ -115,6 +115,6 @@ def test_a_server_that_talks_nonsense_is_none() -> None:
 
         thread = threading.Thread(target=talk)
         thread.start()
-        with pytest.raises(StoreError, match="is no server of this protocol"):
+        with pytest.raises(StoreError, match="is not a server of this protocol"):
             CoordinationStore(Access("127.0.0.1", listener.getsockname()[1]))
         thread.join()
