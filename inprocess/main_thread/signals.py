@@ -36,14 +36,14 @@ _log = logging.getLogger(__name__)
 
 
 class MainThreadInterrupter:
-    """A signal handler that does nothing, on a real-time signal that nobody uses, and `wake`, which sends that signal.
+    """A signal handler that does nothing, on an unused real-time signal, and `wake`, which sends that signal.
 
     `install` and `uninstall` (or the context) on the main thread. Elsewhere `install` logs a warning and leaves the
     interrupter disabled: `enabled` is False, `why_disabled` says why, `wake` does nothing.
 
-    The signal may surprise a library in the process whose system calls do not expect EINTR: Python installs handlers
-    without SA_RESTART, and that is what makes this work. So send it only when the iteration has been given up.
-    Child processes: a forked one has the handler, but nobody sends it the signal; a new program has no handler.
+    The signal may break a library in the process whose system calls do not expect EINTR: Python installs handlers
+    without SA_RESTART, on which this relies. So send it only after the iteration was interrupted. A forked child has
+    the handler, but is never sent the signal; a new program has no handler.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class MainThreadInterrupter:
         return self.why_disabled is None
 
     def install(self) -> None:
-        """Begin to handle a free real-time signal. Idempotent. Only the main thread can; else it stays disabled."""
+        """Install the handler on a free real-time signal. Idempotent. Disabled outside the main thread."""
         if self.enabled:
             return
         try:
@@ -76,10 +76,10 @@ class MainThreadInterrupter:
             _log.warning("a main thread in a blocking call cannot be woken: %s", error)
 
     def uninstall(self) -> None:
-        """Give the signal back, with its default disposition as it was before. Idempotent; main thread.
+        """Restore the default disposition of the signal. Idempotent; main thread.
 
-        One that is under way is thrown away. Let nobody throw exceptions into this thread any more: one that arrives
-        in here may leave the handler in place, harmlessly.
+        A pending signal is dropped. No exceptions should be thrown into this thread any more: one that is raised in
+        here may leave the handler in place, which is harmless.
         """
         with self._lock:
             number = self.signal_number
@@ -87,7 +87,7 @@ class MainThreadInterrupter:
                 return
             self.why_disabled = "uninstalled"
             if os.getpid() != self._pid or signal.getsignal(number) is not _do_nothing:
-                return  # somebody else's now
+                return  # other code has taken it over
             # The default action kills the process. Ignoring a signal makes the kernel drop those already sent.
             signal.signal(number, signal.SIG_IGN)
             signal.signal(number, signal.SIG_DFL)
@@ -95,16 +95,16 @@ class MainThreadInterrupter:
     def wake(self) -> None:
         """Make the main thread run bytecode if it is in one of the calls that can be freed. Any thread.
 
-        Call it after throwing the exception, and again, with pauses, until the main thread shows up: a signal that
-        comes just before the main thread enters the system call is not noticed inside.
+        Call it after throwing the exception, and again, with pauses, until the main thread runs: a signal that arrives
+        just before the main thread enters the system call does not interrupt that call.
         """
         with self._lock:
             number = self.signal_number
             if not self.enabled or number is None or os.getpid() != self._pid:
                 return
             sets = read_signal_sets(self._pid)
-            if sets is None or not sets.is_caught(number):  # somebody took the handler away: it would be deadly
-                self.why_disabled = f"somebody removed the handler of signal {number}"
+            if sets is None or not sets.is_caught(number):  # the handler was removed: the signal would end the process
+                self.why_disabled = f"the handler of signal {number} was removed"
                 _log.warning("a main thread in a blocking call cannot be woken: %s", self.why_disabled)
             elif not sets.is_pending(number):
                 signal.pthread_kill(self._main_thread, number)
@@ -118,10 +118,10 @@ class MainThreadInterrupter:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Run bytecode."""
+    """Do nothing, in bytecode."""
 
 
-# Both ends are taken: glibc and musl reserve the lowest three (SIGRTMIN already leaves those out), garbage collectors
+# Both ends are in use: glibc and musl reserve the lowest three (SIGRTMIN already leaves those out), garbage collectors
 # and managed runtimes count upwards from SIGRTMIN, valgrind and some emulators downwards from SIGRTMAX.
 _MARGIN = 8
 
@@ -141,7 +141,7 @@ class SignalSets:
     caught: int
 
     def is_pending(self, number: int) -> bool:
-        """Return whether the signal was sent and has not been taken yet."""
+        """Return whether the signal was sent and has not been handled yet."""
         return _has(self.pending, number)
 
     def is_blocked(self, number: int) -> bool:
@@ -153,12 +153,12 @@ class SignalSets:
         return _has(self.caught, number)
 
     def is_free(self, number: int) -> bool:
-        """Return whether the signal has its default disposition and nobody waits for it by blocking it."""
+        """Return whether the signal has its default disposition, and no thread waits for it by blocking it."""
         return not _has(self.pending | self.blocked | self.ignored | self.caught, number)
 
 
 def read_signal_sets(pid: int, thread_id: int | None = None) -> SignalSets | None:
-    """Read the sets of a thread (default: the main one) from /proc. None if it does not exist, or is a zombie."""
+    """Return the sets of a thread (default: the main one) from /proc. None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/task/{thread_id or pid}/status", "rb") as file:
             lines = file.read().splitlines()
@@ -181,14 +181,14 @@ def read_signal_sets(pid: int, thread_id: int | None = None) -> SignalSets | Non
 def find_free_signal() -> int:
     """Return a real-time signal that this process does not use. RuntimeError if there is none.
 
-    It stays free until a handler is installed: two threads that look at the same time may find the same one.
+    It stays free until a handler is installed: two threads that search at the same time may find the same one.
     """
     sets = read_signal_sets(os.getpid())
-    assert sets is not None  # the caller lives, hence so does its process
+    assert sets is not None  # the process of the caller exists
     for number in range(signal.SIGRTMAX - _MARGIN, signal.SIGRTMIN + _MARGIN - 1, -1):
         if sets.is_free(number):
             return number
-    raise RuntimeError("this process uses all real-time signals; free one between SIGRTMIN and SIGRTMAX")
+    raise RuntimeError("this process uses all real-time signals; one between SIGRTMIN and SIGRTMAX must be free")
 
 
 def _has(mask: int, number: int) -> bool:

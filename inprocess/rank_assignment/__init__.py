@@ -1,8 +1,8 @@
-"""Who goes on after a fault, under which number, and who works.
+"""Rank assignment: which ranks go on after a fault, under which numbers, and which of them are active.
 
 *Numberings* (`ShiftRanks`, `FillGaps`) give the survivors dense ranks. *Filters* stand left of them in `Compose` and
 decide who is active (`ActivateAllRanks`, `MaxActiveWorldSize`, `ActiveWorldSizeDivisibleBy`); `FilterCountGroupedByKey`
-stands right of them and decides who does not survive. `Tree` does all of it along the topology of the job, alone.
+stands right of them and decides who does not survive. `Tree` does all of this along the topology of the job, alone.
 """
 
 from inprocess.rank_assignment.activity import (

@@ -16,9 +16,9 @@ __all__ = [
 
 
 def active_size(state: State) -> int:
-    """Return how many ranks are active so far: all live ones if nobody has decided, never more than there are.
+    """Return how many ranks are active so far: all live ones if that is undecided, never more than there are.
 
-    The bound matters after a numbering that left the active size of the previous, larger world in the state.
+    The limit matters after a numbering that left the active size of the previous, larger world in the state.
     """
     if state.active_world_size is None:
         return state.world_size

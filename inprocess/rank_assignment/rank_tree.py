@@ -22,7 +22,7 @@ __all__ = ["Layer", "LayerFlag", "Leaf", "Node", "RankTree", "activate_first", "
 
 
 class LayerFlag(enum.Flag):
-    """How the groups of a layer deal with a lost active rank.
+    """How the groups of a layer replace a lost active rank.
 
     RESERVE: a spare of the group may take its place. BACKFILL: the largest active ranks of the group may.
     """
@@ -66,15 +66,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which rank is in which group: `paths` are the different lists of keys from the root down, in the order of the
-    first rank that has them; `path_of_rank[r]` is the index of that of rank `r`."""
+    """The group of each rank.
+
+    `paths` are the different lists of keys from the root down, in the order of the first rank that has them;
+    `path_of_rank[r]` is the index of the path of rank `r`.
+    """
 
     paths: list[list[str]]
     path_of_rank: list[int]
 
 
 class Node:
-    """A group of ranks. `line` is the way up: the node itself first, the root last."""
+    """A group of ranks. `line` is the path to the root: the node itself first, the root last."""
 
     __slots__ = ("active", "children", "leaves", "line", "live", "max_ranks", "min_ranks")
 
@@ -83,7 +86,7 @@ class Node:
         self.max_ranks = layer.max_ranks
         self.line: tuple[Node, ...] = (self,) if parent is None else (self, *parent.line)
         self.children: list[Node] = []
-        self.leaves: list[Leaf] = []  # all below, depth-first, lost ones included
+        self.leaves: list[Leaf] = []  # all leaves below, depth-first, including lost ones
         self.live = 0
         self.active = 0
 
@@ -93,10 +96,10 @@ class Node:
 
 
 class Leaf:
-    """A rank. It keeps its place for good; its numbers change with every restart.
+    """A rank. Its place in the tree never changes; its numbers change with every restart.
 
-    `rank` is its dense number, None once it is lost, which is final. `active_rank` is None on a spare and a lost rank.
-    `benched` orders the spares by when they were made spares.
+    `rank` is its dense rank, None once it is lost, which is final. `active_rank` is None for spares and lost ranks.
+    `benched` orders the spares by the time at which they became spares.
     """
 
     __slots__ = ("active_rank", "benched", "group", "rank")
@@ -125,13 +128,13 @@ class Leaf:
             node.active += 1
 
     def deactivate(self) -> None:
-        """Take the active number away."""
+        """Remove the active number."""
         self.active_rank = None
         for node in self.group.line:
             node.active -= 1
 
     def lose(self) -> None:
-        """Take the rank out of the job."""
+        """Remove the rank from the job."""
         if self.active_rank is not None:
             self.deactivate()
         self.rank = None
@@ -158,7 +161,7 @@ class RankTree:
             for parent in parents:
                 parent.leaves = [leaf for child in parent.children for leaf in child.leaves]
         self.leaves = self.root.leaves
-        # How many groups above a rank, from its own one upwards without a gap, have the flag.
+        # How many groups above a rank, upwards from its own without a gap, have the flag.
         self.reserve_height = _unbroken(layers, LayerFlag.RESERVE)
         self.backfill_height = _unbroken(layers, LayerFlag.BACKFILL)
 
@@ -259,15 +262,17 @@ def limit_active_size(tree: RankTree, world_size_filter: Callable[[int], int]) -
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """An active number whose rank was lost, and the group that rank was in."""
+    """An active number whose rank was lost, and the group of that rank."""
 
     number: int
     group: Node
 
 
 def replace_lost(tree: RankTree, terminated: Iterable[int]) -> None:
-    """Take the terminated dense ranks, and groups left too small, out of the tree; afterwards the active numbers have
-    no holes again. Dense ranks are not changed yet."""
+    """Remove the terminated dense ranks, and groups that are too small then, from the tree.
+
+    Afterwards the active numbers have no holes. Dense ranks are not changed yet.
+    """
     lost = [tree.by_rank[rank] for rank in terminated]
     holes = sorted(_lose(tree, lost), key=lambda hole: hole.number)
     holes = _use_reserves(tree, holes)
@@ -276,8 +281,10 @@ def replace_lost(tree: RankTree, terminated: Iterable[int]) -> None:
 
 
 def _lose(tree: RankTree, lost: Iterable[Leaf]) -> list[Hole]:
-    """Mark what is lost. A group with fewer than `min_ranks` left goes as a whole; small groups count before the groups
-    they are in."""
+    """Mark the lost ranks and return the holes.
+
+    A group with fewer than `min_ranks` remaining ranks is lost as a whole; inner groups come before outer ones.
+    """
     holes = []
 
     def lose(leaf: Leaf) -> None:
@@ -297,7 +304,7 @@ def _lose(tree: RankTree, lost: Iterable[Leaf]) -> list[Hole]:
 
 
 def _use_reserves(tree: RankTree, holes: list[Hole]) -> list[Hole]:
-    """Let spares take over, each from the nearest group with RESERVE that has one; return the holes that remain."""
+    """Fill holes with spares, from the nearest group with RESERVE that has one; return the remaining holes."""
     benches: dict[Node, list[Leaf]] = {}
     remaining = []
     for hole in holes:
@@ -318,15 +325,15 @@ def _next_spare(bench: list[Leaf]) -> Leaf | None:
     """Remove and return the spare that became one last, of those that may be activated."""
     while bench:
         spare = bench.pop()
-        # Another group may have taken it, or its own group is full. Groups only fill up while reserves are used, so a
-        # spare that may not be activated now may not be later in this restart, either.
+        # It may have been used for another hole, or its own group is full. Groups only fill up at this stage, so a
+        # spare that may not be activated now may not be activated later in this restart either.
         if spare.is_spare and spare.may_be_activated():
             return spare
     return None
 
 
 def _backfill(tree: RankTree, holes: list[Hole]) -> list[int]:
-    """Let the largest active ranks of the same domain move into the holes; return the numbers that nobody has then.
+    """Let the largest active ranks of the same domain move into the holes; return the numbers that no rank has then.
 
     The domain of a hole is the highest group in the unbroken chain of groups with BACKFILL above it.
     """
@@ -349,7 +356,7 @@ def _backfill(tree: RankTree, holes: list[Hole]) -> list[int]:
 
 
 def _close(tree: RankTree, vacant: list[int]) -> None:
-    """Move everyone above a vacant number down."""
+    """Move all ranks above a vacant number down."""
     vacant.sort()
     for leaf in tree.active_leaves():
         assert leaf.active_rank is not None

@@ -35,7 +35,7 @@ class Tree(TwoStyleAssignment):
     `layers` describe the levels from the root (all ranks) down; the ranks are the leaves below the last one.
     `world_size_filter` gets the number of ranks that could be active and returns how many shall be, not more.
 
-    At the first assignment of a call of the wrapper, all ranks learn the keys of all (the only talk). Ranks are
+    At the first assignment of a call of the wrapper, all ranks exchange their keys, the only communication. Ranks are
     activated depth-first while no group above them has reached `max_ranks`. RuntimeError if the ranks do not form one
     tree; a warning if groups are not made of neighbours, because then numbers do not follow the initial ranks.
 
@@ -51,7 +51,7 @@ class Tree(TwoStyleAssignment):
     A replacement never brings a group above its `max_ranks`. Dense ranks follow the tree, depth-first. A rank whose
     place is lost gets `RankDiscarded`.
 
-    It decides everything by itself: put it neither into a `Compose` nor beside a rank filter.
+    It decides everything itself: use it neither in a `Compose` nor together with a rank filter.
     """
 
     def __init__(self, layers: Sequence[Layer], world_size_filter: Callable[[int], int] | None = None) -> None:
@@ -87,7 +87,7 @@ class Tree(TwoStyleAssignment):
     def _build(self, ctx: RankAssignmentCtx) -> RankTree:
         state = ctx.state
         if ctx.terminated_ranks or state.rank is None:
-            raise RuntimeError("a tree must be built while all ranks are there; it cannot begin at a restart")
+            raise RuntimeError("a tree must be built at the start, with all ranks; it cannot begin at a restart")
         frozen = state.freeze()
         keys = [layer.key_of(frozen) for layer in self.layers]
         tree = RankTree(self.layers, _exchange_keys(ctx.store, state.rank, state.world_size, keys))
@@ -138,7 +138,11 @@ _STORE_KEY = "rank_assignment/tree"
 
 
 def _exchange_keys(store: AssignmentStore, rank: int, world_size: int, keys: list[str]) -> Grouping:
-    """Publish the keys of this rank, one for each layer, and return those of all. The same on all ranks."""
+    """Publish the keys of this rank, one for each layer, and return those of all ranks.
+
+    Rank 0 reads all keys and publishes one text, in which each combination of keys occurs once and the ranks refer to
+    it by number. The others read only that: for n ranks, the store gets 3 n small requests instead of n².
+    """
     store.send_key(json.dumps(keys), rank, _NAME)
     if rank == 0:
         store.set(_STORE_KEY, _encode(store.get_keys(range(world_size), _NAME)))

@@ -44,7 +44,7 @@ from inprocess.unblock.own_sockets import (
 )
 from inprocess.unblock.stores import main_thread_frame_in_groups
 
-__all__ = ["answer_for_missing_peers", "break_gloo_connections", "listening_sockets"]
+__all__ = ["break_gloo_connections", "connect_as_missing_peers"]
 
 _THREAD_NAME = "gloo_tcp_loop"
 _LOOP_ARGUMENTS = (64, 10)  # events and milliseconds of gloo's epoll_wait: older torch gives the thread no name
@@ -54,10 +54,10 @@ _RETRY_S = 0.001
 def break_gloo_connections(timeout: float = 0.25) -> int:
     """Shut down every established connection of every gloo group in this process; return how many.
 
-    What waits on them, on any thread, ends with a RuntimeError within milliseconds, and so does later use of these
-    groups. Listening sockets are left alone, because gloo ends the process when one breaks; so are those that are just
-    being connected: call again for these. Takes a few milliseconds on any thread, at most about `timeout` seconds when
-    gloo is too busy to be looked at. Does not raise.
+    Operations that wait on them, on any thread, end with a RuntimeError within milliseconds, and so does later use of
+    these groups. Listening sockets are left alone, because gloo ends the process if one breaks; so are sockets that are
+    just being connected: call again for these. Takes a few milliseconds on any thread, at most about `timeout` seconds
+    while gloo is too busy to be inspected. Does not raise.
     """
     deadline = time.monotonic() + timeout
     done: set[str] = set()
@@ -73,7 +73,7 @@ def break_gloo_connections(timeout: float = 0.25) -> int:
         time.sleep(_RETRY_S)
 
 
-def listening_sockets() -> list[tuple[str, int]]:
+def _listening_sockets() -> list[tuple[str, int]]:
     """Return the addresses at which the gloo groups of this process wait for connections."""
     addresses = []
     for epoll_fd in _loops().values():
@@ -86,7 +86,7 @@ def listening_sockets() -> list[tuple[str, int]]:
 
 
 def _loops() -> dict[str, int | None]:
-    """Threads of gloo, and the epoll descriptor each waits on; None for one that is busy just now."""
+    """Return the threads of gloo with the epoll descriptor each waits on; None for one that is busy just now."""
     loops: dict[str, int | None] = {}
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -110,17 +110,17 @@ def _shut_down_all(epoll_fd: int) -> int:
 
 def _watched_by_gloo(epoll_fd: int) -> list[Watched]:
     watched = watched_by(epoll_fd)
-    # Gloo keeps a pointer with each descriptor; loops that keep the descriptor itself are somebody else's.
+    # Gloo keeps a pointer with each descriptor; a loop that keeps the descriptor itself is not of gloo.
     return [] if any(one.data & 0xFFFFFFFF == one.fd for one in watched) else watched
 
 
 _PLAIN_TRANSPORTS = ("", "TCP")
 
 
-def answer_for_missing_peers(timeout: float = 0.25) -> int:
-    """Connect in the place of missing peers while the main thread makes a gloo group; return how many times.
+def connect_as_missing_peers(timeout: float = 0.25) -> int:
+    """Connect in the place of missing peers while the main thread creates a gloo group; return how many times.
 
-    Does nothing while the main thread is anywhere else, and with the TLS transport, which wants to know who connects.
+    Does nothing while the main thread is elsewhere, or with the TLS transport, which authenticates peers.
     Any thread but the main one, at most about `timeout` seconds; does not raise.
     """
     frame = main_thread_frame_in_groups()
@@ -129,7 +129,7 @@ def answer_for_missing_peers(timeout: float = 0.25) -> int:
         return 0
     deadline = time.monotonic() + timeout
     answered = 0
-    for listener in listening_sockets():
+    for listener in _listening_sockets():
         for number in range(size):
             if time.monotonic() > deadline:
                 return answered

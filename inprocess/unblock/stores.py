@@ -45,21 +45,23 @@ _allowed: set[int] = set()  # ports of stores that are for one iteration only
 
 
 def allow_break(port: int) -> Callable[[], None]:
-    """Have connections to a store at this port broken wherever the main thread waits on them, until the result is
-    called."""
+    """Allow breaking connections to the store at this port wherever the main thread waits on them.
+
+    The function that is returned ends that.
+    """
     _allowed.add(port)
     return lambda: _allowed.discard(port)
 
 
 def is_breakable(port: object) -> bool:
-    """Whether the store at this port is for one iteration only."""
+    """Return whether the store at this port is for one iteration only."""
     return port in _allowed
 
 
 def break_store_wait() -> bool:
-    """Break the connection the main thread waits on in torch's group creation; return whether there was one.
+    """Break the connection on which the main thread waits in the creation of a group; return whether there was one.
 
-    Or on a store that is for one iteration only (`allow_break`), anywhere.
+    For a store of one iteration (`allow_break`) also outside the creation of a group.
 
     Any thread but the main one; takes less than a millisecond; does not raise. The wait ends with a
     `torch.distributed.DistNetworkError` within 0.1 s.
@@ -76,13 +78,13 @@ def break_store_wait() -> bool:
 
 def _break_waited_for(may: Callable[[int], bool]) -> bool:
     """Break the connection that the main thread waits on in a system call, if `may` says so."""
-    task = os.getpid()  # the main thread; what `threading` says of it may be older than a fork
+    task = os.getpid()  # the main thread; the id that `threading` knows may be older than a fork
     call = syscall_of(task)
     fd = fd_waited_for(call) if call is not None else None
     if fd is None:
         return False
     with pinned(fd) as copy:
-        # Still the same call: so the copy is of what it waits for.
+        # Still the same call, so the copy is what it waits for.
         return copy is not None and syscall_of(task) == call and may(copy) and shut_down(copy)
 
 
@@ -104,8 +106,8 @@ def _store_was_passed_in(frame: FrameType | None) -> bool:
 def _break_connections_to(port: object) -> bool:
     """Break the connections to this port: all, if the store there is for one iteration, else if there is exactly one.
 
-    The host of a store waits for its clients by asking again and again, so there is no call to look at. With more than
-    one connection to another store, one belongs to somebody else, and all are left alone.
+    The host of a store polls for its clients, so there is no system call to inspect. Of several connections to another
+    store, some have another owner, and all are left alone.
     """
     to_port = [fd for fd in _open_fds() if peer_port(fd) == port]
     if len(to_port) != 1 and port not in _allowed:
@@ -132,10 +134,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 def interruptible_store_connections() -> Iterator[None]:
     """While this is active, `init_process_group` and `rendezvous` wait in Python for a store that is not there yet.
 
-    torch itself tries to connect again and again inside one C++ call, which no exception from another thread and no
-    signal gets out of before the timeout; so when the host of the store dies at the start, all others would be stuck.
-    Here the attempts are made one by one, in another thread, and only when somebody listens does torch connect.
-    Timeouts stay what they are. May be nested; imports torch.
+    torch itself retries inside one C++ call, which neither an exception from another thread nor a signal ends before
+    the timeout: if the host of the store died at the start, all other ranks would be stuck. Here each attempt runs in
+    another thread, and torch connects only when the port accepts connections. Timeouts are unchanged. May be nested;
+    imports torch.
     """
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     original = rendezvous.TCPStore
@@ -144,7 +146,7 @@ def interruptible_store_connections() -> Iterator[None]:
     try:
         yield
     finally:
-        if rendezvous.TCPStore is replacement:  # somebody else's later patch stays
+        if rendezvous.TCPStore is replacement:  # a later patch of other code stays
             rendezvous.TCPStore = original
 
 
@@ -154,7 +156,7 @@ def _waiting_first(store_class: Callable[..., Any]) -> Callable[..., Any]:
         if args or not {"host_name", "port", "is_master"} <= kwargs.keys() or not isinstance(timeout, timedelta):
             return store_class(*args, **kwargs)
         if kwargs["is_master"]:
-            if is_breakable(kwargs["port"]):  # it is served until the iteration ends: nobody needs to wait for clients
+            if is_breakable(kwargs["port"]):  # it is served until the iteration ends: no need to wait for clients
                 kwargs["wait_for_workers"] = False
             return store_class(**kwargs)
         return connect_store(store_class, timeout, kwargs)
@@ -163,20 +165,20 @@ def _waiting_first(store_class: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def connect_store(store_class: Callable[..., Any], timeout: timedelta, arguments: dict[str, Any]) -> Any:
-    """Make a client of torch's store, in attempts of about a second; the caller is in bytecode all the time.
+    """Return a client of a store of torch, in attempts of about a second; the caller can be interrupted at any time.
 
-    What torch raises when there is none within `timeout`.
+    The error of torch if there is no such store within `timeout`.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         _wait_for_listener(arguments["host_name"], arguments["port"], deadline)
         last = deadline - time.monotonic() <= _ATTEMPT_S
         try:
-            # torch waits without any limit for a server whose process is stopped: the kernel accepts the connection all
-            # the same. A caller that is interrupted leaves the thread behind, until that server goes on, or is gone.
+            # torch waits without limit for a server whose process is stopped: the kernel accepts the connection.
+            # An interrupted caller leaves the thread behind until that server continues or dies.
             attempt = functools.partial(store_class, **{**arguments, "timeout": timedelta(seconds=_ATTEMPT_S)})
             store = BoundedCall(attempt, "inprocess-store-connection").result(None)
-        except RuntimeError:  # gone again, or not the store it was
+        except RuntimeError:  # closed again, or another kind of server
             if last:
                 raise
             time.sleep(_FIRST_PAUSE_S)

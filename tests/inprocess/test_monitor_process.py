@@ -170,7 +170,7 @@ def test_the_hard_limit_asks_first(job: Job) -> None:
     job.monitor(rank, soft_timeout_s=0.1, hard_timeout_s=0.2, termination_grace_s=LONG_S)
     assert rank.process.wait(LONG_S) == 3
     assert job.faults()[:2] == [(0, "SOFT_TIMEOUT"), (0, "HARD_TIMEOUT")]
-    assert job.agreement().wait_roster(0, LONG_S).gone == {0}
+    assert job.agreement().wait_roster(0, LONG_S).departed == {0}
 
 
 @pytest.mark.parametrize("stopped", [False, True])

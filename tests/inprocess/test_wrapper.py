@@ -426,7 +426,7 @@ def test_hooks_that_raise() -> None:
             return call.iteration, call.state.world_size
 
         with logged() as lines:
-            return outcome(train), finalized, [line for line in lines if "hook fails" in line]
+            return outcome(train), finalized, [line for line in lines if "hook fail" in line]
 
     (result, finalized, lines), (left, _, _) = rank_values(main, 2)
     assert result == (3, 1)

@@ -44,8 +44,11 @@ _ENDS = {Kind.KILL_NODE, Kind.POWER_OFF, Kind.REBOOT}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of node or rank `at`, which begins `begin_s` after all ranks have made a step, or with `during`, when the
-    first rank is in that phase of a restart. After `lasts_s` it ends; None is for good."""
+    """A fault of the node or rank `at`.
+
+    It begins `begin_s` after all ranks have made a step, or, with `during`, when the first rank is in that phase of a
+    restart. It ends after `lasts_s`; None: never.
+    """
 
     kind: Kind
     at: int
