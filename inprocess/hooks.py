@@ -10,7 +10,7 @@ from inprocess.compose import Compose
 from inprocess.exception import HealthCheckError, RestartError
 from inprocess.hook_compat import Numbering, Role, StateHook
 from inprocess.rank_assignment import RankAssignmentCtx
-from inprocess.settings import Settings
+from inprocess.settings import Hook, Settings
 from inprocess.state import FrozenState, State
 
 __all__ = ["Hooks"]
@@ -86,7 +86,7 @@ def _check(hook: StateHook, state: FrozenState) -> None:
         raise HealthCheckError(f"{type(error).__name__}: {error}") from error
 
 
-def _with_device_checks(health_check: Any) -> Any:
+def _with_device_checks(health_check: Hook | None) -> Hook | None:
     """Return the user's checks, followed by those of the devices of this rank if LOCAL_RANK is set."""
     local_rank = os.environ.get("LOCAL_RANK", "")
     if not local_rank.isdecimal():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Settings"]
+__all__ = ["Hook", "Settings"]
+
+Hook = Callable[..., Any]  # of either style: see `inprocess.hook_compat`
 
 _SHORTER_THAN = (
     ("soft_timeout", "hard_timeout"),
@@ -32,14 +34,14 @@ class Settings:
 
     store_factory: Any
     store_kwargs: Any = None  # a dict, empty for None
-    initialize: Any = None
-    abort: Any = None
-    completion: Any = None
-    terminate: Any = None
-    finalize: Any = None
-    health_check: Any = None
-    rank_assignment: Any = None
-    rank_filter: Any = None
+    initialize: Hook | None = None
+    abort: Hook | None = None
+    completion: Hook | None = None
+    terminate: Hook | None = None
+    finalize: Hook | None = None
+    health_check: Hook | None = None
+    rank_assignment: Hook | None = None
+    rank_filter: Hook | None = None
     monitor_thread_interval: timedelta = timedelta(seconds=1)
     monitor_process_interval: timedelta = timedelta(seconds=1)
     heartbeat_interval: timedelta = timedelta(seconds=1)

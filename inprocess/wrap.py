@@ -30,7 +30,7 @@ from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import RestartProtocol
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
-from inprocess.settings import Settings, require_main_thread, require_no_process_group
+from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
 from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
 from inprocess.unblock.stores import interruptible_store_connections
@@ -70,8 +70,8 @@ class Wrapper(Settings):
 
     hooks: Hooks = field(init=False, repr=False)
     store_factory: Any = TCPStore
-    abort: Any = AbortTorchDistributed()  # noqa: RUF009 - it holds nothing
-    rank_assignment: Any = assignments.ShiftRanks()  # noqa: RUF009 - it holds nothing
+    abort: Hook | None = AbortTorchDistributed()  # noqa: RUF009 - it holds nothing
+    rank_assignment: Hook | None = assignments.ShiftRanks()  # noqa: RUF009 - it holds nothing
     sections: SectionSettings | None = None
 
     def __post_init__(self) -> None:

@@ -385,7 +385,7 @@ def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecut
     assert waiting.result(LONG_S) == Roster(frozenset({1}), frozenset({11}))
 
 
-def test_who_dies_after_completion_is_not_spoken_for(open_store: Open) -> None:
+def test_a_death_after_completion_is_not_reported(open_store: Open) -> None:
     agreements = three(open_store)
     for rank in range(3):
         agreements[rank].store.arrive("completion", str(10 + rank))

@@ -119,8 +119,12 @@ class Process:
 def test_all_ranks_come_to_the_same_conclusions(
     fates: list[tuple[str, ...]], deaths: dict[int, int], schedule: list[int]
 ) -> None:
-    """`deaths` is by process: before which of its requests it is killed. Its first publishes its rank in
-    iteration 0; who is killed there is missed by its neighbour in the ring of heartbeats, which is not here."""
+    """Whatever the order of requests, and whichever processes die, all ranks come to the same decisions.
+
+    `deaths` is by process: before which of its requests it is killed. The first one publishes its rank in iteration 0;
+    a process that is killed before that is noticed by its neighbor in the ring of heartbeats, which is not modelled
+    here.
+    """
     contents: dict[int | None, Contents] = defaultdict(Contents)
     processes = [Process(i, len(fates), fate, contents) for i, fate in enumerate(fates)]
     turns = Turns(schedule)

@@ -226,7 +226,7 @@ def test_limits_by_themselves() -> None:
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_rank_is_spoken_for(job: Job) -> None:
+def test_a_dead_rank_is_reported_on_its_behalf(job: Job) -> None:
     rank = job.rank()
     monitor = job.monitor(rank, 1, 2, interval_s=60.0)
     rank.process.kill()

@@ -31,8 +31,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
-    """The tests' side. Any thread. `entry` is what a rank calls, with the arguments of `rank.live`; its module is
-    imported before the first fork."""
+    """The nursery, as the tests use it. Any thread.
+
+    `entry` is the function that a rank calls, with the arguments of `rank.live`; its module is imported before the
+    first fork.
+    """
 
     def __init__(self, entry: str = "tests.inprocess.faults.rank:live") -> None:
         self._lock = threading.Lock()
