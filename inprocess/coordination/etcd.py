@@ -21,7 +21,6 @@ import hashlib
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -31,7 +30,7 @@ from datetime import timedelta
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, Request
+from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, Request, address_towards
 from inprocess.coordination.etcd_messages import (
     Answers,
     Entry,
@@ -87,7 +86,9 @@ class EtcdClient(StoreMixin):
         """
         super().__init__()
         self.job = job
-        self.local_host = _own_address(os.environ.get("MASTER_ADDR") or urlsplit(cluster.endpoints[0]).hostname or "")
+        self.local_host = address_towards(
+            os.environ.get("MASTER_ADDR") or urlsplit(cluster.endpoints[0]).hostname or ""
+        )
         self._root = f"/inprocess/{job}/"
         if cluster.is_open:
             _log.warning(
@@ -426,17 +427,6 @@ class _Slots:
             slot = _Slot(next(self._numbers))
         yield slot  # after an interruption the slot is not used again: the change may still arrive
         self._free.append(slot)
-
-
-def _own_address(peer: str) -> str:
-    """Return the address that this machine has towards a host. StoreError if that has no address."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise StoreError(f"the address of this machine towards {peer!r} is not known: {error}") from None
 
 
 def _require(guard: Guard, held: list[Entry]) -> None:

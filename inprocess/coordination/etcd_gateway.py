@@ -27,7 +27,7 @@ from inprocess.coordination.connection import Silence
 from inprocess.exception import StoreError, StoreLostError
 from inprocess.waiting import BoundedCall
 
-__all__ = ["EtcdCluster", "EtcdGateway", "Request"]
+__all__ = ["EtcdCluster", "EtcdGateway", "Request", "address_towards"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
@@ -340,6 +340,17 @@ def _wait_for_event(response: http.client.HTTPResponse, sock: socket.socket, unt
         if result.get("canceled"):
             return False
     return False
+
+
+def address_towards(peer: str) -> str:
+    """Return the address that this machine has towards a host. StoreError if that has no address."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreError(f"the address of this machine towards {peer!r} is not known: {error}") from None
 
 
 _gateways: weakref.WeakSet[EtcdGateway] = weakref.WeakSet()
