@@ -377,7 +377,7 @@ def test_nccl_is_aborted_on_all_groups_at_the_same_time(
     wrapped = types.SimpleNamespace(wrapped_pg=FakeNccl(barrier))
     fake_groups(monkeypatch, FakeNccl(barrier), None, wrapped, FakeNccl(barrier, RuntimeError("broken")))
     assert process_groups.abort_nccl(5.0) == 3
-    assert "abort of NCCL in process group '3' fails" in caplog.text
+    assert "abort of NCCL in process group '3' failed" in caplog.text
 
 
 def test_an_nccl_abort_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

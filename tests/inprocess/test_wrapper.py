@@ -707,14 +707,15 @@ def test_nothing_of_the_store_is_left_when_the_call_is_over() -> None:
 
         import torch.distributed as dist
 
-        seen = []
+        seen: list[Any] = []
 
         @Wrapper()
         def train(call: CallWrapper | None = None) -> None:
             assert call is not None
             dist.init_process_group("gloo")
+            dist.barrier()  # the other rank may still be connecting, and would fail when this one closes its end
             dist.destroy_process_group()
-            seen.extend([weakref.ref(call.store), weakref.ref(call.base_store), os.environ["MASTER_PORT"]])
+            seen[:] = weakref.ref(call.store), weakref.ref(call.base_store), os.environ["MASTER_PORT"]
 
         train()
         gc.collect()
