@@ -1,4 +1,4 @@
-"""Hooks that get a main thread out of whatever blocks it, and stop what must not go on behind its back."""
+"""Hooks that free a main thread from whatever blocks it, and stop what must not run on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
-from inprocess.flight_recorder import dump_flight_recorder
 from inprocess.state import FrozenState
-from inprocess.unblock.gloo import break_gloo_connections
-from inprocess.unblock.gloo_peers import answer_for_missing_peers
+from inprocess.unblock.gloo import break_gloo_connections, connect_as_missing_peers
 from inprocess.unblock.process_groups import abort_nccl, destroy_groups, discard_process_groups
-from inprocess.unblock.store_wait import break_store_wait
+from inprocess.unblock.stores import break_store_wait
 
 __all__ = [
     "Abort",
@@ -21,12 +20,15 @@ __all__ = [
     "AbortTorchDistributed",
     "AbortTransformerEngine",
     "discard_process_groups",
+    "dump_flight_recorder",
     "unblock_main_thread",
 ]
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 0.005
 _SETTLE_PASSES = 2
+_TRACE_PATH_VARIABLES = ("INPROCESS_FR_TRACE_PATH", "NVRX_FR_TRACE_PATH")
+_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 class Abort(abc.ABC):
@@ -42,11 +44,11 @@ class Abort(abc.ABC):
 
 
 class AbortTorchDistributed(Abort):
-    """Ends all torch process groups: blocked collectives fail, and new groups can be made afterwards.
+    """Ends all process groups of torch: blocked collectives fail, and new groups can be created afterwards.
 
     Gloo operations, and waits for other ranks in the creation of a group, end with an error within a few milliseconds;
-    `inprocess.unblock.gloo` and `inprocess.unblock.store_wait` name what cannot be freed and lasts until its own
-    timeout. NCCL communicators are aborted all at once. Then the groups are destroyed. Nothing to do is fine, too.
+    `inprocess.unblock.gloo` and `inprocess.unblock.stores` list what cannot be freed and lasts until its own timeout.
+    NCCL communicators are aborted concurrently. Then the groups are destroyed. Without groups it does nothing.
 
     `torch_fr_trace_path` is a folder for the flight recorder (see `dump_flight_recorder`); by default it is read from
     the environment. `timeout` bounds, in seconds, the abort of NCCL and the destruction, each.
@@ -64,7 +66,7 @@ class AbortTorchDistributed(Abort):
         try:
             dump_flight_recorder(self.torch_fr_trace_path, state)
         except Exception:
-            _log.exception("the flight recorder cannot be written")
+            _log.exception("cannot write the flight recorder")
         nccl = abort_nccl(self.timeout)
         destroy_groups(self.timeout)
         _log.debug(
@@ -74,10 +76,10 @@ class AbortTorchDistributed(Abort):
 
 
 class AbortTransformerEngine(Abort):
-    """Frees the user buffers of Transformer Engine and resets its FP8 state, if the program has loaded it."""
+    """Frees the user buffers of Transformer Engine and resets its FP8 state, if it is loaded."""
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        # Only what is loaded can have state; and importing it here, on another thread, could block on the import lock.
+        # Only a loaded module has state; importing it here, on another thread, could block on the import lock.
         base = sys.modules.get("transformer_engine.pytorch.module.base")
         if base is not None and hasattr(base, "destroy_ub"):
             base.destroy_ub()
@@ -90,10 +92,10 @@ class AbortTransformerEngine(Abort):
 
 
 class AbortPersistentCheckpointProcesses(Abort):
-    """Kills the background writers of nvidia_resiliency_ext, if the program has loaded them.
+    """Kills the background writers of nvidia_resiliency_ext, if that is loaded.
 
-    The writers of `ckpt` are left alone on purpose: they outlive a restart, so that a save which is already complete in
-    memory gets published. `ckpt.restart.CheckpointFinalize` fences them.
+    The writers of `ckpt` are not killed: they outlive a restart, so that a save which is already complete in memory is
+    published. `ckpt.restart.CheckpointFinalize` fences them.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -105,12 +107,12 @@ class AbortPersistentCheckpointProcesses(Abort):
 
 
 def unblock_main_thread(timeout: float = 0.3) -> int:
-    """Break all gloo connections, and whatever the creation of a group waits on; return how many.
+    """Break all gloo connections, and those that the creation of a group waits on; return how many.
 
-    Goes on until nothing new turns up, because a group that is being made opens connections one after the other; at
-    most about `timeout` seconds, twice that while a group is being made; about 10 ms where nothing is blocked. May be
-    called again and again, from any thread but the main one, while the main thread should leave the wrapped function:
-    it may just have entered the creation of another group.
+    Repeats until no new connection is found, because a group that is being created opens connections one after the
+    other: at most about `timeout` seconds, twice that during the creation of a group; about 10 ms if nothing is
+    blocked. To be called repeatedly, from any thread but the main one, until the main thread has left the wrapped
+    function: it may just have begun to create another group.
     """
     deadline = time.monotonic() + timeout
     broken = quiet = 0
@@ -120,4 +122,37 @@ def unblock_main_thread(timeout: float = 0.3) -> int:
         quiet = 0 if new else quiet + 1
         if quiet < _SETTLE_PASSES:
             time.sleep(_SETTLE_S)
-    return broken + answer_for_missing_peers()
+    return broken + connect_as_missing_peers()
+
+
+def dump_flight_recorder(folder: str | os.PathLike[str] | None, state: FrozenState) -> Path | None:
+    """Write the flight recorder of torch, which knows the last collectives of every process group; return the path.
+
+    The file is `<folder>/iteration_<i>/rank_<rank>`, which `torchfrtrace --prefix rank_` reads. `folder` is by default
+    INPROCESS_FR_TRACE_PATH or NVRX_FR_TRACE_PATH of the environment. Does nothing without a folder, if no variable
+    enables the recorder (TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE), or if this torch has no recorder. OSError
+    if the file cannot be written.
+    """
+    folder = folder or next(filter(None, map(os.environ.get, _TRACE_PATH_VARIABLES)), None)
+    if folder is None or not any(_positive(variable) for variable in _SIZE_VARIABLES):
+        return None
+    import torch
+
+    bindings = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(bindings, "_dump_nccl_trace", None) or getattr(bindings, "_dump_fr_trace", None)
+    if dump is None:
+        _log.debug("this torch has no flight recorder")
+        return None
+    rank = state.rank if state.active_rank is None else state.active_rank
+    file = Path(folder) / f"iteration_{state.iteration}" / f"rank_{rank}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(dump())
+    _log.info("wrote the flight recorder to %s", file)
+    return file
+
+
+def _positive(variable: str) -> bool:
+    try:
+        return int(os.environ.get(variable, "0")) > 0
+    except ValueError:
+        return False

@@ -1,24 +1,24 @@
-"""What the ranks agree on in one iteration, and how a rank that is gone is spoken for.
+"""What the ranks agree on in one iteration, and how a rank leaves it or is reported to have left.
 
-Every decision is one value in the store that is written once (compare and set), so that all ranks see the same one
-whoever dies meanwhile:
+Every decision is one value in the store that is written once (compare and set), so that all ranks see the same one,
+whichever process dies meanwhile:
 
-    outcome   completed | interrupted. Interrupted by the first fault; completed by the last rank at the completion
-              barrier. What comes second has no effect: a rank that dies after completion restarts nobody.
+    outcome   completed or interrupted. The first fault makes it interrupted, the last rank at the completion barrier
+              completed. What comes second has no effect: a rank that dies after completion causes no restart.
     reason    the interruption records, as they were when the last call ended
-    roster    the ranks that do not take part any more, and processes that take part from now on. Written when all
-              ranks, or somebody for them, stand at the iteration barrier; after it nobody runs code of this iteration,
-              and the restart index is the next one.
+    roster    the ranks that take no further part, and the processes that join. Written when all ranks have arrived at
+              the iteration barrier, or other processes for them; from then on no process runs code of this iteration,
+              and the restart index is the next one
 
-Nobody acts on an old view: what changes something, or waits, is guarded by the restart index (see `RestartIndex`). A
-process that was stopped or cut off meanwhile gets StaleViewError. Of this size is what each rank does for a restart: a
-dozen small operations; nobody reads a list of all ranks but the one who writes the reason. Tracebacks and stacks are
-written once, and read where they are shown.
+Requests that change something, or wait, are guarded by the restart index (see `RestartIndex`), so no process acts on an
+old view: one that was stopped or cut off meanwhile gets StaleViewError. Each rank makes about a dozen small requests
+for a restart. Only the process that writes the reason reads a list of all ranks. Tracebacks and stacks are written
+once, and read where they are shown.
 
 Processes are identified by their *initial* rank, which never changes. The dense rank of a process in an iteration is
-what the process itself published in it. A process that dies between two iterations, after the roster of the one and
-before publishing its rank in the other, is therefore spoken for by initial rank alone, and the dense rank nobody
-published is the one that is missing.
+the one that the process itself published. A process that dies between two iterations, after the roster of one and
+before it published its rank in the next, is therefore reported by its initial rank alone, and the dense rank that no
+process published is the missing one.
 
 Used by the rank and by its monitor process; every method may be called from any thread. Imports no torch.
 """
@@ -38,26 +38,26 @@ from inprocess.attribution import Interruption, InterruptionRecord, parse_ranks,
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
 
-__all__ = ["Agreement", "IterationStore", "Outcome", "Roster", "depart", "heartbeat_key"]
+__all__ = ["Agreement", "IterationOutcome", "IterationStore", "Roster", "depart", "heartbeat_key"]
 
 _WORLD_SIZE = "world_size"
 _OUTCOME = "outcome"
 _RECORDS = "records"
 _REASON = "reason"
 _ROSTER = "roster"
-_SOMEBODY_ACTIVE_IS_DONE = "active_done"
+_ACTIVE_RANK_IS_DONE = "active_done"
 _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
 _AT_END = "iteration_barrier"
-_GONE = "gone"
-_DEPARTED, _JOINING, _JOINED = "departed", "joining", "joined"  # in the whole store, and never deleted
-_MOST_TOLD = 64  # records that the reason tells all of; of the others, who it was
+_DEPARTED = "departed"  # in each iteration; and in the whole store, where it is never deleted
+_JOINING, _JOINED = "joining", "joined"  # in the whole store, never deleted
+_MOST_COMPLETE_RECORDS = 64  # in the reason; of further records only the rank and the kind
 _CHUNK_S = 1.0
-_DECIDE_S = 1.0  # so long the one who decides may take before another one tries
+_DECIDE_S = 1.0  # after which another process tries to decide
 
 
 class IterationStore(Protocol):
-    """The part of the store of an iteration that the protocol uses; `StoreMixin` makes it of any torch store."""
+    """The store of an iteration, as far as the protocol uses it; `StoreMixin` adapts any store of torch."""
 
     base_store: Any
 
@@ -67,13 +67,12 @@ class IterationStore(Protocol):
     def get_within(self, key: str, timeout: timedelta) -> bytes: ...
     def append(self, key: str, value: str) -> None: ...
     def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def arrive(self, name: str, member: str) -> int: ...
     def members(self, name: str) -> AbstractSet[str]: ...
 
 
-class Outcome(enum.Enum):
+class IterationOutcome(enum.Enum):
     """How an iteration ended."""
 
     COMPLETED = "completed"
@@ -88,26 +87,26 @@ class Roster:
     """
 
     terminated_ranks: frozenset[int]
-    gone: frozenset[int]
+    departed: frozenset[int]
     joined: tuple[int, ...] = ()
 
 
 class Agreement:
     """The decisions of iteration `iteration`, among `world_size` processes, in the store of that iteration.
 
-    Who does not know the number of processes, because it died before it learned it, leaves it away.
+    `world_size` is None for a process that died before it learned the number of processes.
     """
 
     def __init__(self, store: IterationStore, iteration: int, world_size: int | None = None) -> None:
         self.store = store
         self.iteration = iteration
         self._known_world_size = world_size
-        self._answered: set[int] = set()  # for whom this object has arrived at the last call
+        self._answered: set[int] = set()  # initial ranks that arrived at the last call through this object
 
-    # -- who is who ----------------------------------------------------------------------------------------------------
+    # -- ranks and processes -------------------------------------------------------------------------------------------
 
     def publish_rank(self, initial_rank: int, rank: int) -> None:
-        """Say which dense rank the process has. Must come before it arrives anywhere."""
+        """Publish the dense rank of the process. Must come before it arrives anywhere."""
         self.store.multi_set(
             [_WORLD_SIZE, f"initial_rank/{rank}", f"rank/{initial_rank}"],
             [str(self.world_size), str(initial_rank), str(rank)],
@@ -116,15 +115,15 @@ class Agreement:
     def identity_of(self, rank: int) -> int:
         """Return the initial rank of the process with this dense rank.
 
-        A process that vanished before it published its rank has none that others know: it gets a negative number, made
-        from its dense rank.
+        A process that died before it published its rank is not known to others by its initial rank: it gets a negative
+        number, made from its dense rank.
         """
         initial_rank = self._peek(f"initial_rank/{rank}")
         return -1 - rank if initial_rank is None else int(initial_rank)
 
     @property
     def world_size(self) -> int | None:
-        """The number of processes; None as long as nobody has told this one."""
+        """The number of processes; None as long as no process has published it."""
         if self._known_world_size is None and self.store.check([_WORLD_SIZE]):
             self._known_world_size = int(self.store.get(_WORLD_SIZE))
         return self._known_world_size
@@ -144,39 +143,39 @@ class Agreement:
         elif record.interruption is Interruption.SOFT_TIMEOUT:
             self.store.set(_hang_key(record.rank), record.summary)
         self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
-        return self._decide(_OUTCOME, Outcome.INTERRUPTED.value) == Outcome.INTERRUPTED.value
+        return self._decide(_OUTCOME, IterationOutcome.INTERRUPTED.value) == IterationOutcome.INTERRUPTED.value
 
-    def wait_outcome(self, timeout_s: float) -> Outcome | None:
+    def wait_outcome(self, timeout_s: float) -> IterationOutcome | None:
         """Return how the iteration ended; None if it has not within `timeout_s`."""
         outcome = self._value(_OUTCOME, timeout_s)
-        return None if outcome is None else Outcome(outcome.decode())
+        return None if outcome is None else IterationOutcome(outcome.decode())
 
     def announce_done(self) -> None:
-        """Say that the wrapped function has returned on an active rank: spares need not wait any longer."""
-        self.store.set(_SOMEBODY_ACTIVE_IS_DONE, "1")
+        """Announce that the wrapped function has returned on an active rank: spares need not wait any longer."""
+        self.store.set(_ACTIVE_RANK_IS_DONE, "1")
 
     def wait_done(self, timeout_s: float) -> bool:
         """Return whether the wrapped function has returned on an active rank, within `timeout_s`."""
-        return self._value(_SOMEBODY_ACTIVE_IS_DONE, timeout_s) is not None
+        return self._value(_ACTIVE_RANK_IS_DONE, timeout_s) is not None
 
-    def complete(self, initial_rank: int, timeout_s: float, chunk_s: float) -> Outcome:
+    def complete(self, initial_rank: int, timeout_s: float, chunk_s: float) -> IterationOutcome:
         """Arrive at the completion barrier and return how the iteration ended. BarrierTimeout after `timeout_s`."""
 
         def decide() -> None:
             if self._arrive(_AT_COMPLETION, initial_rank):
-                self._decide(_OUTCOME, Outcome.COMPLETED.value)
+                self._decide(_OUTCOME, IterationOutcome.COMPLETED.value)
 
         decide()
-        return Outcome(self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, timeout_s, chunk_s).decode())
+        return IterationOutcome(self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, timeout_s, chunk_s).decode())
 
     # -- reason --------------------------------------------------------------------------------------------------------
 
     def records(self) -> tuple[InterruptionRecord, ...]:
-        """Return what was reported until now, without details; more may come."""
+        """Return the faults reported so far, without details; more may follow."""
         return _parse_records(self._lines_of_records())
 
     def reported_hang(self, rank: int) -> InterruptionRecord | None:
-        """Return the report that this rank hangs, if there is one without its stacks."""
+        """Return the report that this rank hangs, if there is one; it does not contain the stacks."""
         summary = self._peek(_hang_key(rank))
         if summary is None:
             return None
@@ -195,14 +194,14 @@ class Agreement:
     def last_call(self, initial_rank: int, wait_s: float) -> tuple[InterruptionRecord, ...]:
         """Return why the iteration was interrupted: the same on all ranks; one fault of each kind with its details.
 
-        Waits until every process has come here, or is known to be gone, at most `wait_s`, so that the reports of one
-        incident are listed together.
+        Waits until every process has arrived here or departed, at most `wait_s`, so that the reports of one incident
+        are listed together.
         """
         self._answer_last_call(initial_rank)
         reason = self._value(_REASON, wait_s)
         attempt = 0
         while reason is None:
-            # Whoever comes first decides: of thousands of ranks, one reads all records. If it dies, the next one does.
+            # The first one decides: of thousands of ranks, one reads all records. If it dies, the next one decides.
             attempt += 1
             me = str(initial_rank)
             if self._decide(f"{_REASON}/{attempt}", me) == me:
@@ -225,25 +224,25 @@ class Agreement:
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
-    def mark_gone(self, initial_rank: int) -> None:
-        """Say that the process takes no part in the next iteration. Must come before it arrives at the end."""
-        self.store.arrive(_GONE, str(initial_rank))
-        self.store.base_store.arrive(_DEPARTED, str(initial_rank))  # for good: never deleted
+    def mark_departed(self, initial_rank: int) -> None:
+        """Report that the process takes no part in the next iteration. Must come before it arrives at the end."""
+        self.store.arrive(_DEPARTED, str(initial_rank))
+        self.store.base_store.arrive(_DEPARTED, str(initial_rank))
 
     def arrive_at_end(self, initial_rank: int) -> None:
-        """Arrive at the iteration barrier, for oneself or for a process that is gone. Does not wait."""
+        """Arrive at the iteration barrier, for this process or for one that has departed. Does not wait."""
         self._answer_last_call(initial_rank)
         if self._arrive(_AT_END, initial_rank):
             self._close_roster()
 
     def is_at_end(self, initial_rank: int) -> bool:
-        """Whether the process stands at the iteration barrier, and must wait there for others."""
+        """Return whether the process has arrived at the iteration barrier and still waits there for others."""
         return str(initial_rank) in self.store.members(_AT_END) and not self.store.check([_ROSTER])
 
     def wait_roster(self, initial_rank: int, timeout_s: float, chunk_s: float = _CHUNK_S) -> Roster:
-        """Return who is left out from now on; the same on all ranks. The restart index is the next one then.
+        """Return the roster, the same on all ranks. The restart index is the next one then.
 
-        BarrierTimeout names who has arrived. StaleViewError if the others are further on.
+        BarrierTimeout names the processes that have arrived. StaleViewError if the others are further on.
         """
         text = self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
         roster = _parse_roster(text)
@@ -251,9 +250,9 @@ class Agreement:
         return roster
 
     def conclude(self, roster: Roster) -> None:
-        """Begin the next iteration, with this roster of this one. Any number of processes do so."""
+        """Begin the next iteration, with this roster of this one. Every process does this; the first one counts."""
         for newcomer in roster.joined:
-            self.store.base_store.arrive(_JOINED, str(newcomer))  # before another roster could name it again
+            self.store.base_store.arrive(_JOINED, str(newcomer))  # before a later roster could name it again
         RestartIndex(self.store.base_store).advance(self.iteration)
 
     def wait_for_roster(self, timeout_s: float) -> None:
@@ -266,13 +265,13 @@ class Agreement:
         return None if roster is None else _parse_roster(roster)
 
     def find_reason(self) -> tuple[InterruptionRecord, ...]:
-        """Return why the iteration was interrupted, as `last_call` does on its ranks, once that is decided."""
+        """Return why the iteration was interrupted, as `last_call` does; empty as long as that is not decided."""
         reason = self._peek(_REASON)
         return () if reason is None else _parse_reason(reason.decode())
 
     @staticmethod
     def announce_newcomer(base_store: Any, initial_rank: int) -> None:
-        """Say that a process waits for the next roster. It has to see for itself whether that names it."""
+        """Announce that a process waits to be named in the next roster. It has to check whether that names it."""
         base_store.arrive(_JOINING, str(initial_rank))
 
     def heartbeat_of(self, rank: int) -> bytes:
@@ -280,23 +279,23 @@ class Agreement:
         return self._peek(heartbeat_key(rank)) or b""
 
     def was_left_behind(self, initial_rank: int) -> bool:
-        """Whether the others went on without the process, when its view of the job has turned out to be old.
+        """Return whether the others went on without the process. To be asked after a StaleViewError.
 
-        Not if this iteration has just ended, for the process as well.
+        False if this iteration has just ended, for the process as well.
         """
         roster = self.find_roster()
-        return roster is None or initial_rank in roster.gone  # None: the others are two iterations further on
+        return roster is None or initial_rank in roster.departed  # None: the others are two iterations further on
 
     def _close_roster(self) -> None:
-        """Write the roster: everybody has arrived. Whoever sees that first does it; a second attempt is harmless."""
+        """Write the roster, when all have arrived. Each process that notices tries; the first one counts."""
         if self.store.check([_ROSTER]):
             return
-        gone = {int(member) for member in self.store.members(_GONE)}
-        ranks = {initial_rank: self._rank_of(initial_rank) for initial_rank in gone}
+        departed = {int(member) for member in self.store.members(_DEPARTED)}
+        ranks = {initial_rank: self._rank_of(initial_rank) for initial_rank in departed}
         terminated = {rank for rank in ranks.values() if rank is not None}
-        if None in ranks.values():  # some died before they had a rank in this iteration: theirs are the ones missing
+        if None in ranks.values():  # some died before they had a rank in this iteration: the missing ranks are theirs
             arrived = {int(member) for member in self.store.members(_AT_END)}
-            alive = {self._rank_of(initial_rank) for initial_rank in arrived - gone}
+            alive = {self._rank_of(initial_rank) for initial_rank in arrived - departed}
             terminated = set(range(self.world_size or 0)) - {rank for rank in alive if rank is not None}
         base = self.store.base_store
         newcomers = set(base.members(_JOINING))
@@ -304,23 +303,23 @@ class Agreement:
             newcomers -= base.members(_JOINED) | base.members(_DEPARTED)
         document = {
             "terminated_ranks": sorted(terminated),
-            "gone": sorted(gone),
+            "departed": sorted(departed),
             "joined": sorted(map(int, newcomers)),
         }
         try:
             self._decide(_ROSTER, json.dumps(document))
         except StaleViewError:
-            if not self.store.check([_ROSTER]):  # else another one has just written it, and the job is further on
+            if not self.store.check([_ROSTER]):  # else another process has just written it, and the job is further on
                 raise
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
     def _decide(self, key: str, value: str) -> str:
-        """Write a value that nobody has written before; return the one that counts."""
+        """Write a value unless there is one; return the one that counts."""
         return self.store.compare_set(key, "", value).decode()
 
     def _arrive(self, name: str, initial_rank: int) -> bool:
-        """Arrive, which can be repeated; return whether everybody has."""
+        """Arrive, once or repeatedly; return whether all processes have."""
         size = self.store.arrive(name, str(initial_rank))
         return self.world_size is not None and size >= self.world_size
 
@@ -336,8 +335,10 @@ class Agreement:
             return None
 
     def _decision(self, key: str, wait_s: float, decide: Callable[[], None]) -> bytes | None:
-        """Return the decision, if there is one within `wait_s`; if not, try to decide. One that is there wins over a
-        view that has become old just now, because of it."""
+        """Return the decision, if there is one within `wait_s`; else try to decide, and return None.
+
+        A decision that is there is returned although the view of this process has become old just now, because of it.
+        """
         try:
             value = self._value(key, wait_s)
             if value is None:
@@ -373,7 +374,7 @@ def depart(
     records: Sequence[InterruptionRecord],
     timeout_s: float,
 ) -> None:
-    """Speak for a process that is gone, or goes: on its behalf leave iteration `iteration`, or the one after it.
+    """Leave iteration `iteration`, or the one after it, on behalf of a process that is dead or about to leave.
 
     `agreements` makes the agreement of an iteration. The process may have died after the roster was written without it:
     then it is expected in the next iteration, and leaves there. BarrierTimeout if others do not come to the barrier;
@@ -385,12 +386,12 @@ def depart(
         try:
             interrupted = [agreement.interrupt(record) for record in records]
             if interrupted and not any(interrupted):
-                return  # completed: nobody waits for anybody
-            agreement.mark_gone(initial_rank)
+                return  # completed: no process waits
+            agreement.mark_departed(initial_rank)
             agreement.arrive_at_end(initial_rank)
             if current == following:
-                return  # its roster needs this arrival, so it is not without us; perhaps there is nobody to wait for
-            if initial_rank in agreement.wait_roster(initial_rank, timeout_s).gone:
+                return  # its roster needs this arrival, so it cannot miss it; there may be no other process to wait for
+            if initial_rank in agreement.wait_roster(initial_rank, timeout_s).departed:
                 return
         except StaleViewError:
             if current == following or agreement.was_left_behind(initial_rank):
@@ -398,13 +399,13 @@ def depart(
 
 
 def heartbeat_key(rank: int) -> str:
-    """Return where the monitor process of a rank, in one iteration, stamps its heartbeat."""
+    """Return the key in the store of an iteration at which the monitor process of a rank writes its heartbeat."""
     return f"heartbeat/{rank}"
 
 
 def _parse_roster(text: bytes) -> Roster:
     document = json.loads(text)
-    return Roster(frozenset(document["terminated_ranks"]), frozenset(document["gone"]), tuple(document["joined"]))
+    return Roster(frozenset(document["terminated_ranks"]), frozenset(document["departed"]), tuple(document["joined"]))
 
 
 def _detail_key(record: InterruptionRecord) -> str:
@@ -416,11 +417,11 @@ def _hang_key(rank: int) -> str:
 
 
 def _format_reason(records: Sequence[InterruptionRecord]) -> str:
-    """Return the reason as text: the first records as they are, of the others the ranks of each kind."""
+    """Return the reason as text: the first records as they are; of the others the ranks of each kind."""
     others: dict[str, list[int]] = {}
     lines = []
     for number, record in enumerate(records):
-        if number < _MOST_TOLD or record.detail:
+        if number < _MOST_COMPLETE_RECORDS or record.detail:
             lines.append(str(record))
         else:
             others.setdefault(record.interruption.name, []).append(record.rank)
@@ -429,21 +430,21 @@ def _format_reason(records: Sequence[InterruptionRecord]) -> str:
 
 def _parse_reason(text: str) -> tuple[InterruptionRecord, ...]:
     others, *lines = text.splitlines()
-    told = _parse_records(lines)
+    complete = _parse_records(lines)
     ranges = json.loads(others).items()
-    return told + tuple(
+    return complete + tuple(
         InterruptionRecord(rank, Interruption[kind]) for kind, ranks in ranges for rank in parse_ranks(ranks)
     )
 
 
 def _parse_records(lines: Iterable[str]) -> tuple[InterruptionRecord, ...]:
-    """One of each fault: the first report, or the first that has details."""
+    """Return one record of each fault: the first report, or the first that has details."""
     records: dict[InterruptionRecord, InterruptionRecord] = {}
     for line in lines:
         try:
             record = InterruptionRecord.from_str(line)
         except ValueError:
-            continue  # half a line of somebody who died while writing it
+            continue  # a line cut short: its writer died
         if record not in records or not records[record].detail:
             records[record] = record
     return tuple(records.values())

@@ -1,4 +1,4 @@
-"""Who failed, and how: the records ranks leave in the store, and the sentence made of them."""
+"""Attribution of faults: the records that ranks write into the store, and the text made of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOST_CONNECTION = (
 )
 
 DETAIL_CHARS = 24 << 10
-"""What a record holds of a traceback or of stacks, at most."""
+"""The largest part of a traceback or of stacks that a record holds."""
 
 
 class Interruption(enum.Enum):
@@ -59,8 +59,8 @@ class Interruption(enum.Enum):
 class InterruptionRecord:
     """One fault. `rank` is the dense rank in the iteration it happened in.
 
-    `summary` is one line ("ValueError: ..."), `detail` a traceback or the stacks of all threads. Neither takes part in
-    comparisons: two reports of the same fault are equal.
+    `summary` is one line ("ValueError: ..."), `detail` a traceback or the stacks of all threads. Comparisons ignore
+    both: two reports of the same fault are equal.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class InterruptionRecord:
 
     @classmethod
     def of_exception(cls, error: BaseException, rank: int | None, kind: Interruption) -> InterruptionRecord:
-        """Describe an exception on `rank` (None: it has none); one that cannot even be printed, by its type."""
+        """Describe an exception on `rank` (None: it has none); by its type alone if it cannot be printed."""
         try:
             summary = f"{type(error).__name__}: {error}"
             detail = "".join(traceback.format_exception(error))
@@ -98,24 +98,26 @@ class InterruptionRecord:
 
 
 def is_bystander(rank: int | None, error: BaseException, records: Iterable[InterruptionRecord]) -> bool:
-    """Whether `error`, on this rank, is only what the fault of another rank did to it: a connection to a rank that died
-    or left. To be asked when the records of all ranks are in."""
-    if not _tells_of_lost_connection(InterruptionRecord.of_exception(error, rank, Interruption.EXCEPTION).summary):
+    """Return whether `error`, on this rank, is only a consequence of the fault of another rank: a lost connection.
+
+    To be called when the records of all ranks are complete.
+    """
+    if not _is_lost_connection(InterruptionRecord.of_exception(error, rank, Interruption.EXCEPTION).summary):
         return False
     return any(
         record.rank != rank
         and (
             record.interruption is not Interruption.EXCEPTION
-            or (bool(record.summary) and not _tells_of_lost_connection(record.summary))
+            or (bool(record.summary) and not _is_lost_connection(record.summary))
         )
         for record in records
     )
 
 
-def _tells_of_lost_connection(summary: str) -> bool:
-    """Whether a summary ("RuntimeError: ...") is of a collective or a store whose other end went away.
+def _is_lost_connection(summary: str) -> bool:
+    """Return whether a summary ("RuntimeError: ...") is that of a collective or store whose peer closed the connection.
 
-    PyTorch has no error of its own for this: gloo raises RuntimeError, NCCL DistBackendError, stores DistNetworkError.
+    PyTorch has no special error for this: gloo raises RuntimeError, NCCL DistBackendError, stores DistNetworkError.
     """
     kind, _, text = summary.partition(": ")
     if kind not in ("RuntimeError", "ConnectionError") and not kind.startswith(("Dist", "Connection", "BrokenPipe")):
@@ -126,7 +128,7 @@ def _tells_of_lost_connection(summary: str) -> bool:
 def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:
     """Return ranks as text: all of them up to eight, "0-3,7" if verbose, else the first eight and how many more.
 
-    `verbose` is by default whether the environment variable INPROCESS_VERBOSE_RANKS is set (and not "0").
+    `verbose` is by default true if the environment variable INPROCESS_VERBOSE_RANKS is set to anything but "0".
     """
     ordered = sorted(set(ranks))
     if verbose is None:
@@ -139,7 +141,7 @@ def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:
 
 
 def format_interruptions(records: Sequence[InterruptionRecord]) -> str:
-    """Return a sentence: the ranks of each kind of fault, in the order of the first report of each kind."""
+    """Return the ranks of each kind of fault as text, in the order of the first report of each kind."""
     by_kind: dict[Interruption, list[InterruptionRecord]] = {}
     for record in records:
         by_kind.setdefault(record.interruption, []).append(record)
@@ -152,13 +154,13 @@ def format_interruptions(records: Sequence[InterruptionRecord]) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Read what `rank_ranges` returned."""
+    """Return the ranks in a text made by `rank_ranges`."""
     bounds = [part.split("-") for part in text.split(",") if part]
     return [rank for first, *last in bounds for rank in range(int(first), int(last[0] if last else first) + 1)]
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Return ranks (0 and more) as text, "0-3,7"."""
+    """Return ranks (not negative) as text, "0-3,7"."""
     texts: list[str] = []
     first = last = None
     for rank in [*sorted(set(ranks)), None]:

@@ -1,4 +1,4 @@
-"""Hooks at the end of a successful call."""
+"""Hooks that run at the end of a successful call."""
 
 from __future__ import annotations
 

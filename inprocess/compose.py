@@ -1,4 +1,4 @@
-"""`Compose`: several callables as one, from right to left, that still passes for what its members are."""
+"""`Compose`: several callables as one, called from right to left, with the common type of its members."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Compose", "describe", "members_of", "positional_parameters"]
 class Compose:
     """`Compose(a, b, c)(x)` is `a(b(c(x)))`.
 
-    The object is an instance of `Compose` and of the lowest common ancestor of its members, so a composition of
+    The object is an instance of `Compose` and of the lowest common base class of its members, so a composition of
     finalizers is a finalizer. A tuple returned by one member becomes the arguments of the next. A member without
-    parameters is called without arguments. A member that returns None passes on what it was given; if it was given
-    anything, that is a `UserWarning`, because a forgotten ``return`` looks the same.
+    parameters is called without arguments. A member that returns None passes on what it was given; if that was
+    anything, there is a `UserWarning`, because a ``return`` may be missing.
 
     TypeError if a member is not callable.
     """
@@ -55,7 +55,7 @@ class Compose:
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(repr, self.instances))})"
 
-    # By identity. What a member class defines (a dataclass, say) would look for fields that are not here.
+    # By identity: the methods of a member class (a dataclass, for example) would need its fields.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -95,10 +95,10 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
 
 
 def _class_for(compose: type[Compose], instances: Sequence[Callable[..., Any]]) -> type[Compose]:
-    """Return the class that derives from `compose` and the lowest common ancestor of the instances.
+    """Return the class that derives from `compose` and the lowest common base class of the instances.
 
-    The members of a nested `Compose` count, not the nested object: two compositions of finalizers have more in common
-    than being compositions.
+    The members of a nested `Compose` count, not the nested object: the common base of two compositions of finalizers is
+    that of finalizers.
     """
     lines = [type(member).__mro__ for instance in instances for member in members_of(instance)]
     common = [ancestor for ancestor in lines[0] if all(ancestor in line for line in lines)] if lines else [object]
@@ -108,8 +108,8 @@ def _class_for(compose: type[Compose], instances: Sequence[Callable[..., Any]]) 
         try:
             made: type[Compose] = types.new_class(f"Compose[{ancestor.__name__}]", (compose, ancestor))
         except TypeError:
-            continue  # nothing can derive from it: plain functions, for one
-        # A composition can be called; what else the ancestor wants of its subclasses is the business of the members.
+            continue  # a class without subclasses, such as that of plain functions
+        # A composition can be called; the members implement the other abstract methods of the base class.
         made.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
         return made
     return compose

@@ -1,6 +1,6 @@
 """`events.jsonl`: one line per restart, next to the log file of the monitor processes.
 
-Written by one rank, the first that is left. A line is one write in append mode, so lines of several writers do not mix.
+Written by the lowest surviving rank. Each line is one write in append mode, so lines of several writers do not mix.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _ORDER = ("outcome", "last_call", "aborted", "thrown", "acknowledged", "finalize
 
 
 class RestartClock:
-    """When this rank came to each phase of one restart."""
+    """When this rank entered each phase of one restart."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
 
     def note(self, phase: str, at: float | None) -> None:
-        """The phase began at this time of `time.monotonic`; None if it was left out."""
+        """Note that the phase began at this time of `time.monotonic`; None if it was skipped."""
         if at is not None:
             self._since[phase] = at
 
     def seconds(self) -> dict[str, float]:
-        """How long each phase took, and all of them until now."""
+        """Return how long each phase took, and the total until now."""
         steps = [(phase, self._since[phase]) for phase in _ORDER if phase in self._since]
         seconds = {phase: later - at for (phase, at), (_, later) in pairwise(steps)}
         return {**seconds, "total": time.monotonic() - steps[0][1] if steps else 0.0}
 
     def clear(self) -> None:
-        """The next restart is another one."""
+        """Forget this restart."""
         self._since.clear()
 
 
@@ -61,9 +61,9 @@ class RestartEvents:
         world_size: tuple[int, int],
         seconds: Mapping[str, float],
     ) -> None:
-        """Write that `iteration` was interrupted, why, who is left out, and how long each phase took on this rank.
+        """Write that `iteration` was interrupted: why, which ranks are lost, and how long each phase took on this rank.
 
-        A file that cannot be written is logged, and restarts nobody.
+        An error of writing is only logged.
         """
         if self._path is None:
             return

@@ -1,7 +1,8 @@
 """The errors of the restart wrapper.
 
-`RestartError` and its family are ordinary failures of one rank. The two that derive from `BaseException` are not errors
-but decisions, and must pass through user code: `RestartAbort` ends the job, `RankShouldRestart` unwinds one iteration.
+`RestartError` and its subclasses are ordinary failures of one rank. The two that derive from `BaseException` are not
+errors but decisions, and must pass through user code: `RestartAbort` ends the job, `RankShouldRestart` unwinds one
+iteration.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ class HealthCheckError(RestartError):
 
 
 class InternalError(RestartError):
-    """The restart protocol did not do what it promises; the rank leaves."""
+    """A defect of the restart protocol; the rank leaves."""
 
 
 class TimeoutError(RestartError):
-    """Something bounded did not end in its time."""
+    """A call did not end within its time limit."""
 
 
 class StoreError(RestartError):
-    """The coordination store did not do what it was asked."""
+    """A request to the coordination store failed."""
 
 
 class StoreLostError(StoreError):
-    """The server of the coordination store was not reached for `heartbeat_timeout`: this rank must not go on.
+    """The server of the coordination store was unreachable for `heartbeat_timeout`: this rank must not go on.
 
-    Either the server's node is lost, then all ranks end so and the job is to be started again; or this one is cut off
-    from it, and the others go on without it.
+    Either the node of the server is lost: then all ranks end with this error, and the job must be started again. Or
+    this node is cut off from it, and the others go on without it.
     """
 
 
 class StaleViewError(RestartError):
-    """The others have gone on without this process, which was stopped or cut off: it must end and touch nothing."""
+    """The others went on without this process, which was stopped or cut off: it must end and change nothing."""
 
 
 class StoreTimeoutError(StoreError, builtins.TimeoutError):
-    """What a store request waited for did not happen in its time; the store itself is well."""
+    """What a request to the store waited for did not happen in time; the store itself works."""
 
 
 class RankDiscarded(RestartError):
@@ -79,11 +80,11 @@ class FaultCounterExceeded(RestartError):
 
 
 class BarrierError(RestartError):
-    """Base of what goes wrong at a barrier."""
+    """Base of the errors of barriers."""
 
 
 class BarrierTimeout(BarrierError):
-    """Some ranks did not arrive in time; the text names them where they are known."""
+    """Some ranks did not arrive in time; the message names them if they are known."""
 
 
 class BarrierOverflow(BarrierError):
@@ -91,13 +92,13 @@ class BarrierOverflow(BarrierError):
 
 
 class RestartAbort(BaseException):
-    """Raised by a hook: this rank leaves for good. Raised on every rank it ends the job cleanly."""
+    """Raised by a hook: this rank leaves for good. If every rank raises it, the job ends cleanly."""
 
 
 class RankShouldRestart(BaseException):
     """Thrown into the main thread to unwind the wrapped function; user code must let it pass.
 
-    With the logger ``inprocess`` at DEBUG, one that disappears in somebody's ``except`` says where.
+    With the logger ``inprocess`` at DEBUG, one that an ``except`` has swallowed logs where.
     """
 
     _caught_by_us = False
@@ -111,7 +112,7 @@ class RankShouldRestart(BaseException):
 
 
 def _where_swallowed(tb: TracebackType | None) -> str | None:
-    """Return "file:line in function" of the outermost frame the exception reached; None if that is ours."""
+    """Return "file:line in function" of the outermost frame the exception reached; None if it is in this package."""
     if tb is None:
         return None
     frame = traceback.extract_tb(tb)[0]

@@ -8,8 +8,8 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
-from inprocess.bounded_call import bounded_call
 from inprocess.state import FrozenState
+from inprocess.waiting import bounded_call
 
 __all__ = ["Finalize", "ThreadedFinalize"]
 
@@ -17,7 +17,7 @@ __all__ = ["Finalize", "ThreadedFinalize"]
 class Finalize(abc.ABC):
     """Called on the main thread after a fault, when the wrapped function was unwound and `abort` has returned.
 
-    Other ranks may be anywhere, or dead: no collectives. Returns the state it was given. Whatever it raises leaves the
+    Other ranks may be anywhere, or dead: no collectives. Returns the state it was given. An error leaves the
     wrapper: this rank takes no part in the next iteration, and its health check is skipped.
     """
 
@@ -26,10 +26,10 @@ class Finalize(abc.ABC):
 
 
 class ThreadedFinalize(Finalize):
-    """Runs `fn(*args, **kwargs)` in a daemon thread and waits for it, because it might hang.
+    """Runs `fn(*args, **kwargs)` in a daemon thread, with a time limit.
 
-    `timeout` is a timedelta, or seconds; `exception.TimeoutError` when it is over, and the thread is left to itself.
-    What `fn` raises is raised. The thread uses the caller's CUDA device if CUDA is initialized.
+    `timeout` is a timedelta, or seconds. `exception.TimeoutError` if it has not ended then; the thread continues.
+    Errors of `fn` are raised. The thread uses the CUDA device of the caller if CUDA is initialized.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The store that the process groups of one iteration meet in: a native one of torch, made anew for each iteration.
+"""The store for the process groups of one iteration: a native store of torch, created anew for each iteration.
 
-The process that the wrapped function sees as rank 0 serves it, at a free port of its node. All learn the address
-through the coordination store, and find it in MASTER_ADDR and MASTER_PORT: a plain `init_process_group(backend)`, and
-every library that does the same, meets on fresh keys after each restart, wherever rank 0 is now. Under torchrun, torch
-is told not to use the agent's store, whose keys are those of the first iteration for ever.
+The process that the wrapped function sees as rank 0 serves it, at a free port of its node. All ranks get the address
+through the coordination store, and set MASTER_ADDR and MASTER_PORT to it: so a plain `init_process_group(backend)`, and
+every library that does the same, uses fresh keys after each restart, wherever rank 0 is then. Under torchrun, torch is
+told not to use the store of the agent, which keeps the keys of the first iteration.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch.distributed
 
 from inprocess.coordination.server import listen
 from inprocess.exception import StoreTimeoutError
-from inprocess.unblock.store_connection import connect_store
-from inprocess.unblock.store_wait import allow_break
+from inprocess.unblock.stores import allow_break, connect_store
 
 __all__ = ["GroupStore"]
 
@@ -38,7 +37,7 @@ class GroupStore:
 
     @property
     def store(self) -> Any:
-        """The store; None if it is not open. The first use connects: what only needs process groups never does."""
+        """The store; None if it is not open. The first use connects: a function without use for it never does."""
         if self._store is None and self._address is not None:
             host, port = self._address
             arguments = {"host_name": host, "port": port, "is_master": False, "wait_for_workers": False}
@@ -46,10 +45,10 @@ class GroupStore:
         return self._store
 
     def open(self, coordination: Any, host: str, *, serves: bool, timeout_s: float, slice_s: float) -> None:
-        """Serve the store, or learn where it is, and set the environment.
+        """Serve the store, or get its address, and set the environment.
 
-        `coordination` is the coordination store of this iteration, `host` the name that the others reach this machine
-        by. Waits in slices of `slice_s` for the process that serves it. StoreTimeoutError after `timeout_s`.
+        `coordination` is the coordination store of this iteration, `host` the name by which the others reach this
+        machine. Waits in slices of `slice_s` for the process that serves it. StoreTimeoutError after `timeout_s`.
         """
         self.close()
         if serves:
@@ -65,7 +64,7 @@ class GroupStore:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
 
     def close(self) -> None:
-        """Let go of the store; its server ends with the last process group that uses it. Idempotent."""
+        """Release the store; its server ends with the last process group that uses it. Idempotent."""
         self._released()
         self._released = lambda: None
         self._store = self._address = None
@@ -74,8 +73,8 @@ class GroupStore:
 def _serve(host: str) -> Any:
     """Serve a store of torch, at a free port.
 
-    On a socket made here: torch itself would listen on all interfaces, and for each connection ask for the name of its
-    IPv6 form, at a name server that may take seconds.
+    The socket is created here: torch would listen on all interfaces, and for each connection look up the name of the
+    IPv6 form of its address, which may take seconds.
     """
     listener = listen(host, 0)
     listener.setblocking(True)
@@ -86,7 +85,7 @@ def _serve(host: str) -> Any:
         is_master=True,
         timeout=_TIMEOUT,
         wait_for_workers=False,
-        multi_tenant=True,  # rank 0's `init_process_group` serves a store at MASTER_PORT, too, and finds this one
+        multi_tenant=True,  # `init_process_group` of rank 0 also serves a store at MASTER_PORT, and gets this one
         master_listen_fd=listener.detach(),
     )
 

@@ -1,7 +1,7 @@
-"""What the machine says about its GPUs, NVLinks and network cards, without touching CUDA.
+"""State of the GPUs, NVLinks and network cards of this machine, read without CUDA.
 
-Through NVML when the package pynvml is there, and /sys. Everything is best effort: what cannot be asked is None or
-empty, with a line at DEBUG.
+It comes from /sys, and from NVML if the package pynvml is installed. All of it is best effort: what cannot be read is
+None or empty, and logged at DEBUG.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Gpu:
         return f"{domain[-4:]}:{rest}"
 
     def defects(self) -> list[str]:
-        """What makes the GPU unfit until somebody resets or replaces it."""
+        """Return the defects that only a reset or a replacement of the GPU removes."""
         found = []
         remapped = self._ask("nvmlDeviceGetRemappedRows")
         if remapped is not None and remapped[3]:
@@ -48,12 +48,12 @@ class Gpu:
         return found
 
     def inactive_links(self) -> list[int]:
-        """NVLinks that exist and are down."""
+        """Return the NVLinks that exist and are down."""
         states = {link: self._ask("nvmlDeviceGetNvLinkState", link) for link in range(_MOST_LINKS)}
         return [link for link, state in states.items() if state == 0]
 
     def _recovery_action(self) -> int:
-        """0 for none; also when the driver or pynvml is too old to tell."""
+        """Return the recovery action; 0 for none, and if the driver or pynvml is too old to report it."""
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         if field is None:
             return 0
@@ -73,16 +73,16 @@ class Gpu:
 
 @contextlib.contextmanager
 def open_gpu(cuda_index: int) -> Iterator[Gpu | None]:
-    """The GPU with this index in CUDA's numbering (CUDA_VISIBLE_DEVICES is followed); None without NVML, or without so
-    many GPUs. A process that sees one GPU only has that, whatever the index: it may be the rank on the node.
+    """Open the GPU with this CUDA index (see CUDA_VISIBLE_DEVICES); None without NVML, or without such a GPU.
 
-    What NVML raises for a GPU that has fallen off the bus is raised.
+    A process that sees only one GPU gets that one, whatever the index, which may be the rank on the node. The error of
+    NVML for a GPU that has fallen off the bus is raised.
     """
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception as error:
-        _log.debug("GPU %d cannot be looked at without NVML: %s", cuda_index, error)
+        _log.debug("GPU %d cannot be queried without NVML: %s", cuda_index, error)
         yield None
         return
     try:
@@ -116,15 +116,15 @@ class Port:
 
     @property
     def name(self) -> str:
-        """As "mlx5_0 port 1"."""
+        """The name, as in "mlx5_0 port 1"."""
         return f"{self.path.parents[1].name} port {self.path.name}"
 
     def is_active(self) -> bool:
-        """Whether the link is up."""
+        """Return whether the link is up."""
         return "ACTIVE" in self._text("state")
 
     def times_down(self) -> int:
-        """How often the link went down since the driver was loaded; 0 if the card does not count."""
+        """Return how often the link went down since the driver was loaded; 0 if the card does not count."""
         text = self._text("counters/link_downed")
         return int(text) if text.isdecimal() else 0
 
@@ -136,7 +136,7 @@ class Port:
 
 
 def nearest_ports(bus_id: str, sys_root: Path = Path("/sys")) -> list[Port]:
-    """The ports of the network card that shares most of its PCI path with the device; several if equally near."""
+    """Return the ports of the network cards that share the longest part of their PCI path with the device."""
     device = (sys_root / "bus/pci/devices" / bus_id).resolve().parts
     best: list[Path] = []
     most_shared = 0

@@ -1,4 +1,4 @@
-"""Hooks that decide whether this rank is fit to go on."""
+"""Hooks that decide whether this rank may go on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from inprocess.bounded_call import bounded_call
 from inprocess.exception import FaultCounterExceeded, HealthCheckError
 from inprocess.hardware import Port, nearest_ports, open_gpu
 from inprocess.state import FrozenState
+from inprocess.waiting import bounded_call
 
 __all__ = [
     "ChainedGPUHealthCheck",
@@ -30,7 +30,7 @@ class HealthCheck(abc.ABC):
     """Called on the main thread at the start of every iteration, and again after a fault, when `finalize` has returned.
 
     No collectives. Returns the state it was given. A `HealthCheckError` at the start of an iteration restarts all
-    ranks; after a fault whatever it raises makes this rank leave.
+    ranks; after a fault, any error makes this rank leave.
     """
 
     @abc.abstractmethod
@@ -40,9 +40,9 @@ class HealthCheck(abc.ABC):
 class CudaHealthCheck(HealthCheck):
     """Synchronizes the CUDA device of this rank (LOCAL_RANK, else the current one); HealthCheckError if that fails.
 
-    First in a thread, bounded by `timeout` (a timedelta, or seconds), because a broken device may block for ever; then
-    on the main thread, so that an error which CUDA keeps for it appears here. Does nothing where CUDA is not
-    initialized: there is no context that could be broken, and none is made.
+    It does so first in a thread, limited by `timeout` (a timedelta, or seconds), because a broken device may hang;
+    then on the main thread, so that an error which CUDA keeps for that thread is raised here. Does nothing if CUDA is
+    not initialized.
     """
 
     def __init__(self, timeout: timedelta | float = timedelta(seconds=30)) -> None:
@@ -66,9 +66,9 @@ class CudaHealthCheck(HealthCheck):
 
 
 class FaultCounter(HealthCheck):
-    """Counts the iterations in which the wrapped function raised on this very rank.
+    """Counts the iterations in which the wrapped function raised on this rank.
 
-    More than `max_rank_faults` raise `FaultCounterExceeded`; None: only count. An iteration counts once, however often
+    `FaultCounterExceeded` after more than `max_rank_faults`; None: only count. An iteration counts once, however often
     the hook is called in it.
     """
 
@@ -78,7 +78,7 @@ class FaultCounter(HealthCheck):
 
     @property
     def faults(self) -> int:
-        """How many there were so far."""
+        """The number of such iterations so far."""
         return len(self._faulty)
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -86,13 +86,14 @@ class FaultCounter(HealthCheck):
             self._faulty.add(state.iteration)
         if self.max_rank_faults is not None and self.faults > self.max_rank_faults:
             raise FaultCounterExceeded(
-                f"initial rank {state.initial_rank} failed in {self.faults} iterations; {self.max_rank_faults} may"
+                f"initial rank {state.initial_rank} failed in {self.faults} iterations, "
+                f"more than max_rank_faults={self.max_rank_faults}"
             )
         return state
 
 
 class ChainedGPUHealthCheck(HealthCheck):
-    """HealthCheckError when the driver says that the GPU with this CUDA index is lost or must be reset.
+    """Fails with HealthCheckError if the driver reports that the GPU with this CUDA index is lost or needs a reset.
 
     `device_index` is by default LOCAL_RANK. Needs pynvml; a no-op without it.
     """
@@ -108,14 +109,14 @@ class ChainedGPUHealthCheck(HealthCheck):
             with open_gpu(self.device_index) as gpu:
                 defects = [] if gpu is None else gpu.defects()
         except Exception as error:
-            raise HealthCheckError(f"GPU {self.device_index} cannot be asked: {error}") from error
+            raise HealthCheckError(f"GPU {self.device_index} cannot be queried: {error}") from error
         if defects:
             raise HealthCheckError(f"GPU {self.device_index} is unfit: {'; '.join(defects)}")
         return state
 
 
 class ChainedNVLHealthCheck(HealthCheck):
-    """Logs NVLinks of the GPU that are down; never fails, because collectives find other ways.
+    """Logs NVLinks of the GPU that are down. Never fails, because collectives use other paths.
 
     `device_index` is by default LOCAL_RANK. Needs pynvml; a no-op without it.
     """
@@ -133,16 +134,15 @@ class ChainedNVLHealthCheck(HealthCheck):
             if down:
                 _log.warning("NVLinks %s of GPU %d are down", down, self.device_index)
         except Exception as error:
-            _log.warning("the NVLinks of GPU %d cannot be asked: %s", self.device_index, error)
+            _log.warning("the NVLinks of GPU %d cannot be queried: %s", self.device_index, error)
         return state
 
 
 class ChainedNicHealthCheck(HealthCheck):
-    """HealthCheckError when a link of the InfiniBand card nearest to the GPU is down, or was since the last look.
+    """Fails with HealthCheckError if a link of the InfiniBand card nearest to the GPU is down, or was meanwhile.
 
-    `device_index` is by default LOCAL_RANK; the first look, with which later ones are compared, is at construction.
-    Links that were down then are not in use and do not count. A no-op without pynvml (which knows where the GPU is) or
-    without such cards. `sys_root` is where /sys is.
+    `device_index` is by default LOCAL_RANK. Links that are down at construction are not in use and do not count. A
+    no-op without pynvml (which knows the PCI address of the GPU) or without such cards. `sys_root` is the path of /sys.
     """
 
     def __init__(self, device_index: int | None = None, sys_root: str | os.PathLike[str] = "/sys") -> None:
@@ -150,7 +150,7 @@ class ChainedNicHealthCheck(HealthCheck):
         self._times_down: dict[Port, int] = {}
         bus_id = _bus_id(self.device_index)
         if bus_id is None:
-            _log.debug("the place of GPU %s is not known; no network cards to check", self.device_index)
+            _log.debug("the PCI address of GPU %s is not known; no network cards to check", self.device_index)
             return
         ports = [port for port in nearest_ports(bus_id, Path(sys_root)) if port.is_active()]
         self._times_down = {port: port.times_down() for port in ports}
@@ -184,5 +184,5 @@ def _bus_id(device_index: int | None) -> str | None:
         with open_gpu(device_index) as gpu:
             return None if gpu is None else gpu.bus_id
     except Exception as error:
-        _log.debug("GPU %d cannot be asked for its place: %s", device_index, error)
+        _log.debug("the PCI address of GPU %d cannot be read: %s", device_index, error)
         return None

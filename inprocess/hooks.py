@@ -1,246 +1,99 @@
-"""Calling what users pass to the wrapper, in either of the two styles that such code is written in.
-
-A hook with one required positional parameter is in the *current* style, one with two in the *classic* one:
-
-    initialize, abort, completion, terminate    (state)
-    finalize, health_check                      (state)    or  (state, train_ex)
-    rank_assignment                             (context)  or  (state, terminated_ranks)
-    rank_filter                                 (state)
-
-`state` is a `FrozenState`; for rank assignments and filters it is the mutable `State`. A hook without parameters is
-called without arguments. Styles are found out once, when the wrapper is made, and separately for each member of a
-`Compose`. Hooks return what they were given (of the classic style, both); one that does not is reported, and the next
-one gets what it got.
-"""
+"""The hooks of one wrapper, inspected once, in the form in which the protocol calls them."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import inspect
 import logging
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import os
 from typing import Any
 
-from inprocess.compose import describe, members_of, positional_parameters
-from inprocess.exception import RestartError
-from inprocess.rank_assignment import RankAssignment, RankAssignmentCtx, Tree
-from inprocess.rank_filter import RankFilter
-from inprocess.state import FrozenState, Mode, State
+from inprocess.compose import Compose
+from inprocess.exception import HealthCheckError, RestartError
+from inprocess.hook_compat import Numbering, Role, StateHook
+from inprocess.rank_assignment import RankAssignmentCtx
+from inprocess.settings import Hook, Settings
+from inprocess.state import FrozenState, State
 
-__all__ = ["Numbering", "Role", "StateHook"]
+__all__ = ["Hooks"]
 
 _log = logging.getLogger(__name__)
 
 
-class Role(enum.Enum):
-    """The arguments of the wrapper that are hooks; the value is the name of the argument."""
+class Hooks:
+    """All hooks of a wrapper. Unless stated otherwise, a method raises what the hook raises."""
 
-    INITIALIZE = "initialize"
-    HEALTH_CHECK = "health_check"
-    ABORT = "abort"
-    FINALIZE = "finalize"
-    COMPLETION = "completion"
-    TERMINATE = "terminate"
-    RANK_ASSIGNMENT = "rank_assignment"
-    RANK_FILTER = "rank_filter"
+    def __init__(self, settings: Settings) -> None:
+        self.restart_health_check_hook = _with_device_checks(settings.health_check)
+        self._numbering = Numbering.inspect(settings.rank_assignment, settings.rank_filter)
+        self._initialize = StateHook.inspect(Role.INITIALIZE, settings.initialize)
+        self._health_check = StateHook.inspect(Role.HEALTH_CHECK, settings.health_check)
+        self._restart_health_check = StateHook.inspect(Role.HEALTH_CHECK, self.restart_health_check_hook)
+        self._abort = StateHook.inspect(Role.ABORT, settings.abort)
+        self.aborts = settings.abort is not None  # the user's own hook most likely aborts torch's groups, too
+        self._finalize = StateHook.inspect(Role.FINALIZE, settings.finalize)
+        self._completion = StateHook.inspect(Role.COMPLETION, settings.completion)
+        self._terminate = StateHook.inspect(Role.TERMINATE, settings.terminate)
 
+    def initialize(self, state: FrozenState) -> None:
+        """Run the initialize hook: main thread, at the start of an iteration."""
+        self._initialize(state)
 
-# What a hook in the classic style gets after the state.
-_SECOND_PARAMETER = {
-    Role.HEALTH_CHECK: "train_ex",
-    Role.FINALIZE: "train_ex",
-    Role.RANK_ASSIGNMENT: "terminated_ranks",
-}
+    def health_check(self, state: FrozenState) -> None:
+        """Run the health check: main thread, before the function runs. Every error becomes a HealthCheckError."""
+        _check(self._health_check, state)
 
+    def restart_health_check(self, state: FrozenState) -> None:
+        """Run the health check after a fault: main thread. Every error becomes a HealthCheckError."""
+        _check(self._restart_health_check, state)
 
-class _Style(enum.Enum):
-    WITHOUT_ARGUMENTS = enum.auto()
-    CURRENT = enum.auto()
-    CLASSIC = enum.auto()
-    RANK_FILTER = enum.auto()  # one parameter, as in the current style, but the mutable state
+    def abort(self, state: FrozenState) -> None:
+        """Run the abort hook: monitor thread, once per incident."""
+        self._abort(state)
 
+    def finalize(self, state: FrozenState) -> None:
+        """Run the finalize hook: main thread, after the function was unwound."""
+        self._finalize(state)
 
-@dataclass(frozen=True)
-class _Member:
-    """One callable of a hook. `is_chained` tells that others rely on what it returns."""
+    def complete(self, state: FrozenState) -> None:
+        """Run the completion hook: main thread, after all ranks have completed. Errors are only logged."""
+        try:
+            self._completion(state)
+        except Exception:
+            _log.exception("the completion hook failed")
 
-    call: Callable[..., Any]
-    style: _Style
-    is_chained: bool
+    def terminate(self, state: FrozenState) -> None:
+        """Run the terminate hook: main thread, when this rank leaves."""
+        self._terminate(state)
 
-    def report(self, returned: object) -> None:
-        """Tell that the hook did not return what it should have."""
-        what = "None" if returned is None else f"an unexpected {type(returned).__name__}"
-        text = f"{describe(self.call)} returned {what}; going on with what it was given"
-        if self.is_chained:
-            warnings.warn(text, stacklevel=2)
-        else:
-            _log.debug(text)
+    def assign(self, state: State, store: Any, terminated_ranks: frozenset[int]) -> State:
+        """Return the state with the numbers of the next iteration: main thread.
 
-
-@dataclass(frozen=True)
-class StateHook:
-    """A hook that gets the frozen state: all roles but the two that number ranks.
-
-    Calling it calls the members of the hook, the last one first, and returns the state that the first one returned.
-    What a member raises passes through. Without a hook it does nothing.
-    """
-
-    members: tuple[_Member, ...]
-
-    @classmethod
-    def inspect(cls, role: Role, hook: Callable[..., Any] | None) -> StateHook:
-        """Return the hook that was passed as argument `role`. TypeError if it cannot be called in either style."""
-        return cls(tuple(_inspected(role, hook)))
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        for member in self.members:
-            if member.style is _Style.WITHOUT_ARGUMENTS:
-                member.call()
-                continue
-            classic = member.style is _Style.CLASSIC
-            returned = member.call(state, state.fn_exception) if classic else member.call(state)
-            state = _state_from(member, returned, state)
-        return state
-
-
-@dataclass(frozen=True)
-class Numbering:
-    """The rank assignment and, in the classic style, the rank filter after it."""
-
-    assignments: tuple[_Member, ...]
-    filters: tuple[_Member, ...]
-
-    @classmethod
-    def inspect(
-        cls, rank_assignment: Callable[..., Any] | None, rank_filter: Callable[..., Any] | None = None
-    ) -> Numbering:
-        """Return the numbering made of these two arguments of the wrapper.
-
-        TypeError if one cannot be called in either style, ValueError if a `Tree` is not alone.
+        RestartError if no rank would be active.
         """
-        if rank_assignment is None:
-            raise TypeError("rank_assignment must not be None; ShiftRanks() is the simplest one")
-        numbering = cls(
-            tuple(_inspected(Role.RANK_ASSIGNMENT, rank_assignment)), tuple(_inspected(Role.RANK_FILTER, rank_filter))
-        )
-        members = numbering.assignments + numbering.filters
-        if len(members) > 1 and any(isinstance(member.call, Tree) for member in members):
-            raise ValueError("Tree numbers ranks and chooses spares by itself: no Compose and no rank_filter with it")
-        return numbering
-
-    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Number the survivors and decide who is active; `ctx.state` is this rank's, complete when this returns.
-
-        After the assignment all ranks are activated, unless a member has decided who is active (set `state.mode`).
-        Then comes the rank filter. RankDiscarded on a rank that is out; RestartError if terminated ranks are left over,
-        because no member numbers the others.
-        """
-        ctx.state.store = ctx.store  # classic hooks look for it there
-        ctx.state.mode = Mode.INITIALIZED
-        for member in self.assignments:
-            ctx = _assign(member, ctx)
-        if ctx.state.mode is Mode.INITIALIZED and not ctx.terminated_ranks:
-            ctx.state.activate_all_ranks()
-        for member in self.filters:
-            ctx = _assign(member, ctx)
-        if ctx.terminated_ranks:
+        assigned = self._numbering(RankAssignmentCtx(state, store, set(terminated_ranks))).state
+        if assigned.active_world_size == 0:
             raise RestartError(
-                f"rank_assignment left the terminated ranks {sorted(ctx.terminated_ranks)} in the job; a numbering, "
-                "ShiftRanks() for one, must stand left of what terminates ranks"
+                f"none of the {assigned.world_size} remaining ranks is active: no rank would run the function"
             )
-        return ctx
+        return assigned
 
 
-def _inspected(role: Role, hook: Callable[..., Any] | None) -> Iterator[_Member]:
-    """Yield the members of a hook in the order they are to be called."""
-    if hook is None:
-        return
-    if not callable(hook):
-        raise TypeError(f"{role.value} must be callable, not {type(hook).__name__}: {hook!r}")
-    members = members_of(hook)
-    for member in reversed(members):
-        yield _Member(member, _style_of(role, member), is_chained=len(members) > 1)
+def _check(hook: StateHook, state: FrozenState) -> None:
+    try:
+        hook(state)
+    except HealthCheckError:
+        raise
+    except Exception as error:
+        raise HealthCheckError(f"{type(error).__name__}: {error}") from error
 
 
-def _style_of(role: Role, function: Callable[..., Any]) -> _Style:
-    if isinstance(function, type):
-        raise TypeError(f"{role.value} must be an object that can be called, not the class {function.__qualname__}")
-    parameters = positional_parameters(function)
-    if parameters is None:
-        return _Style.CURRENT
-    second = _SECOND_PARAMETER.get(role)
-    required = [
-        parameter
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
-    ]
-    most = 1 if second is None else 2
-    if len(required) > most or _needs_keywords(function):
-        accepted = "(state)" if second is None else f"(state) or (state, {second})"
-        raise TypeError(
-            f"{role.value}: {describe(function)} has the parameters {inspect.signature(function)}; "
-            f"it would be called with {accepted}"
-        )
-    if not parameters:
-        return _Style.WITHOUT_ARGUMENTS
-    if _is_rank_filter(role, function):
-        return _Style.RANK_FILTER
-    # The classic exception parameter is often written with a default.
-    takes_exception = second == "train_ex" and len(parameters) > 1 and parameters[1].name == second
-    return _Style.CLASSIC if len(required) == 2 or takes_exception else _Style.CURRENT
+def _with_device_checks(health_check: Hook | None) -> Hook | None:
+    """Return the user's checks, followed by those of the devices of this rank if LOCAL_RANK is set."""
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if not local_rank.isdecimal():
+        return health_check
+    from inprocess.health_check import ChainedGPUHealthCheck, ChainedNicHealthCheck, ChainedNVLHealthCheck
 
-
-def _is_rank_filter(role: Role, function: Callable[..., Any]) -> bool:
-    """Return what the class says, in whichever argument the object was passed; else what the argument says."""
-    if isinstance(function, RankAssignment):
-        return False
-    return role is Role.RANK_FILTER or isinstance(function, RankFilter)
-
-
-def _needs_keywords(function: Callable[..., Any]) -> bool:
-    return any(
-        parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        for parameter in inspect.signature(function).parameters.values()
-    )
-
-
-def _state_from(member: _Member, returned: object, given: FrozenState) -> FrozenState:
-    """Return the state a hook passes on: what it returned, if that is one or a pair that begins with one."""
-    first, *rest = returned if isinstance(returned, tuple) and returned else (returned,)
-    if not isinstance(first, FrozenState | State):
-        member.report(returned)
-        return given
-    state = first.freeze()
-    if member.style is _Style.CLASSIC and rest and rest[0] is not state.fn_exception:
-        state = dataclasses.replace(state, fn_exception=rest[0])
-    return state
-
-
-def _assign(member: _Member, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-    """Call a member of the rank assignment or the rank filter; return the context for the next."""
-    # A copy, so that what a classic hook does to the set stays between it and the next.
-    terminated = set(ctx.terminated_ranks) if member.style is _Style.CLASSIC else ctx.terminated_ranks
-    returned: object
-    match member.style:
-        case _Style.WITHOUT_ARGUMENTS:
-            member.call()
-            return ctx
-        case _Style.CURRENT:
-            returned = member.call(ctx)
-        case _Style.CLASSIC:
-            returned = member.call(ctx.state, terminated)
-        case _Style.RANK_FILTER:
-            returned = member.call(ctx.state)
-    match returned:
-        case RankAssignmentCtx():
-            return returned
-        case State():
-            return RankAssignmentCtx(returned, ctx.store, terminated)
-        case (State() as state, set() | frozenset() as left):
-            return RankAssignmentCtx(state, ctx.store, set(left))
-    member.report(returned)
-    return dataclasses.replace(ctx, terminated_ranks=terminated)
+    index = int(local_rank)
+    devices = (ChainedGPUHealthCheck(index), ChainedNVLHealthCheck(index), ChainedNicHealthCheck(index))
+    users = health_check.instances if isinstance(health_check, Compose) else (health_check,) if health_check else ()
+    return Compose(*reversed(devices), *users)  # called from right to left

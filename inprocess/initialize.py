@@ -1,4 +1,4 @@
-"""Hooks at the start of every iteration."""
+"""Hooks that run at the start of every iteration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Initialize", "RetryController"]
 
 
 class Initialize(abc.ABC):
-    """Called on the main thread at the start of every iteration, when faults of other ranks are already watched for.
+    """Called on the main thread at the start of every iteration, when faults of other ranks already interrupt it.
 
     Returns the state it was given. An Exception counts as a fault of this iteration: all ranks restart. A
     `RestartAbort`, or any other BaseException, makes this rank leave.
@@ -22,9 +22,9 @@ class Initialize(abc.ABC):
 
 
 class RetryController(Initialize):
-    """Ends the job with `RestartAbort` when going on makes no sense any more.
+    """Ends the job with `RestartAbort` after too many iterations, or with too few ranks.
 
-    That is at iteration `max_iterations` (so there are at most this many, None: no limit), with fewer than
+    That is at iteration `max_iterations` (so there are at most that many; None: no limit), with fewer than
     `min_world_size` live ranks, or fewer than `min_active_world_size` active ones. All ranks decide the same.
     """
 
@@ -38,11 +38,11 @@ class RetryController(Initialize):
     def __call__(self, state: FrozenState) -> FrozenState:
         active = state.world_size if state.active_world_size is None else state.active_world_size
         if self.max_iterations is not None and state.iteration >= self.max_iterations:
-            raise RestartAbort(
-                f"iteration {state.iteration} is one more than max_iterations={self.max_iterations} allow"
-            )
+            raise RestartAbort(f"iteration {state.iteration} would exceed max_iterations={self.max_iterations}")
         if state.world_size < self.min_world_size:
-            raise RestartAbort(f"{state.world_size} ranks live, fewer than min_world_size={self.min_world_size}")
+            raise RestartAbort(f"{state.world_size} ranks are live, fewer than min_world_size={self.min_world_size}")
         if active < self.min_active_world_size:
-            raise RestartAbort(f"{active} ranks active, fewer than min_active_world_size={self.min_active_world_size}")
+            raise RestartAbort(
+                f"{active} ranks are active, fewer than min_active_world_size={self.min_active_world_size}"
+            )
         return state

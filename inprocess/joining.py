@@ -1,12 +1,12 @@
-"""A process that comes when the job runs already: it takes part from the next restart on.
+"""Newcomers: processes that join a running job, and take part from the next restart on.
 
     newcomer                                       the ranks of the job, in iteration i
-    arrives in the set of those who wait   ---->
-    waits for the roster of iteration i    <----   a fault: whoever writes the roster names the newcomer in it
-    is in the ended iteration a spare, with the rank after the last one
-    is assigned its rank in iteration i + 1 together with all others
+    arrives in the set of newcomers        ---->
+    waits for the roster of iteration i    <----   a fault: the roster of iteration i names the newcomer
+    counts as a spare of iteration i, with the rank after the last one
+    gets its rank in iteration i + 1 together with all others
 
-So nobody waits for a newcomer, and one that dies before it is named costs nothing. Its initial rank is one that no
+So no process waits for a newcomer, and one that dies before it is named costs nothing. Its initial rank is one that no
 process of the job ever had.
 """
 
@@ -19,26 +19,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inprocess.agreement import Agreement, Outcome
+from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import InterruptionRecord
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import RestartError, StaleViewError, StoreLostError
 from inprocess.state import Mode, State
 
-__all__ = ["JOIN", "JOINED_FILE", "Newcomer", "Place", "take_from_environment"]
+__all__ = ["JOIN", "JOINED_FILE", "Newcomer", "Place", "newcomer_from_environment"]
 
 JOIN = "INPROCESS_JOIN"
 """The environment variable with the initial rank of a newcomer, a number that no process of the job ever had."""
 JOINED_FILE = "INPROCESS_JOINED_FILE"
-"""The environment variable with the path of a file that a newcomer makes as soon as it belongs to the job."""
+"""The environment variable with the path of a file that a newcomer creates as soon as it belongs to the job."""
 
 _CHUNK_S = 1.0
-_SILENT = 2  # heartbeat timeouts without a heartbeat of rank 0, after which the job is taken for lost
+_SILENT = 2  # heartbeat timeouts without a heartbeat of rank 0, after which the job counts as lost
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a newcomer stands: in which iteration, that is over, with which rank, who left at its end, and why."""
+    """The position of a newcomer in the iteration that has just ended: its rank, who left at the end, and why."""
 
     iteration: int
     rank: int
@@ -47,14 +47,14 @@ class Place:
     interruptions: tuple[InterruptionRecord, ...]
 
     def take(self, state: State) -> None:
-        """Make `state` that of a spare of the iteration that is over."""
+        """Change `state` to that of a spare of the iteration that has ended."""
         state.iteration, state.rank, state.world_size = self.iteration, self.rank, self.world_size
         state.mode, state.active_rank, state.interruptions = Mode.INACTIVE, None, self.interruptions
 
 
 @dataclass(frozen=True)
 class Newcomer:
-    """What the environment says of this process: it is to join a job that runs."""
+    """This process, if the environment says that it is to join a running job."""
 
     initial_rank: int
     joined_file: str | None
@@ -65,10 +65,10 @@ class Newcomer:
         """Announce this process, and wait until it is named in a roster; None if the job is completed instead.
 
         `store` is the whole store of the job, `agreements` makes the agreement of an iteration. Main thread; returns to
-        bytecode every second. StoreLostError if the store is lost, or nobody of the job is left.
+        bytecode every second. StoreLostError if the store is lost, or no process of the job is left.
         """
         Agreement.announce_newcomer(store, self.initial_rank)
-        pulse = _Pulse(_SILENT * heartbeat_timeout_s)
+        signs = _LifeSigns(_SILENT * heartbeat_timeout_s)
         index = RestartIndex(store)
         while True:
             iteration = index.current()
@@ -79,11 +79,11 @@ class Newcomer:
             with contextlib.suppress(StaleViewError):
                 agreement = agreements(iteration)
                 outcome = agreement.wait_outcome(_CHUNK_S)
-                if outcome is Outcome.COMPLETED:
+                if outcome is IterationOutcome.COMPLETED:
                     return None
-                if outcome is Outcome.INTERRUPTED:
+                if outcome is IterationOutcome.INTERRUPTED:
                     agreement.wait_for_roster(_CHUNK_S)
-                pulse.feel((iteration, outcome, agreement.heartbeat_of(0)))
+                signs.note((iteration, outcome, agreement.heartbeat_of(0)))
 
     def _place_in(self, agreement: Agreement) -> Place | None:
         roster = agreement.find_roster()
@@ -92,7 +92,9 @@ class Newcomer:
         agreement.conclude(roster)
         before = agreement.world_size
         if before is None:
-            raise RestartError(f"iteration {agreement.iteration} has a roster, and nobody was in it")
+            raise RestartError(
+                f"iteration {agreement.iteration} has a roster, but no process has published the number of ranks"
+            )
         return Place(
             agreement.iteration,
             before + roster.joined.index(self.initial_rank),
@@ -101,15 +103,15 @@ class Newcomer:
             agreement.find_reason(),
         )
 
-    def say_joined(self) -> None:
-        """Tell who has started this process that it belongs to the job."""
+    def report_joined(self) -> None:
+        """Create the file that shows the launcher that this process belongs to the job."""
         if self.joined_file is not None:
             with open(self.joined_file, "w"):
                 pass
 
 
-def take_from_environment() -> Newcomer | None:
-    """Return what the environment says, once: what is called later in this process begins with all others."""
+def newcomer_from_environment() -> Newcomer | None:
+    """Return the newcomer that the environment describes; only once, a later call of the wrapper starts normally."""
     text, path = os.environ.pop(JOIN, None), os.environ.pop(JOINED_FILE, None)
     if text is None:
         return None
@@ -118,18 +120,20 @@ def take_from_environment() -> Newcomer | None:
     return Newcomer(int(text), path)
 
 
-class _Pulse:
-    """Whether there is still somebody: what is seen of the job changes again and again."""
+class _LifeSigns:
+    """Detects the end of a job: what can be observed of it no longer changes."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self._seen: object = None
         self._since = time.monotonic()
 
-    def feel(self, seen: object) -> None:
-        """Note what is seen. StoreLostError if it has not changed for too long."""
+    def note(self, seen: object) -> None:
+        """Note an observation. StoreLostError if it has not changed for too long."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         elif now - self._since > self._silence_s:
-            raise StoreLostError(f"the job to join has made no heartbeat for {self._silence_s:g} s: nobody is left")
+            raise StoreLostError(
+                f"the job to join sent no heartbeat for {self._silence_s:g} s: no process of it is left"
+            )

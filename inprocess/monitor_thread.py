@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from inprocess.agreement import Agreement, Outcome
+from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions
 from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
 from inprocess.ipc.threads import JoinableThread
@@ -131,7 +131,7 @@ class MonitorThread:
                 outcome = self.agreement.wait_outcome(intervals * self.interval_s)
                 intervals = min(2 * intervals, _LONGEST_WAIT)
             self.times.outcome = time.monotonic()
-            if outcome is Outcome.COMPLETED:
+            if outcome is IterationOutcome.COMPLETED:
                 return False
             initial_rank = self.state.initial_rank
             assert initial_rank is not None

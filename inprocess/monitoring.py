@@ -1,6 +1,6 @@
 """How a call is joined to its monitor process, and both of them to the store of all ranks.
 
-    1  the server starts             on rank 0, in a process of its own; the ranks find it, see `discovery`
+    1  the server starts             on rank 0, in a process of its own; the ranks find it, see `rendezvous`
     2  the monitor process starts    it inherits nothing of the store
     3  the store is opened           by the rank
     4  all ranks meet                from here on each knows that the others are there
@@ -22,7 +22,7 @@ from inprocess.agreement import Agreement
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, RestartIndex
 from inprocess.coordination.process import ServerProcess
-from inprocess.discovery import Rendezvous, new_access
+from inprocess.coordination.rendezvous import Rendezvous, new_access
 from inprocess.exception import RestartError
 from inprocess.joining import Newcomer, Place
 from inprocess.main_thread.stacks import StackReporter
@@ -196,7 +196,7 @@ class Monitoring:
         agreement = self.agreement(state.iteration, state.world_size)
         assert state.initial_rank is not None
         try:
-            agreement.mark_gone(state.initial_rank)
+            agreement.mark_departed(state.initial_rank)
             agreement.interrupt(record)
         except RestartError as problem:
             _log.critical("the others do not know that this rank has no monitor process: %s", problem)

@@ -1,4 +1,4 @@
-"""Hooks that tell an outer launcher, through the log, what the restarts inside a process are doing.
+"""Hooks that report the restarts inside a process to an outer launcher, through the log.
 
 One line per phase, on one rank only, at INFO:
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _OnOneRank:
-    """Writes one line with the given words. `special_rank` is the initial rank that does; `logger` gets the line."""
+    """Writes one line with the given words to `logger`, on the initial rank `special_rank` only."""
 
     def __init__(
         self, restarter_state: str, restarter_stage: str | None, logger: logging.Logger | None, special_rank: int
@@ -51,7 +51,7 @@ class _OnOneRank:
 
 
 class NestedRestarterHandlingCompleted(_OnOneRank, Initialize):
-    """A restart is over; the first time: the job begins."""
+    """Reports that a restart is over; the first time, that the job begins."""
 
     def __init__(self, special_rank: int = 0) -> None:
         super().__init__("initialize", None, None, special_rank)
@@ -64,7 +64,7 @@ class NestedRestarterHandlingCompleted(_OnOneRank, Initialize):
 
 
 class NestedRestarterHandlingStarting(_OnOneRank, Abort):
-    """A restart begins."""
+    """Reports that a restart begins."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class NestedRestarterHandlingStarting(_OnOneRank, Abort):
 
 
 class NestedRestarterFinalized(_OnOneRank, Completion):
-    """The job has succeeded."""
+    """Reports that the job has succeeded."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class NestedRestarterFinalized(_OnOneRank, Completion):
 
 
 class NestedRestarterAborted(_OnOneRank, Terminate):
-    """This rank leaves."""
+    """Reports that this rank leaves."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@
       sleep in sem_clockwait  <------------------  sem_post, the C function itself
       stamp the time, send the timestamp
 
-A main thread in a C function does not get there, whether it holds the GIL or not. No Python code runs on the main
-thread for this: `int sem_post(sem_t *)` has the very signature of a pending call, and returns the 0 of success.
+A main thread in a C function does not run the call, whether it holds the GIL or not. No Python code runs on the main
+thread for this; see `main_thread.probe`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from typing import Any, Protocol
 
 from inprocess.ipc.threads import JoinableThread
 from inprocess.main_thread.probe import MainThreadProbe
+from inprocess.waiting import wait_until_set
 
 __all__ = ["ProgressWatchdog", "Timestamp"]
 
 _log = logging.getLogger(__name__)
-_SLICE_S = 0.002  # how long a main thread that waits for us stays out of bytecode
+_SLICE_S = 0.002  # how long a main thread that waits for the watchdog stays out of bytecode
 _LAST_CALL_GRACE_S = 0.2
 
 
@@ -36,7 +37,7 @@ _LAST_CALL_GRACE_S = 0.2
 class Timestamp:
     """When this rank last made progress, in seconds of CLOCK_MONOTONIC: one clock for all processes of a host.
 
-    `auto` is about bytecode, `manual` about `ping`. None: not watched.
+    `auto`: it executed bytecode; `manual`: it called `ping`. None: not watched.
     """
 
     auto: float | None
@@ -50,7 +51,7 @@ class Timestamp:
 
 
 class TakesTimestamps(Protocol):
-    """What the watchdog needs of the monitor process. Must not block: it is called under the watchdog's lock."""
+    """The monitor process, as far as the watchdog uses it. Must not block: it is called under the watchdog's lock."""
 
     def send_timestamp(self, timestamp: Timestamp) -> Any: ...
 
@@ -65,20 +66,20 @@ class _State(enum.Enum):
 
 
 class _Pause:
-    """The pause that is going on, or else the next one."""
+    """The current pause, or else the next one."""
 
     def __init__(self) -> None:
-        self.over = threading.Event()  # synchronized, or given up by `resume` or `shutdown`
+        self.over = threading.Event()  # synchronized, or ended by `resume` or `shutdown`
         self.synchronized = False
 
 
 class ProgressWatchdog:
-    """One thread that sends a `Timestamp` every `interval` (seconds or timedelta), the latest it has.
+    """A thread that sends the latest `Timestamp` every `interval` (seconds or timedelta).
 
     The automatic stamp is the time at which the watchdog learned that the main thread ran bytecode. It learns that at
-    once, unless some thread holds the GIL: then nothing is sent either, and the next stamp may be late by that time.
-    `rank` only names the thread. Create, `start` and `shutdown` it in the process it watches; in a forked child all
-    methods do nothing. What goes wrong in `send_timestamp` is logged, not raised.
+    once, unless another thread holds the GIL: then nothing is sent either, and the next stamp may be late by that time.
+    `rank` appears only in the name of the thread. Create, `start` and `shutdown` it in the process it watches; in a
+    forked child all methods do nothing. Errors of `send_timestamp` are logged, not raised.
     """
 
     def __init__(self, rank: int | None, monitor_process: TakesTimestamps, interval: timedelta | float) -> None:
@@ -88,7 +89,7 @@ class ProgressWatchdog:
         self._monitor_process = monitor_process
         self._interval_s = seconds
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a signal handler or destructor of the user may ping
+        self._lock = threading.RLock()  # reentrant: a signal handler or destructor of the user may call `ping`
         self._state = _State.NEW  # written under the lock
         self._pause = _Pause()
         self._auto = time.monotonic()
@@ -124,8 +125,10 @@ class ProgressWatchdog:
                 self._send()
 
     def hold(self) -> None:
-        """Stamp automatic progress no more until `reset`, `resume` or a complete pause: the main thread may run, but
-        something else has to happen first. Any thread."""
+        """Stamp no automatic progress until `reset`, `resume` or a complete pause. Any thread.
+
+        For when the main thread may run, but a hang of something else must still be noticed.
+        """
         with self._lock:
             self._held = True
 
@@ -133,8 +136,8 @@ class ProgressWatchdog:
         """Stop sending, wait until the main thread has run bytecode again, then `reset`: exactly one send.
 
         The proof is a call that was scheduled after this method was entered. Waits as long as that takes, on any thread
-        including the main one. True: paused, also if it was before (then nothing is sent). False: `resume` or
-        `shutdown` came in between. RuntimeError if the watchdog does not run.
+        including the main one. Returns True if paused, also if it was paused before (then nothing is sent); False if
+        `resume` or `shutdown` came in between. RuntimeError if the watchdog does not run.
         """
         if os.getpid() != self._pid:
             return False
@@ -144,19 +147,19 @@ class ProgressWatchdog:
             if self._state is _State.RUNNING:
                 self._state = _State.PAUSING
                 probe.nudge()
-        _wait_in_bytecode(pause.over)
+        wait_until_set(pause.over, slice_s=_SLICE_S)
         return pause.synchronized
 
     def spin_till_paused(self) -> None:
-        """On the main thread: execute bytecode until a pause is complete, now or in future, or given up.
+        """On the main thread: execute bytecode until the current or next pause is complete, or ended.
 
-        Costs next to nothing: it looks every 2 ms. Returns at once if the watchdog is paused or does not run.
+        It checks every 2 ms. Returns at once if the watchdog is paused or does not run.
         """
         if self._thread.is_alive() and os.getpid() == self._pid:
-            _wait_in_bytecode(self._pause.over)
+            wait_until_set(self._pause.over, slice_s=_SLICE_S)
 
     def resume(self) -> None:
-        """End a pause, complete or not. Idempotent. RuntimeError if the watchdog does not run (any more)."""
+        """End a pause, complete or not. Idempotent. RuntimeError if the watchdog does not run."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -193,7 +196,7 @@ class ProgressWatchdog:
         return self._probe
 
     def _send(self) -> None:
-        """Under the lock: a timestamp must not overtake a newer one."""
+        """Send the stamps, under the lock: an old timestamp must not arrive after a newer one."""
         try:
             self._monitor_process.send_timestamp(Timestamp(self._auto, self._manual))
             self._sending_fails = False
@@ -216,7 +219,7 @@ class ProgressWatchdog:
                 else:
                     probe.wait(None)
         except Exception:
-            _log.exception("the progress watchdog fails; this rank will be taken for a hanging one")
+            _log.exception("the progress watchdog failed; this rank will be treated as hanging")
         finally:
             self._pause.over.set()
             probe.close(_LAST_CALL_GRACE_S)
@@ -236,7 +239,7 @@ class ProgressWatchdog:
 
     def _synchronize(self, probe: MainThreadProbe) -> None:
         pause = self._pause
-        # One call for what was scheduled before the pause, which proves nothing, and one after it.
+        # A call that was scheduled before the pause proves nothing; one more is needed then.
         for _ in range(2 if probe.outstanding else 1):
             while True:
                 probe.schedule()
@@ -255,17 +258,8 @@ class ProgressWatchdog:
                 pause.over.set()
 
     def _wait_for_call(self, probe: MainThreadProbe, end: float, state: _State) -> bool:
-        """Return True when the outstanding call has run; False when time or that state is over, or there is none."""
+        """Return True when the outstanding call has run; False at `end`, in another state, or without such a call."""
         while probe.outstanding and self._state is state and time.monotonic() < end:
             if probe.wait(end):
                 return True
         return False
-
-
-def _wait_in_bytecode(event: threading.Event) -> None:
-    """Wait; on the main thread in slices, so that it runs its pending calls."""
-    if threading.current_thread() is threading.main_thread():
-        while not event.wait(_SLICE_S):
-            pass
-    else:
-        event.wait()

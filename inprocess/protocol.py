@@ -6,15 +6,16 @@
       │                                     ▼
       └── END ◀── BARRIER ◀── HEALTH ◀── FINALIZE
 
-Between BEGIN and COMPLETE the monitor thread may throw RankShouldRestart into any line. Everywhere else nothing is
-thrown. An exception that is no fault of the iteration (KeyboardInterrupt, SystemExit, RestartAbort, a hook of the
-restart path that raises) leads from everywhere to LEAVE: the rank says that it goes, and the others restart without it.
+Between BEGIN and COMPLETE the monitor thread may throw RankShouldRestart into any line; elsewhere nothing is thrown. An
+exception that is not a fault of the iteration (KeyboardInterrupt, SystemExit, RestartAbort, a hook of the restart path
+that raises) leads from any phase to LEAVE: the rank reports that it leaves, and the others restart without it.
 
-What the ranks decide together is in `agreement`; nothing here is decided by one rank for others.
+What the ranks decide together is in `agreement`; no rank decides for others here.
 """
 
 from __future__ import annotations
 
+import enum
 import gc
 import logging
 import time
@@ -22,8 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from inprocess.abort import discard_process_groups
-from inprocess.agreement import Agreement, Outcome, Roster, depart
+from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord, is_bystander
 from inprocess.events import RestartClock, RestartEvents
 from inprocess.exception import (
@@ -35,36 +35,67 @@ from inprocess.exception import (
     StoreError,
     StoreLostError,
 )
+from inprocess.hooks import Hooks
 from inprocess.joining import Place
-from inprocess.library_state import reset_libraries
-from inprocess.monitor_thread import MonitorThread, reraise_if_unraisable
-from inprocess.phases import Phase
+from inprocess.main_thread.async_raise import reraise_if_unraisable
+from inprocess.main_thread.atomic import AtomicLock
+from inprocess.monitor_process.handle import MonitorProcess
+from inprocess.monitor_thread import MonitorThread
+from inprocess.process_state import reset_libraries
+from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.settings import Settings
-from inprocess.state import FrozenState, Mode, State
+from inprocess.state import Mode, State
+from inprocess.unblock.process_groups import discard_process_groups
 
-__all__ = ["RestartProtocol", "Services"]
+__all__ = ["Phase", "RestartProtocol", "Services"]
 
 _log = logging.getLogger(__name__)
 
 
-class Hooks(Protocol):
-    """The user's hooks, whatever their style; see `inprocess.hooks`."""
+class Phase(enum.Enum):
+    """Where a rank is in the protocol."""
 
-    def initialize(self, state: FrozenState) -> None: ...
-    def health_check(self, state: FrozenState) -> None: ...
-    def restart_health_check(self, state: FrozenState) -> None: ...
-    def abort(self, state: FrozenState) -> None: ...
-    def finalize(self, state: FrozenState) -> None: ...
-    def terminate(self, state: FrozenState) -> None: ...
-    def assign(self, state: State, store: Any, terminated_ranks: frozenset[int]) -> State: ...
+    ASSIGN = "assign ranks"
+    BEGIN = "begin the iteration"
+    INITIALIZE = "initialize"
+    RUN = "run the function"
+    RESERVE = "wait as a spare"
+    COMPLETE = "wait for the others to complete"
+    FINALIZE = "finalize"
+    HEALTH = "check health"
+    BARRIER = "wait for the others to end the iteration"
+    END = "end the iteration"
+    LEAVE = "leave"
+    DONE = "done"
+
+    def leads_to(self, phase: Phase) -> bool:
+        """Return whether `phase` may come next."""
+        return phase in _NEXT[self]
+
+
+_FAULT = {Phase.FINALIZE, Phase.LEAVE}
+_NEXT: dict[Phase, set[Phase]] = {
+    Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
+    Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
+    Phase.INITIALIZE: {Phase.RUN, Phase.RESERVE} | _FAULT,
+    Phase.RUN: {Phase.COMPLETE} | _FAULT,
+    Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
+    Phase.COMPLETE: {Phase.DONE} | _FAULT,
+    Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
+    Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
+    Phase.BARRIER: {Phase.END, Phase.LEAVE},
+    Phase.END: {Phase.ASSIGN, Phase.LEAVE},
+    Phase.LEAVE: {Phase.DONE},
+    Phase.DONE: set(),
+}
 
 
 class Services(Protocol):
-    """What the protocol needs around it; the `CallWrapper` has it."""
+    """What the protocol uses of the call around it, the `CallWrapper`."""
 
-    monitor_process: Any
-    progress_watchdog: Any
-    atomic_lock: Any
+    monitor_process: MonitorProcess
+    progress_watchdog: ProgressWatchdog
+    atomic_lock: AtomicLock
 
     def wake_main_thread(self) -> None: ...
     def iteration_store(self, iteration: int) -> Any: ...
@@ -76,14 +107,14 @@ class Services(Protocol):
 
 @dataclass
 class _Interrupted:
-    """How an iteration broke off on this rank."""
+    """An iteration that did not complete on this rank."""
 
     monitor: MonitorThread
     exception: BaseException | None
 
 
 class RestartProtocol:
-    """Runs `function` until all ranks have completed it, or this rank leaves. One object per call of the wrapper."""
+    """Runs `function` until all ranks have completed it or this rank leaves. One object per call of the wrapper."""
 
     def __init__(
         self,
@@ -114,7 +145,7 @@ class RestartProtocol:
         return f"iteration {self.state.iteration}, rank {self.state.rank} of {self.state.world_size}: {phase}"
 
     def run(self) -> Any:
-        """Return what the function returned (None on a spare). Raises what this rank leaves with."""
+        """Return what the function returned (None on a spare); raise the error with which this rank leaves."""
         try:
             phase = self._assign()
             if self._place is not None:
@@ -129,7 +160,7 @@ class RestartProtocol:
 
     def _enter(self, phase: Phase) -> None:
         if self.phase is not None and not self.phase.leads_to(phase):
-            raise InternalError(f"there is no way from {self.phase.name} to {phase.name}")
+            raise InternalError(f"{self.phase.name} cannot be followed by {phase.name}")
         self.phase = phase
         self._clock.note(phase.name.lower(), time.monotonic())
         _log.debug("%s", self)
@@ -151,7 +182,7 @@ class RestartProtocol:
     # -- an iteration --------------------------------------------------------------------------------------------------
 
     def _iteration(self) -> Phase:
-        """Everything under the eyes of the monitor thread. Returns DONE, or FINALIZE after a fault."""
+        """Run one iteration, with the monitor thread. Returns DONE, or FINALIZE after a fault."""
         interrupted = self._guarded()
         if interrupted is None:
             return Phase.DONE
@@ -177,7 +208,7 @@ class RestartProtocol:
         this rank before anything else can happen.
         """
         failure: BaseException | None = None
-        at_fault = False  # not, if it fails when the outcome is known: that is what the abort does to it
+        at_fault = False  # stays so for an error after the outcome is known: the abort causes that
         self._enter(Phase.BEGIN)
         monitor = self._begin()
         try:
@@ -196,14 +227,14 @@ class RestartProtocol:
             pass
         try:
             monitor.shutdown()
-        except RankShouldRestart:  # thrown once more, because unwinding took long, and came up before `shutdown` began
+        except RankShouldRestart:  # thrown again, because unwinding took long, and raised before `shutdown` began
             monitor.shutdown()
         try:
-            return self._how_it_broke_off(monitor, failure, at_fault)
+            return self._interrupted(monitor, failure, at_fault)
         finally:
             del failure  # its traceback refers to this frame: in a cycle it would keep process groups, and the model
 
-    def _how_it_broke_off(
+    def _interrupted(
         self, monitor: MonitorThread, failure: BaseException | None, at_fault: bool
     ) -> _Interrupted | None:
         if failure is None:
@@ -240,7 +271,7 @@ class RestartProtocol:
         )
 
     def _act(self) -> None:
-        """INITIALIZE, RUN or RESERVE, COMPLETE."""
+        """Go through INITIALIZE, RUN or RESERVE, and COMPLETE."""
         assert self._agreement is not None
         settings = self._settings
         self._enter(Phase.INITIALIZE)
@@ -261,7 +292,7 @@ class RestartProtocol:
             settings.completion_timeout.total_seconds(),
             settings.progress_watchdog_interval.total_seconds(),
         )
-        if outcome is Outcome.INTERRUPTED:  # RankShouldRestart is on its way
+        if outcome is IterationOutcome.INTERRUPTED:  # RankShouldRestart follows
             while True:
                 time.sleep(settings.monitor_thread_interval.total_seconds())
 
@@ -273,10 +304,10 @@ class RestartProtocol:
             self._services.progress_watchdog.ping()
 
     def _report(self, error: BaseException) -> None:
-        """Record the fault of this rank. Without a store the monitor thread will say so."""
+        """Record the fault of this rank. A lost store is reported by the monitor thread."""
         kind = Interruption.EXCEPTION if isinstance(error, Exception) else Interruption.BASE_EXCEPTION
         record = InterruptionRecord.of_exception(error, self.state.rank, kind)
-        _log.error("%s fails: %s\n%s", self, record.summary, record.detail)
+        _log.error("%s failed: %s\n%s", self, record.summary, record.detail)
         assert self._agreement is not None
         try:
             self._agreement.interrupt(record)
@@ -286,7 +317,7 @@ class RestartProtocol:
     # -- after a fault -------------------------------------------------------------------------------------------------
 
     def _restart(self) -> Phase:
-        """From FINALIZE to the next BEGIN. Whatever is raised makes this rank leave."""
+        """Go from FINALIZE to the next BEGIN. Any exception makes this rank leave."""
         self._enter(Phase.FINALIZE)
         self._hooks.finalize(self.state.freeze())
         self._enter(Phase.HEALTH)
@@ -295,11 +326,11 @@ class RestartProtocol:
         roster = self._wait_for_all()
         self._enter(Phase.END)
         self._services.monitor_process.disable_sibling_monitor()
-        if self._initial_rank in roster.gone or self.state.rank in roster.terminated_ranks:
-            raise RankDiscarded(f"{self}: the others took this rank for lost and go on without it")
+        if self._initial_rank in roster.departed or self.state.rank in roster.terminated_ranks:
+            raise RankDiscarded(f"{self}: the others consider this rank lost and go on without it")
         self._terminated_ranks = roster.terminated_ranks
         world_size = self.state.world_size
-        self.state.world_size += len(roster.joined)  # as if they had been there, as spares
+        self.state.world_size += len(roster.joined)  # newcomers count as spares of the iteration that ends
         phase = self._assign()
         reset_libraries()
         self._write_event(world_size, len(roster.joined))
@@ -318,7 +349,7 @@ class RestartProtocol:
         )
 
     def _write_event(self, world_size_before: int, joined: int) -> None:
-        """The first rank that is left writes what happened; all log it."""
+        """Log the restart; the lowest surviving rank also writes the event."""
         _log.warning(
             "restart: iteration %d ends, rank %s of %d, %d lost, %d joined",
             self.state.iteration,
@@ -340,10 +371,10 @@ class RestartProtocol:
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _leave(self, error: BaseException) -> None:
-        """Say that this rank goes, wait until the others know, run the terminate hook (which may replace `error`)."""
+        """Report that this rank leaves, wait for the others, run the terminate hook (it may replace `error`)."""
         _log.critical("%s: leaving with %s: %s", self, type(error).__name__, error)
         self.phase = Phase.LEAVE
-        if isinstance(error, StaleViewError):  # nothing of the job may be touched any more
+        if isinstance(error, StaleViewError):  # the job must not be touched any more
             self._services.monitor_process.leave()
             self.state.mode, self.state.rank = Mode.TERMINATED, None
             return

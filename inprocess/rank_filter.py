@@ -1,6 +1,6 @@
-"""Filters of who works, as a separate stage after the rank assignment and after all ranks were activated.
+"""Filters that choose the active ranks, in a separate stage after the rank assignment and the activation of all ranks.
 
-The older place for them. `inprocess.rank_assignment` has the same filters as members of the assignment itself.
+This is the older place for them. `inprocess.rank_assignment` has the same filters as members of the assignment itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["MaxActiveWorldSize", "RankFilter", "WorldSizeDivisibleBy"]
 
 
 class RankFilter(abc.ABC):
-    """Chooses spares: gets this rank's state with all ranks active, changes `mode` and the active numbers, returns it.
+    """Chooses spares: gets the state of this rank with all ranks active, changes `mode` and the active numbers.
 
-    What it does may depend only on the state, and must come out the same on all ranks.
+    The result may depend only on the state, and must be the same on all ranks.
     """
 
     @abc.abstractmethod

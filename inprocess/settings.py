@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Settings"]
+__all__ = ["Hook", "Settings"]
+
+Hook = Callable[..., Any]  # of either style: see `inprocess.hook_compat`
 
 _SHORTER_THAN = (
     ("soft_timeout", "hard_timeout"),
@@ -28,18 +30,18 @@ _ABSOLUTE_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
 
 @dataclass(kw_only=True, eq=False)
 class Settings:
-    """What `Wrapper` is given, and means. TypeError for a wrong type, ValueError for a violated relation."""
+    """The arguments of `Wrapper`. TypeError for a wrong type, ValueError for a violated relation."""
 
     store_factory: Any
     store_kwargs: Any = None  # a dict, empty for None
-    initialize: Any = None
-    abort: Any = None
-    completion: Any = None
-    terminate: Any = None
-    finalize: Any = None
-    health_check: Any = None
-    rank_assignment: Any = None
-    rank_filter: Any = None
+    initialize: Hook | None = None
+    abort: Hook | None = None
+    completion: Hook | None = None
+    terminate: Hook | None = None
+    finalize: Hook | None = None
+    health_check: Hook | None = None
+    rank_assignment: Hook | None = None
+    rank_filter: Hook | None = None
     monitor_thread_interval: timedelta = timedelta(seconds=1)
     monitor_process_interval: timedelta = timedelta(seconds=1)
     heartbeat_interval: timedelta = timedelta(seconds=1)
@@ -93,24 +95,24 @@ class Settings:
 
 
 def require_main_thread() -> None:
-    """ValueError on another thread than the main one."""
+    """Raise ValueError outside the main thread."""
     _require(
         threading.current_thread() is threading.main_thread(),
         "threading.current_thread() is threading.main_thread()",
         {"threading.current_thread()": threading.current_thread().name},
-        hint="call the wrapped function on the main thread: no other thread can be brought out of a blocked call",
+        hint="call the wrapped function on the main thread: no other thread can be freed from a blocking call",
     )
 
 
 def require_no_process_group() -> None:
-    """ValueError if torch.distributed is not there, or has a process group already."""
+    """Raise ValueError if torch.distributed is not available, or has a process group already."""
     import torch.distributed
 
     _require(torch.distributed.is_available(), "torch.distributed.is_available()")
     _require(
         not torch.distributed.is_initialized(),
         "not torch.distributed.is_initialized()",
-        hint="create process groups inside the wrapped function: they must be made again after each restart",
+        hint="create process groups inside the wrapped function: each restart needs new ones",
     )
 
 

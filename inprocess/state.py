@@ -1,4 +1,4 @@
-"""What a rank knows about itself and the job: the value every hook gets."""
+"""State of a rank in the job, which every hook gets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class State:
     interruptions: tuple[InterruptionRecord, ...] = ()
 
     def __post_init__(self) -> None:
-        self.store: Any = None  # of the current iteration; no field, so that it is in no copy
+        self.store: Any = None  # of the current iteration; not a field, so that copies do not contain it
         if self.initial_rank is None:
             self.initial_rank = self.rank
         if self.initial_world_size is None:
@@ -90,11 +90,11 @@ class State:
         self.fn_exception = None
 
     def freeze(self) -> FrozenState:
-        """Return what hooks get. Nothing is copied deeply: an exception is passed on as it is."""
+        """Return the state for hooks. The copy is shallow: the exception is the same object."""
         return FrozenState(**_fields_of(self))
 
     def copy_from(self, other: State | FrozenState, fields: Iterable[str] | None = None) -> None:
-        """Take over the named fields of `other`; all of them by default."""
+        """Copy the named fields of `other`; all of them by default."""
         names = [field.name for field in dataclasses.fields(self)] if fields is None else list(fields)
         for name in names:
             setattr(self, name, getattr(other, name))
@@ -102,7 +102,7 @@ class State:
 
 @dataclass(frozen=True)
 class FrozenState:
-    """A `State` that cannot be changed; assignment raises `dataclasses.FrozenInstanceError`."""
+    """An immutable `State`; assignment raises `dataclasses.FrozenInstanceError`."""
 
     rank: int | None
     world_size: int

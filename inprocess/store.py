@@ -2,8 +2,8 @@
 
     class MyStore(StoreMixin, torch.distributed.SomeStore): ...
 
-makes one more. A store that is given to torch must outlive the process groups that use it: torch keeps the C++ half of
-a Python store alive, not the Python half.
+defines another one. A store that is passed to torch must outlive the process groups that use it: torch keeps the C++
+part of a Python store alive, but not the Python part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch.distributed as dist
 
 from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
-from inprocess.coordination.etcd import EtcdClient, EtcdCluster
+from inprocess.coordination.etcd import EtcdClient
+from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.namespace import PrefixView
-from inprocess.discovery import job_secret
+from inprocess.coordination.rendezvous import job_secret
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.ipc import unix_sockets
 
@@ -49,7 +50,7 @@ _TRY_S = 1.0
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
-class _ClientStore(StoreMixin, TorchStore):  # the operations are those defined here
+class _ClientStore(StoreMixin, TorchStore):  # the operations of this class override those of both
     """A torch store whose work is done by a torch-free `client`."""
 
     client: CoordinationStore | EtcdClient
@@ -62,11 +63,11 @@ class _ClientStore(StoreMixin, TorchStore):  # the operations are those defined 
             client.close()
 
     def clone(self) -> Self:
-        """Return this store, which threads can share."""
+        """Return this store: threads can share it."""
         return self
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are there."""
+        """Return True: `append`, `multi_get` and `multi_set` are supported."""
         return True
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -99,7 +100,7 @@ class _ClientStore(StoreMixin, TorchStore):  # the operations are those defined 
     def num_keys(self) -> int:
         return self.client.num_keys()
 
-    # What torch's C++ side calls these two.
+    # The names by which the C++ side of torch calls these two.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
@@ -123,11 +124,11 @@ class _ClientStore(StoreMixin, TorchStore):  # the operations are those defined 
 
 
 class TCPStore(_ClientStore):
-    """The coordination store as torch store; what it guarantees is told at `StoreClient`.
+    """The coordination store as a store of torch; see `StoreClient` for its guarantees.
 
-    Under the wrapper, which gives it the `access`, a process that rank 0 has started is the server. Without `access`
-    the process with RANK 0 hosts it, at `host_name` and `port`; `critical_ranks` is (0,) then: that process must
-    outlive the others. `client` is the torch-free client that does the work.
+    The wrapper passes `access`; the server is then a process that rank 0 has started. Without `access` the process with
+    RANK 0 hosts the store, at `host_name` and `port`, and `critical_ranks` is (0,): that process must outlive the
+    others. `client` is the torch-free client that does the work.
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class TCPStore(_ClientStore):
     ) -> None:
         """Connect to the server, or host it. StoreError if there is none within `timeout`.
 
-        `host_name`, `port` and `world_size` are by default MASTER_ADDR, MASTER_PORT and WORLD_SIZE. The secret is made
-        from INPROCESS_SECRET in the environment; without, processes of the same user on this machine have one. With
-        `wait_for_workers`, RANK 0 waits until `world_size` stores have connected; StoreTimeoutError if they do not.
-        After `patience` without a word from the server the store is lost. `multi_tenant` and `use_libuv` are accepted
-        for torch's sake and have no meaning here.
+        `host_name`, `port` and `world_size` are by default MASTER_ADDR, MASTER_PORT and WORLD_SIZE. The secret is
+        derived from INPROCESS_SECRET in the environment; without that, it is shared by the processes of this user on
+        this machine. With `wait_for_workers`, RANK 0 waits until `world_size` stores have connected; StoreTimeoutError
+        if they do not. If the server is silent for `patience`, the store is lost. `multi_tenant` and `use_libuv` are
+        accepted for compatibility with torch and have no effect.
         """
         super().__init__()
         self.set_timeout(timeout)
@@ -193,8 +194,8 @@ class TCPStore(_ClientStore):
 class EtcdStore(_ClientStore):
     """The coordination store in an etcd cluster: `Wrapper(store_factory=EtcdStore, store_kwargs={"endpoints": ...})`.
 
-    The job survives the loss of any node, also rank 0's, as long as the cluster has a quorum. What is stored is deleted
-    a quarter of an hour after the last process of the job has gone.
+    The job survives the loss of any node, also that of rank 0, as long as the cluster has a quorum. The contents are
+    deleted a quarter of an hour after the last process of the job has ended.
     """
 
     def __init__(
@@ -213,9 +214,9 @@ class EtcdStore(_ClientStore):
         """Connect to the cluster. StoreError if it does not answer within `patience`, or refuses.
 
         `endpoints` are client URLs of its members, in a list or separated by commas. `user` and `password`, or the PEM
-        files `cert` and `key`, are those of somebody who may read and write under "/inprocess/"; `ca_cert` is the
-        authority that has signed the members' certificates. Without, whoever reaches the cluster can end the job.
-        `job` is the same for all processes of a job and was never used before; the wrapper gives it. After `patience`
+        files `cert` and `key`, must permit reading and writing under "/inprocess/"; `ca_cert` is the authority that has
+        signed the certificates of the members. Without them, any process that reaches the cluster can end the job.
+        `job` is the same for all processes of a job and was never used before; the wrapper passes it. After `patience`
         without an answer the store is lost.
         """
         super().__init__()
@@ -226,9 +227,9 @@ class EtcdStore(_ClientStore):
 
 
 class FileStore(StoreMixin, TorchFileStore):  # both define `wait`; the one of the mixin counts
-    """A file as store: `FileStore(file_name, world_size)`. It needs no server, so no rank is critical.
+    """A store in a file: `FileStore(file_name, world_size)`. It needs no server, so no rank is critical.
 
-    The file grows with every change, and waits look at it again and again; it is for tests and single machines.
+    The file grows with every change, and waits poll it; it is for tests and single machines.
     """
 
     critical_ranks: tuple[int, ...] = ()
@@ -237,7 +238,7 @@ class FileStore(StoreMixin, TorchFileStore):  # both define `wait`; the one of t
 class PrefixStore(PrefixView, StoreMixin, TorchPrefixStore):  # the operations of the view count
     """A namespace of its own for each iteration: `PrefixStore(iteration, store)`. `base_store` is that store.
 
-    It is a `TCPStore` or a `FileStore` from here, or another store with `StoreMixin`. From C++ it is a
+    That is a `TCPStore` or `FileStore` of this module, or another store with `StoreMixin`. For C++ this is a
     `torch.distributed.PrefixStore` with the same keys.
     """
 
@@ -248,13 +249,13 @@ class PrefixStore(PrefixView, StoreMixin, TorchPrefixStore):  # the operations o
 
     @property
     def critical_ranks(self) -> tuple[int, ...]:
-        """As the base store."""
+        """The critical ranks of the base store."""
         ranks: tuple[int, ...] = self.base_store.critical_ranks
         return ranks
 
 
 def _own_secret() -> str:
-    """The secret of stores that are opened without the wrapper: from the environment, or that of this user here."""
+    """Return the secret of stores that are opened without the wrapper: from the environment, or that of this user."""
     given = job_secret("")
     if given is not None:
         return given

@@ -1,4 +1,4 @@
-"""Hooks of a rank that leaves."""
+"""Hooks that run on a rank that leaves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["Terminate"]
 
 
 class Terminate(abc.ABC):
-    """Called on the main thread when this rank leaves with an error, after the others have been told.
+    """Called on the main thread when this rank leaves with an error, after the others were notified.
 
-    Returns the state it was given. What it raises leaves the wrapper instead of the error, chained to it.
+    Returns the state it was given. An error of the hook leaves the wrapper instead of the original one, chained to it.
     """
 
     @abc.abstractmethod

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
+import inspect
 import logging
 import os
-import sys
-import traceback
+import types
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,25 +17,25 @@ from typing import Any, ParamSpec, TypeVar
 from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
-from inprocess.call_injection import inject
 from inprocess.group_store import GroupStore
-from inprocess.hook_chain import HookChain
-from inprocess.joining import take_from_environment
+from inprocess.hooks import Hooks
+from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.interrupt import MainThreadInterrupter
+from inprocess.main_thread.signals import MainThreadInterrupter
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.stores import iteration_store
 from inprocess.monitoring import Monitoring
+from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import RestartProtocol
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
-from inprocess.settings import Settings, require_main_thread, require_no_process_group
+from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
 from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
-from inprocess.unblock.store_connection import interruptible_store_connections
+from inprocess.unblock.stores import interruptible_store_connections
 
-__all__ = ["CallWrapper", "Wrapper"]
+__all__ = ["CallWrapper", "Wrapper", "inject"]
 
 _log = logging.getLogger(__name__)
 _UNBLOCK_S = 0.02
@@ -45,20 +45,21 @@ _R = TypeVar("_R")
 
 @dataclass(kw_only=True, eq=False)
 class Wrapper(Settings):
-    """Makes a function run again, in the same processes, after a fault on any rank.
+    """Makes a function restartable: after a fault on any rank it runs again, in the same processes.
 
         @inprocess.Wrapper(soft_timeout=timedelta(seconds=30), ...)
         def train(call: inprocess.CallWrapper | None = None): ...
 
-    Times are `datetime.timedelta`. `store_factory(**store_kwargs)` makes the store the ranks agree through; the default
-    outlives each single process. `initialize`, `abort`, `finalize`, `health_check`, `completion` and `terminate` are
-    hooks, `rank_assignment` (and the older `rank_filter`) numbers the ranks after a restart; see their modules.
+    Times are `datetime.timedelta`. `store_factory(**store_kwargs)` makes the store through which the ranks agree; the
+    default store outlives each single rank. `initialize`, `abort`, `finalize`, `health_check`, `completion` and
+    `terminate` are hooks, `rank_assignment` (and the older `rank_filter`) numbers the ranks after a restart; see their
+    modules.
 
     No progress of the main thread for `soft_timeout` restarts the job, for `hard_timeout` ends this process. A monitor
-    process that is silent for `heartbeat_timeout` means that its node is lost. Nobody waits longer than
-    `barrier_timeout` for others after a fault, or than `completion_timeout` after the function has returned.
-    `last_call_wait` is how long, at most, reports of the same incident are collected. The intervals bound how long the
-    threads sleep; nothing of a restart waits for one. Paths may contain ``{rank}``, the initial rank.
+    process that is silent for `heartbeat_timeout` means that its node is lost. A rank waits for others at most
+    `barrier_timeout` after a fault, and `completion_timeout` after the function has returned. `last_call_wait` limits
+    how long reports of the same incident are collected. The intervals limit how long the threads sleep; no restart
+    waits for one. Paths may contain ``{rank}``, the initial rank.
 
     With `sections`, a `fault_tolerance.FaultToleranceConfig`, a `fault_tolerance.RankMonitorClient` in the function
     needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -
@@ -67,15 +68,15 @@ class Wrapper(Settings):
     TypeError or ValueError if arguments contradict each other.
     """
 
-    hooks: HookChain = field(init=False, repr=False)
+    hooks: Hooks = field(init=False, repr=False)
     store_factory: Any = TCPStore
-    abort: Any = AbortTorchDistributed()  # noqa: RUF009 - it holds nothing
-    rank_assignment: Any = assignments.ShiftRanks()  # noqa: RUF009 - it holds nothing
+    abort: Hook | None = AbortTorchDistributed()  # noqa: RUF009 - it holds nothing
+    rank_assignment: Hook | None = assignments.ShiftRanks()  # noqa: RUF009 - it holds nothing
     sections: SectionSettings | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.hooks = HookChain(self)
+        self.hooks = Hooks(self)
 
     @property
     def restart_health_check(self) -> Any:
@@ -99,8 +100,8 @@ class Wrapper(Settings):
 class CallWrapper:
     """One call of a wrapped function on this rank. The function gets it in parameters annotated with this class.
 
-    A context manager. ValueError on another thread than the main one (only that one can be brought out of what it is
-    blocked in), and if a process group exists already.
+    A context manager. ValueError outside the main thread (only that thread can be freed from a blocking call), and if a
+    process group exists already.
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -108,7 +109,7 @@ class CallWrapper:
         require_no_process_group()
         self.wrapper = wrapper
         self.state = State.from_env()
-        self._newcomer = take_from_environment()
+        self._newcomer = newcomer_from_environment()
         if self._newcomer is not None:
             self.state.rank = self.state.initial_rank = self._newcomer.initial_rank
         self.base_store: Any = None
@@ -121,12 +122,12 @@ class CallWrapper:
 
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
-        enter(_frozen_heap())  # takes a while: before time limits count
+        enter(frozen_heap())  # takes a while, so before time limits count
         self.interrupter = enter(MainThreadInterrupter())
         stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)
         self._cleanup.callback(self._sections.close)
-        if self._newcomer is not None:  # one that is not fit to take part costs the others nothing
+        if self._newcomer is not None:  # one that is not fit must not cost the others a restart
             self.wrapper.hooks.restart_health_check(self.state.freeze())
         self._monitoring = enter(Monitoring(settings, self.state, stacks, self._sections.fd, self._newcomer))
         self.monitor_process, self.base_store = self._monitoring.process, self._monitoring.store
@@ -150,8 +151,8 @@ class CallWrapper:
     def fencing_token(self) -> int:
         """A number that is larger in each iteration, and in each job that starts later; the same on all ranks.
 
-        For storage of your own that several jobs could write to: let it refuse a token that is smaller than the largest
-        it has seen, and a process that was frozen and comes back cannot do harm. Checkpoint roots have their own.
+        For storage of your own that several jobs could write to: if it refuses tokens smaller than the largest it has
+        seen, a process that was stopped and continues later cannot do harm. Checkpoint roots have their own token.
         """
         return self._monitoring.first_token + self.state.iteration
 
@@ -161,19 +162,19 @@ class CallWrapper:
         return self._group_store.store
 
     def ping(self) -> None:
-        """Say that the function makes progress. From the first ping of an iteration on, pings must keep coming."""
+        """Report progress of the function. After the first ping of an iteration, pings must continue."""
         self.progress_watchdog.ping()
 
     def atomic(self) -> AtomicLock:
-        """Return the context of a section that no restart interrupts. It may be nested.
+        """Return the context manager of a section that no restart interrupts. It may be nested.
 
-        A hang in it is ended by the hard timeout only.
+        Only the hard timeout ends a hang in it.
         """
-        return self.atomic_lock.atomic()  # itself: another context around it could be interrupted in between
+        return self.atomic_lock.atomic()  # the lock itself: a context manager around it could be interrupted in between
 
     @contextlib.contextmanager
     def disable_hang_protection(self) -> Iterator[None]:
-        """A section in which the soft and the hard timeout do not count. Exceptions and other ranks still restart."""
+        """Suspend the soft and the hard timeout. Exceptions, and faults of other ranks, still restart."""
         self._disable_hang_protection()
         try:
             yield
@@ -199,7 +200,7 @@ class CallWrapper:
         def run() -> Any:
             injected_args, injected_kwargs = inject(function, CallWrapper, self, args, kwargs)
             self._sections.begin(self.state.iteration)
-            with _children_end_here():
+            with children_end_here():
                 try:
                     return function(*injected_args, **injected_kwargs)
                 finally:
@@ -211,9 +212,9 @@ class CallWrapper:
             if place is None:
                 _log.warning("the job was completed without this process")
                 return None
-            self._newcomer.say_joined()
+            self._newcomer.report_joined()
         protocol = RestartProtocol(self.state, self.wrapper, self.wrapper.hooks, self, run, place)
-        with _excepthook_restored(), interruptible_store_connections():
+        with excepthook_restored(), interruptible_store_connections():
             result = protocol.run()
         self.wrapper.hooks.complete(self.state.freeze())
         return result
@@ -239,7 +240,7 @@ class CallWrapper:
         return self._monitoring.agreement(iteration, world_size)
 
     def open_group_store(self) -> None:
-        """Set up what process groups of this iteration meet in. Waits for the process that is rank 0 in it."""
+        """Open the store for the process groups of this iteration. Waits for the process that is rank 0 in it."""
         settings = self.wrapper
         self._group_store.open(
             self.state.store,
@@ -250,73 +251,69 @@ class CallWrapper:
         )
 
     def close_group_store(self) -> None:
-        """The iteration is over."""
+        """Close the store for process groups: the iteration is over."""
         self._group_store.close()
 
     def wake_main_thread(self) -> None:
-        """Bring a blocked main thread back to bytecode; to be repeated until it is there."""
+        """Try to bring a blocked main thread back to bytecode; to be repeated until it is there."""
         self._sections.interrupt()
         self.interrupter.wake()
         if self.wrapper.hooks.aborts:
             unblock_main_thread(_UNBLOCK_S)
 
     def forget_iteration(self, iteration: int) -> None:
-        """Nobody reads the keys of this iteration any more."""
+        """Delete the keys of this iteration, which no process reads any more."""
         clear = getattr(iteration_store(self.base_store, iteration), "clear", None)
         if clear is not None:
             clear()
 
 
-@contextlib.contextmanager
-def _children_end_here() -> Iterator[None]:
-    """A child that the body forks ends when it leaves the body, as at the end of a program: it is no rank, and must not
-    speak for its parent."""
-    pid = os.getpid()
-    code = 0
+def inject(
+    function: Callable[..., Any], kind: type, value: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments for `function`, with `value` for each parameter annotated `kind` or ``Optional[kind]``.
+
+    It replaces what the caller passed. Arguments that do not fit are returned unchanged: the call itself raises the
+    error.
+    """
     try:
-        yield
-    except BaseException as error:
-        if os.getpid() == pid:
-            raise
-        code = _exit_code(error)
-    if os.getpid() != pid:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
-
-
-def _exit_code(error: BaseException | None) -> int:
-    """Return what the interpreter would end with, having printed what it would print."""
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-        return 1
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
-
-
-@contextlib.contextmanager
-def _excepthook_restored() -> Iterator[None]:
-    """Undo what each creation of a process group does: it wraps the hook for uncaught exceptions once more."""
-    hook = sys.excepthook
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that has no signature
+        return args, kwargs
+    names = [name for name in signature.parameters if _is(_annotations(function, signature).get(name), kind)]
+    if not names:
+        return args, kwargs
     try:
-        yield
-    finally:
-        sys.excepthook = hook
+        bound = signature.bind_partial(*args, **kwargs)
+    except TypeError:
+        return args, kwargs
+    for name in names:
+        parameter = signature.parameters[name]
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        bound.arguments[name] = value
+    ordered = {name: bound.arguments[name] for name in signature.parameters if name in bound.arguments}
+    bound.arguments = ordered
+    return bound.args, bound.kwargs
 
 
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Leave what is alive now out of garbage collections: at each restart all garbage is collected, and looking through
-    the objects of torch and of the libraries around it would take most of the time of a restart."""
-    if gc.get_freeze_count():  # somebody else's business
-        yield
-        return
-    gc.collect()
-    gc.freeze()
+def _annotations(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Return the annotations; as written, where names in them cannot be resolved."""
+    raw = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     try:
-        yield
-    finally:
-        gc.unfreeze()
+        target = inspect.unwrap(function)
+        return {**raw, **typing.get_type_hints(target if inspect.isroutine(target) else type(target).__call__)}
+    except Exception:
+        return raw
+
+
+def _is(annotation: object, kind: type) -> bool:
+    if isinstance(annotation, str):
+        names = {part.strip().rpartition(".")[2] for part in annotation.replace("Optional[", "").rstrip("]").split("|")}
+        return kind.__name__ in names and names <= {kind.__name__, "None"}
+    if annotation is kind:
+        return True
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = set(typing.get_args(annotation)) - {type(None)}
+        return members == {kind}
+    return False

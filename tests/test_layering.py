@@ -38,18 +38,17 @@ ALLOWED: dict[str, set[str]] = {
 INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"ipc"},  # shared with ckpt, so it knows nothing of either
     # Mechanisms that know nothing of restarts.
-    {"attribution", "call_injection", "compose", "exception", "hardware", "main_thread", "phases"}
-    | {"settings", "tools"},
-    {"bounded_call"},
-    {"coordination", "events", "library_state", "progress_watchdog", "state"},
-    {"agreement", "discovery"},
+    {"attribution", "compose", "exception", "hardware", "main_thread", "process_state", "settings", "tools"},
+    {"waiting"},
+    {"unblock"},
+    {"coordination", "events", "progress_watchdog", "state"},
+    {"agreement"},
     {"joining"},
-    {"completion", "finalize", "flight_recorder", "health_check", "initialize", "rank_assignment", "sections", "store"}
-    | {"terminate", "unblock"},
+    {"completion", "finalize", "health_check", "initialize", "rank_assignment", "sections", "store", "terminate"},
     {"abort", "group_store", "monitor_process", "monitor_thread", "rank_filter"},
-    # The hooks as the protocol calls them; then the protocol; then what users call.
-    {"hooks", "nested_restarter", "protocol"},
-    {"hook_chain", "monitoring"},
+    {"hook_compat", "nested_restarter"},
+    {"hooks"},
+    {"monitoring", "protocol"},
     {"wrap"},
     {"fault_tolerance"},
 )

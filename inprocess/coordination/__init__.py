@@ -1,18 +1,17 @@
-"""The store through which the ranks agree: one server, its clients, and what is written there. Free of torch.
+"""The store through which the ranks agree: one server, its clients, and its contents. Imports no torch.
 
 rank process  ------ StoreClient ------+
                                        +---->  StoreServer, in a process that rank 0 has started
 monitor process ---- StoreClient ------+
 
-or `etcd.EtcdClient` for both, and an etcd cluster; imported by those who use it.
+Alternatively both use `etcd.EtcdClient` and an etcd cluster; that module is imported only then.
 """
 
 from __future__ import annotations
 
-from inprocess.coordination.client import StoreClient
+from inprocess.coordination.client import CoordinationStore, StoreClient
 from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.namespace import CoordinationStore, Namespace, RestartIndex
-from inprocess.coordination.operations import Guard
+from inprocess.coordination.namespace import Guard, Namespace, RestartIndex
 from inprocess.coordination.server import StoreServer
 from inprocess.coordination.wire import Access
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hmac
 import itertools
 import logging
 import os
@@ -13,16 +12,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
-from inprocess.coordination.operations import NO_GUARD, Guard, few, in_bytes
-from inprocess.coordination.silence import Silence
-from inprocess.coordination.stream import FrameStream
+from inprocess.coordination.connection import ClientConnection, RefusedError, Silence
+from inprocess.coordination.mixin import StoreMixin, few, in_bytes
+from inprocess.coordination.namespace import NO_GUARD, Guard
 from inprocess.coordination.wire import (
-    MAX_BODY,
-    PROTOCOL,
     Access,
     Frame,
     Op,
@@ -31,33 +28,32 @@ from inprocess.coordination.wire import (
     fresh_nonce,
     number,
     pack_number,
-    proof,
 )
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
+from inprocess.waiting import wait_until_set
 
-__all__ = ["StoreClient"]
+__all__ = ["CoordinationStore", "StoreClient"]
 
 _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
-_DIAL_S = 2.0
+_CONNECT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-_MAIN_THREAD_SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it
 
 
 class StoreClient:
     """Access to the store of a job. For any number of threads.
 
     Keys are text, values bytes (text is encoded as UTF-8). Requests of different threads share one connection, which a
-    thread of the client makes, keeps alive and makes again when it breaks; requests under way are then sent again, and
-    each change is applied once however often it is sent.
+    thread of the client opens, keeps alive, and opens again when it breaks. Pending requests are then sent again, and
+    each change is applied once, however often it is sent.
 
-    Once nothing was heard of the server for `patience`, the store is lost for good: requests under way and all later
-    ones end with StoreLostError, and `lost` is true. A job that is cut in two so goes on in one part only.
+    If the server is silent for `patience`, the store is lost for good: pending and later requests end with
+    StoreLostError, and `lost` is true. So a job that a network failure cuts in two goes on in one part only.
 
-    *Interruption.* An exception that appears in the middle of a request (thrown into this thread by another one, for
-    example) leaves the client usable; whether the change was applied is then unknown.
+    *Interruption.* An exception raised in the middle of a request (thrown by another thread, for example) leaves the
+    client usable; whether the change was applied is then unknown.
 
     *Fork.* A child has no connection: requests there end with StoreError.
     """
@@ -75,8 +71,8 @@ class StoreClient:
     ) -> None:
         """Connect. StoreError if the server does not accept this client within `connect_timeout` (default: `timeout`).
 
-        `timeout` is the default of requests that wait. After `ping_interval` without a word from the server it is asked
-        for one; the default is a sixth of `patience`.
+        `timeout` is the default of requests that wait. A server that is silent for `ping_interval` (default: a sixth of
+        `patience`) is sent a ping.
         """
         super().__init__()
         self.access = access
@@ -88,8 +84,8 @@ class StoreClient:
             self._ping_s = min(ping_interval.total_seconds(), self._patience_s / 3)
         self._id = fresh_nonce()
         self._pid = os.getpid()
-        self._outbox: collections.deque[_Call] = collections.deque()  # to be sent, or if they have an id, cancelled
-        self._calls: dict[int, _Call] = {}  # sent, and not answered; of the client's thread, as the ids are
+        self._outbox: collections.deque[_Call] = collections.deque()  # to be sent, or, with an id, cancelled
+        self._calls: dict[int, _Call] = {}  # sent and not answered; this and the ids belong to the client's thread
         self._ids = itertools.count(1)
         self._over = False
         self._wake = Wakeup()
@@ -103,7 +99,7 @@ class StoreClient:
         self._thread.start()
         _clients.add(self)
         try:
-            self._wait(self._connected, None)
+            wait_until_set(self._connected, None)
             if self.failure is not None:
                 raise self.failure
         except BaseException:
@@ -112,21 +108,21 @@ class StoreClient:
 
     @property
     def timeout(self) -> timedelta:
-        """How long requests that wait do so by default."""
+        """The default timeout of requests that wait."""
         return self._timeout
 
     @property
     def lost(self) -> bool:
-        """Whether the server was not reached for so long that this client has given up."""
+        """Whether the store is lost: the server was silent for too long."""
         return self.failure is not None
 
     def to_document(self) -> dict[str, Any]:
-        """Return what another process needs to connect, in JSON's types."""
+        """Return what another process needs to connect, as JSON types."""
         return {"access": self.access.to_document()}
 
     @property
     def local_host(self) -> str:
-        """The address of this machine towards the server; others reach it by that."""
+        """The address of this machine towards the server, by which others can reach it."""
         return self._local_host
 
     def close(self) -> None:
@@ -151,15 +147,15 @@ class StoreClient:
         self._change(Op.SET, guard, key.encode(), in_bytes(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = NO_GUARD) -> None:
-        """Write several values, all at once."""
+        """Write several values in one step."""
         self._change(Op.SET, guard, *(f for k, v in zip(keys, values, strict=True) for f in (k.encode(), in_bytes(v))))
 
     def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> bytes:
-        """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
+        """Return the value of a key once it exists. StoreTimeoutError if it does not appear in time."""
         return self.multi_get([key], timeout, guard=guard)[0]
 
     def get_within(self, key: str, timeout: timedelta, *, guard: Guard = NO_GUARD) -> bytes:
-        """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
+        """Return the value of a key once it exists. StoreTimeoutError if it does not appear in time."""
         return self.get(key, timeout, guard=guard)
 
     def multi_get(
@@ -169,11 +165,11 @@ class StoreClient:
         return list(self._ask(Op.GET, *_guarded(guard), *_names(keys), timeout=timeout, label=few(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> None:
-        """Wait until all these keys exist. StoreTimeoutError if they do not in time."""
+        """Wait until all these keys exist. StoreTimeoutError if they do not appear in time."""
         self.multi_get(keys, timeout, guard=guard)
 
     def add(self, key: str, amount: int, *, guard: Guard = NO_GUARD) -> int:
-        """Add to a number, 0 if it does not exist yet; returns the sum."""
+        """Add to a number, 0 if it does not exist yet; return the sum."""
         return number(self._change(Op.ADD, guard, key.encode(), pack_number(amount))[0])
 
     def append(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
@@ -181,19 +177,19 @@ class StoreClient:
         self._change(Op.APPEND, guard, key.encode(), in_bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys exist now."""
+        """Return whether all these keys exist now."""
         return bool(number(self._ask(Op.CHECK, *_names(keys))[0]))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = NO_GUARD) -> bytes:
-        """Write `desired` if the key holds `expected`, or is absent and that is empty; returns what it holds then."""
+        """Write `desired` if the key holds `expected`, or is absent and that is empty; return its value."""
         return self._change(Op.COMPARE_SET, guard, key.encode(), in_bytes(expected), in_bytes(desired))[0]
 
     def delete_key(self, key: str, *, guard: Guard = NO_GUARD) -> bool:
-        """Delete a key; returns whether it existed."""
+        """Delete a key; return whether it existed."""
         return bool(number(self._change(Op.DELETE_KEY, guard, key.encode())[0]))
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys and sets whose names begin so; returns how many."""
+        """Delete all keys and sets whose names begin with `prefix`; return how many."""
         return number(self._change(Op.DELETE_PREFIX, NO_GUARD, prefix.encode())[0])
 
     def num_keys(self) -> int:
@@ -203,16 +199,16 @@ class StoreClient:
     # -- sets ----------------------------------------------------------------------------------------------------------
 
     def arrive(self, name: str, member: str, *, guard: Guard = NO_GUARD) -> int:
-        """Put a member into a set, where it may be already; returns the size."""
+        """Add a member to a set, which may contain it already; return the size."""
         return number(self._change(Op.ARRIVE, guard, name.encode(), member.encode())[0])
 
     def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> int:
-        """Wait until a set has so many members; returns how many it has. StoreTimeoutError if not in time."""
+        """Wait until a set has `size` members; return how many it has. StoreTimeoutError if it does not in time."""
         fields = (*_guarded(guard), name.encode(), pack_number(size))
         return number(self._ask(Op.WAIT_SIZE, *fields, timeout=timeout, label=f"member {size} of {name!r}")[0])
 
     def members(self, name: str) -> frozenset[str]:
-        """Return the members of a set; it is empty if nobody has arrived."""
+        """Return the members of a set, none if it does not exist."""
         return frozenset(member.decode() for member in self._ask(Op.MEMBERS, name.encode()))
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -223,25 +219,25 @@ class StoreClient:
     def _ask(self, op: Op, *fields: bytes, timeout: timedelta | None = None, label: str = "") -> tuple[bytes, ...]:
         """Send a request, and return the fields of its answer.
 
-        Nothing here needs undoing but what `finally` does: an exception may come up at any line.
+        An exception may be raised at any line; `finally` undoes what has to be undone.
         """
         if os.getpid() != self._pid:
             raise StoreError("this process was forked from one that uses the coordination store, and cannot use it")
-        encode(op, 0, *fields)  # WireError now, for one that is too large
+        encode(op, 0, *fields)  # WireError here if it is too large
         call = _Call(op, fields)
         try:
             if self._closing or self.failure is not None:
                 raise self.failure or StoreError("the client of the coordination store is closed")
             self._outbox.append(call)
             self._wake.set()
-            if self._over:  # the thread of the client ended just before
+            if self._over:  # the client's thread ended just before
                 call.done.set()
             waits_s = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else None
-            if not self._wait(call.done, waits_s):
-                call.cancelled = True  # and if the connection breaks now, it is asked and cancelled again
+            if not wait_until_set(call.done, waits_s):
+                call.cancelled = True  # if the connection breaks now, the request is sent and cancelled again
                 self._outbox.append(call)
                 self._wake.set()
-                self._wait(call.done, None)
+                wait_until_set(call.done, None)
             if call.answer is not None and call.answer.op is Op.CANCELLED:
                 raise StoreTimeoutError(f"{label} did not appear in the store within {waits_s:g} s")
         finally:
@@ -260,22 +256,10 @@ class StoreClient:
         text = b" ".join(answer.fields).decode(errors="replace")
         if answer.op is Op.STALE:
             guard = f"{call.fields[0].decode()} {call.fields[1].decode()}"
-            raise StaleViewError(f"the others went on without this process: it knows of {guard}, and it is {text} now")
+            raise StaleViewError(
+                f"the others went on without this process: it expects {guard}, but the value is {text} now"
+            )
         raise StoreError(f"the store answered {answer.op.name}: {text}")
-
-    def _wait(self, event: threading.Event, seconds: float | None) -> bool:
-        """Wait for an event; in the main thread in slices."""
-        if threading.current_thread() is not threading.main_thread():
-            return event.wait(seconds)
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while not event.wait(
-            _MAIN_THREAD_SLICE_S
-            if deadline is None
-            else max(0.0, min(_MAIN_THREAD_SLICE_S, deadline - time.monotonic()))
-        ):
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-        return True
 
     # -- the thread of the client --------------------------------------------------------------------------------------
 
@@ -291,7 +275,7 @@ class StoreClient:
                         self._resend(connection)
                         self._connected.set()
                         self._converse(connection)
-                except _RefusedError as refusal:
+                except RefusedError as refusal:
                     error = refusal
                     break
                 except (OSError, WireError) as problem:
@@ -317,28 +301,28 @@ class StoreClient:
         return f"{self.access.host}:{self.access.port}"
 
     def _give_up(self, error: Exception) -> None:
-        if isinstance(error, _RefusedError):
+        if isinstance(error, RefusedError):
             text = f"the server at {self._place} {error}"
         elif not self._connected.is_set():
             text = f"the server at {self._place} was not reached within {self._connect_s:g} s: {error}"
         else:
             text = (
-                f"nothing was heard of the server at {self._place} for {self._patience_s:g} s: {error}. Its node is "
-                "lost, or this one is cut off from it"
+                f"the server at {self._place} was silent for {self._patience_s:g} s: {error}. Its node is lost, "
+                "or this one is cut off from it"
             )
         self.failure = StoreLostError(f"the coordination store is lost: {text}")
 
     @contextlib.contextmanager
-    def _connection(self, left_s: float) -> Any:
-        """Dial and greet; a context in which `_socket` is connected."""
-        patience_s = max(0.05, min(_DIAL_S, left_s))
+    def _connection(self, left_s: float) -> Iterator[ClientConnection]:
+        """Connect and authenticate; a context in which `_socket` is connected."""
+        patience_s = max(0.05, min(_CONNECT_S, left_s))
         self._silence.expect(2 * patience_s)
         sock = socket.create_connection((self.access.host, self.access.port), patience_s)
         try:
             if sock.getsockname() == sock.getpeername():
-                # Dialling a free ephemeral port of this machine can end in a connection with itself.
-                raise ConnectionRefusedError("nobody listens there")
-            connection = _Connection(sock)
+                # Connecting to a free ephemeral port of this machine can connect the socket to itself.
+                raise ConnectionRefusedError("no server listens there")
+            connection = ClientConnection(sock)
             connection.greet(self.access, self._id, time.monotonic() + patience_s)
             self._socket, self._local_host = sock, sock.getsockname()[0]
             self._silence.end()
@@ -347,18 +331,18 @@ class StoreClient:
             self._socket = None
             sock.close()
 
-    def _resend(self, connection: _Connection) -> None:
-        """What was under way when the last connection broke goes first, in the order of the ids."""
+    def _resend(self, connection: ClientConnection) -> None:
+        """Send first what was pending when the last connection broke, in the order of the ids."""
         self._calls = {id: call for id, call in sorted(self._calls.items()) if not call.abandoned}
         for call in self._calls.values():
             connection.send(call.frame(self._floor()))
             if call.cancelled:
                 connection.send(encode(Op.CANCEL, call.id))
 
-    def _send(self, connection: _Connection, call: _Call) -> None:
-        """Send a call that was put into the outbox, or cancel it.
+    def _send(self, connection: ClientConnection, call: _Call) -> None:
+        """Send a call from the outbox, or cancel it.
 
-        It gets its id here, in one thread: so no change with a lower id than the floor can be on its way.
+        Ids are assigned here, in one thread, so no change with an id below the floor can still be sent.
         """
         if call.id:
             if call.id in self._calls:
@@ -368,7 +352,7 @@ class StoreClient:
             self._calls[call.id] = call
             connection.send(call.frame(self._floor()))
 
-    def _converse(self, connection: _Connection) -> None:
+    def _converse(self, connection: ClientConnection) -> None:
         """Send and receive until the connection breaks (OSError), or this client closes."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
@@ -379,7 +363,7 @@ class StoreClient:
                 connection.send(encode(Op.PING))
                 ping_at = now + self._ping_s
             if self._silence.seconds() >= self._patience_s:
-                raise TimeoutError(f"silent for {self._patience_s:g} s")
+                raise TimeoutError(f"the server was silent for {self._patience_s:g} s")
             while self._outbox:
                 self._send(connection, self._outbox.popleft())
             poll.register(connection, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
@@ -394,7 +378,7 @@ class StoreClient:
                 for frame in connection.receive():
                     self._handle(frame)
                 self._silence.end()
-                ping_at = time.monotonic() + self._ping_s  # who is heard need not be asked
+                ping_at = time.monotonic() + self._ping_s  # no ping is due after a sign of life
         connection.send(encode(Op.BYE))
         connection.flush()
 
@@ -405,7 +389,7 @@ class StoreClient:
             call.done.set()
 
     def _floor(self) -> int:
-        """The lowest id of a change that may not have been answered."""
+        """Return the lowest id of a change that may not have been answered."""
         return min((id for id, call in self._calls.items() if call.op.changes), default=0)
 
     def _sleep(self, seconds: float) -> None:
@@ -415,18 +399,18 @@ class StoreClient:
             self._wake.clear()
 
     def _forked(self) -> None:
-        """In a child: let go of the connection, so that it ends when the parent's end does."""
+        """Close the connection in a forked child, so that it ends when the parent closes it."""
         with contextlib.suppress(OSError):
             if self._socket is not None:
                 self._socket.close()
 
 
-class _RefusedError(Exception):
-    """The server does not accept this client, and never will."""
+class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of the client count
+    """The client with the logical contents of the store."""
 
 
 class _Call:
-    """A request under way. `id` is 0 until it is sent; one that is `abandoned` has nobody who waits for its answer."""
+    """A pending request. `id` is 0 until it is sent; no thread waits for the answer to an `abandoned` one."""
 
     def __init__(self, op: Op, fields: tuple[bytes, ...]) -> None:
         self.id = 0
@@ -442,35 +426,6 @@ class _Call:
         if self.op.changes:
             fields = (*fields[:2], pack_number(floor), *fields[2:])
         return encode(self.op, self.id, *fields)
-
-
-class _Connection(FrameStream):
-    """The client's end of a connection, in its thread."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, MAX_BODY)
-
-    def greet(self, access: Access, client: bytes, deadline: float) -> None:
-        """Prove that this is a client of the job, and have the server prove the same. OSError; _RefusedError."""
-        challenge = self._next(deadline)
-        if challenge.op is not Op.CHALLENGE or len(challenge.fields) != 2 or challenge.fields[0] != PROTOCOL:
-            raise _RefusedError("is no server of this protocol and version")
-        theirs, ours = challenge.fields[1], fresh_nonce()
-        self._socket.sendall(encode(Op.HELLO, 0, client, ours, proof(access, b"client", theirs, ours, client)))
-        answer = self._next(deadline)
-        expected = proof(access, b"server", ours, theirs)
-        if answer.op is Op.REFUSED:
-            raise _RefusedError("serves another job: the secret or the name of the job is not that of this one")
-        if answer.op is not Op.WELCOME or not hmac.compare_digest(b"".join(answer.fields), expected):
-            raise _RefusedError("does not know the secret of this job")
-        self._socket.setblocking(False)
-
-    def _next(self, deadline: float) -> Frame:
-        while True:
-            for frame in self.reader.frames():
-                return frame
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            self.fill()
 
 
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()

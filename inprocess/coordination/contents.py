@@ -1,9 +1,9 @@
-"""What the server holds: keys, sets, which changes of which client it has applied, and who waits for what."""
+"""Contents of the server: keys, sets, the changes already applied for each client, and the waiting requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar
 
 from inprocess.coordination.wire import MAX_VALUE, Frame, Op, WireError, number, pack_number
 
@@ -12,18 +12,20 @@ __all__ = ["Answer", "Contents", "NotApplicable", "Waiter", "Waiters"]
 _MOST_BYTES = 256 << 20  # of all values and names together
 
 Answer = tuple[Op, tuple[bytes, ...]]
+_K = TypeVar("_K")
+_P = TypeVar("_P")
 
 
 class NotApplicable(Exception):
-    """The change makes no sense on what the key holds, or would make the store too large."""
+    """The change does not fit the value of the key, or would make the store too large."""
 
 
 @dataclass
 class _Memory:
-    """The changes of one client. Everything below `floor` is decided: applied and answered, or given up.
+    """The changes of one client. Everything below `floor` is settled: applied and answered, or given up.
 
-    A client raises its floor only past changes whose answer it has (or wants no more), so a frame below the floor can
-    only be a late copy, and must not be applied.
+    A client raises its floor only past changes whose answer it has (or no longer needs), so a frame below the floor is
+    a late copy, and must not be applied.
     """
 
     floor: int = 0
@@ -38,7 +40,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Change:
-    """What became of a request to change something; nothing is `touched` if it had been applied before."""
+    """The result of a request that changes something: the answer, and what it changed (nothing if applied before)."""
 
     answer: Answer
     keys: tuple[bytes, ...] = ()
@@ -46,7 +48,7 @@ class Change:
 
 
 class Contents:
-    """Keys and sets, changed at most once by each (client, id). For one thread."""
+    """Keys and sets, changed at most once for each (client, id). For one thread."""
 
     def __init__(self) -> None:
         self.keys: dict[bytes, bytes | bytearray] = {}  # what was appended to is a bytearray: it grows in place
@@ -62,7 +64,7 @@ class Contents:
         return Op.STALE, (bytes(self.keys.get(key, b"")),)
 
     def forget_client(self, client: bytes) -> None:
-        """The client sends nothing any more."""
+        """Forget a client that sends nothing more."""
         self._clients.pop(client, None)
 
     def change(self, client: bytes, frame: Frame) -> Change:
@@ -170,10 +172,10 @@ class Contents:
 
 
 @dataclass(eq=False)
-class Waiter:
+class Waiter(Generic[_P]):
     """One waiting request of `peer`: for all of `keys`, or for `size` members of the set `set_name`."""
 
-    peer: Any
+    peer: _P
     id: int
     guard: tuple[bytes, bytes]
     keys: tuple[bytes, ...] = ()
@@ -182,16 +184,16 @@ class Waiter:
     filed: bytes = b""  # the key it is filed under: one that is missing
 
 
-class Waiters:
-    """Who waits for what. A change looks only at those it may concern. For one thread."""
+class Waiters(Generic[_P]):
+    """The waiting requests, indexed so that a change looks only at those it may concern. For one thread."""
 
     def __init__(self) -> None:
-        self._by_key: dict[bytes, dict[Waiter, None]] = {}
-        self._by_size: dict[bytes, dict[int, dict[Waiter, None]]] = {}
-        self._by_guard: dict[bytes, dict[bytes, dict[Waiter, None]]] = {}  # by key, then value
+        self._by_key: dict[bytes, dict[Waiter[_P], None]] = {}
+        self._by_size: dict[bytes, dict[int, dict[Waiter[_P], None]]] = {}
+        self._by_guard: dict[bytes, dict[bytes, dict[Waiter[_P], None]]] = {}  # by key, then value
 
-    def file(self, waiter: Waiter, missing: bytes = b"") -> None:
-        """Take in a waiter; `missing` is one of its keys that does not exist yet."""
+    def file(self, waiter: Waiter[_P], missing: bytes = b"") -> None:
+        """Add a waiter; `missing` is one of its keys that does not exist yet."""
         if waiter.set_name is not None:
             self._by_size.setdefault(waiter.set_name, {}).setdefault(waiter.size, {})[waiter] = None
         else:
@@ -200,21 +202,21 @@ class Waiters:
         if waiter.guard[0]:
             self._by_guard.setdefault(waiter.guard[0], {}).setdefault(waiter.guard[1], {})[waiter] = None
 
-    def of_key(self, key: bytes) -> list[Waiter]:
-        """Return those filed under this key."""
+    def of_key(self, key: bytes) -> list[Waiter[_P]]:
+        """Return the waiters filed under this key."""
         return list(self._by_key.get(key, ()))
 
-    def of_size(self, name: bytes, size: int) -> list[Waiter]:
-        """Return those who wait for at most this size of the set."""
+    def of_size(self, name: bytes, size: int) -> list[Waiter[_P]]:
+        """Return the waiters for at most this size of the set."""
         by_size = self._by_size.get(name, {})
         return [waiter for wanted in sorted(by_size) if wanted <= size for waiter in by_size[wanted]]
 
-    def of_guard(self, key: bytes, value: bytes) -> list[Waiter]:
-        """Return those who wait only as long as this key has another value."""
+    def of_guard(self, key: bytes, value: bytes) -> list[Waiter[_P]]:
+        """Return the waiters whose guard is that this key has another value."""
         by_value = self._by_guard.get(key, {})
         return [waiter for wanted, waiters in by_value.items() if wanted != value for waiter in waiters]
 
-    def discard(self, waiter: Waiter) -> None:
+    def discard(self, waiter: Waiter[_P]) -> None:
         """Remove a waiter that is filed."""
         if waiter.set_name is not None:
             by_size = self._by_size[waiter.set_name]
@@ -230,7 +232,7 @@ class Waiters:
                 del self._by_guard[waiter.guard[0]]
 
 
-def _drop(table: dict[Any, dict[Waiter, None]], key: Any, waiter: Waiter) -> None:
+def _drop(table: dict[_K, dict[Waiter[_P], None]], key: _K, waiter: Waiter[_P]) -> None:
     filed = table[key]
     del filed[waiter]
     if not filed:

@@ -1,7 +1,7 @@
 """Requests to an etcd cluster, through the JSON gateway that every etcd server has.
 
-The gateway takes the messages of etcd's gRPC interface as JSON over HTTP: keys and values in base64, numbers as text.
-It is used instead of gRPC because it needs nothing but the standard library, and no threads that a `fork` would break.
+The gateway accepts the messages of etcd's gRPC interface as JSON over HTTP: keys and values in base64, numbers as text.
+It is used instead of gRPC because it needs only the standard library, and no threads, which a `fork` would break.
 
 Protocol: etcd's documentation, "gRPC gateway" and "API reference", version 3.4 and later (prefix /v3).
 """
@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.bounded_call import BoundedCall
-from inprocess.coordination.silence import Silence
+from inprocess.coordination.connection import Silence
 from inprocess.exception import StoreError, StoreLostError
+from inprocess.waiting import BoundedCall
 
-__all__ = ["EtcdCluster", "EtcdGateway", "Request"]
+__all__ = ["EtcdCluster", "EtcdGateway", "Request", "address_towards"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
 _DIAL_S = 2.0
-_ANSWER_S = 8.0  # etcd itself gives up after 5 s without a quorum, or 7 while it elects a leader
+_ANSWER_S = 8.0  # etcd answers with an error after 5 s without a quorum, 7 s during an election
 _UNAVAILABLE = {1, 4, 13, 14}  # gRPC: cancelled, deadline exceeded, internal, unavailable
 _UNAUTHENTICATED = 16
 _R = TypeVar("_R")
@@ -40,10 +40,10 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class EtcdCluster:
-    """Where an etcd cluster is, and who we are there.
+    """Address of an etcd cluster, and the credentials of this process.
 
     `endpoints` are client URLs, "http://host:2379" or "https://...", of one or more members. With `user`, the password
-    is sent to the cluster once, and then the token it returned. `ca_cert`, `cert` and `key` are paths of PEM files.
+    is sent once, and then the token that the cluster returned. `ca_cert`, `cert` and `key` are paths of PEM files.
     """
 
     endpoints: tuple[str, ...]
@@ -59,17 +59,17 @@ class EtcdCluster:
         for url in self.endpoints:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-                raise ValueError(f'{url!r} is not the client URL of an etcd member, as "http://host:2379" is')
+                raise ValueError(f'{url!r} is not the client URL of an etcd member, such as "http://host:2379"')
         if bool(self.cert) != bool(self.key):
-            raise ValueError("cert and key belong together: give both, or none")
+            raise ValueError("cert and key belong together: pass both or neither")
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> EtcdCluster:
-        """Read what JSON has made of `dataclasses.asdict`."""
+        """Read the JSON form of `dataclasses.asdict`."""
         return cls(**{**document, "endpoints": tuple(document["endpoints"])})
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return how to talk to https endpoints; None if there are none."""
+        """Return the TLS context for https endpoints; None if there are none."""
         if not any(url.startswith("https:") for url in self.endpoints):
             return None
         context = ssl.create_default_context(cafile=self.ca_cert or None)
@@ -82,20 +82,20 @@ class EtcdCluster:
 
     @property
     def is_open(self) -> bool:
-        """Whether others than this machine reach the cluster, and anybody who does may write, for all we know."""
+        """Whether the cluster is not local and this process has no credentials, so that anyone may be able to write."""
         local = all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in self.endpoints)
         return not (local or self.user or self.cert)
 
 
 class Request:
-    """One request under way; `cancel` may be called from any thread."""
+    """A pending request. `cancel` may be called from any thread."""
 
     def __init__(self) -> None:
         self.cancelled = False
         self._connection: http.client.HTTPConnection | None = None
 
     def cancel(self) -> None:
-        """End the request soon. It may or may not have been done."""
+        """End the request soon. It may or may not have been applied."""
         self.cancelled = True
         connection = self._connection
         sock = None if connection is None else connection.sock
@@ -105,7 +105,7 @@ class Request:
 
     @contextlib.contextmanager
     def over(self, connection: http.client.HTTPConnection) -> Iterator[None]:
-        """A context in which `cancel` breaks this connection."""
+        """A context in which `cancel` shuts this connection down."""
         self._connection = connection
         try:
             if self.cancelled:
@@ -118,9 +118,9 @@ class Request:
 class EtcdGateway:
     """Connections to an etcd cluster. For any number of threads.
 
-    A request goes to one member after the other until one answers, so it must be harmless to send it twice. Once no
-    member has answered a request for `patience_s`, the cluster is lost for good: `failure` is set, and all requests end
-    with that StoreLostError. A fork's child has no connection: requests there end with StoreError.
+    A request is sent to one member after another until one answers, so sending it twice must be harmless. If no member
+    answers a request for `patience_s`, the cluster is lost for good: `failure` is set, and all requests end with that
+    StoreLostError. A forked child has no connection: requests there end with StoreError.
     """
 
     def __init__(self, cluster: EtcdCluster, patience_s: float) -> None:
@@ -142,8 +142,8 @@ class EtcdGateway:
     def run(self, function: Callable[[Request], _R]) -> _R:
         """Call `function(request)`, and return what it returns.
 
-        In the main thread it runs in a thread of its own, while the caller returns to bytecode again and again: so an
-        exception that is thrown into it ends the wait, and cancels the request.
+        For the main thread the function runs in another thread, so that an exception thrown into the main thread ends
+        the wait, and cancels the request.
         """
         if os.getpid() != self._pid:
             raise StoreError("this process was forked from one that uses the coordination store, and cannot use it")
@@ -161,7 +161,7 @@ class EtcdGateway:
                 self._requests.discard(request)
 
     def close(self) -> None:
-        """Break all connections; requests under way end with StoreError. Idempotent."""
+        """Close all connections; pending requests end with StoreError. Idempotent."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -175,7 +175,7 @@ class EtcdGateway:
     # -- in the thread of the request ----------------------------------------------------------------------------------
 
     def post(self, request: Request, path: str, document: dict[str, Any]) -> dict[str, Any]:
-        """Send a message, and return the answer. StoreError if the cluster refuses it, or this gateway is closed."""
+        """Send a message and return the answer. StoreError if the cluster refuses it, or this gateway is closed."""
         silence = Silence()
         while True:
             self.require_usable(request)
@@ -197,8 +197,11 @@ class EtcdGateway:
     def wait_for_event(
         self, request: Request, places: Iterable[dict[str, Any]], revision: int, timeout_s: float
     ) -> None:
-        """Return when something has changed after `revision` in one of these places, or after `timeout_s`, or without
-        any reason: the caller looks again. A place is `key` and perhaps `range_end`, as in etcd's messages."""
+        """Wait until something has changed after `revision` in one of these places, at most `timeout_s`.
+
+        It may return early without any change; the caller checks. A place is `key` and perhaps `range_end`, as in the
+        messages of etcd.
+        """
         creations = [{"create_request": {**place, "start_revision": str(revision + 1)}} for place in places]
         body = "\n".join(json.dumps(creation) for creation in creations)
         member = self._member
@@ -210,7 +213,7 @@ class EtcdGateway:
                     sock = connection.sock
                     connection.request("POST", "/v3/watch", body, self._headers())
                     if not _wait_for_event(connection.getresponse(), sock, deadline):
-                        raise _UnavailableError("the watch was ended")
+                        raise _UnavailableError("etcd ended the watch")
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException, _UnavailableError, ValueError) as error:
@@ -219,7 +222,7 @@ class EtcdGateway:
                 time.sleep(_PAUSE_S)
 
     def require_usable(self, request: Request) -> None:
-        """Raise if there is nobody to ask, or nobody who asks any more."""
+        """Raise if the cluster is lost, this gateway is closed, or the request was cancelled."""
         if self.failure is not None:
             raise self.failure
         if self._closed:
@@ -239,7 +242,7 @@ class EtcdGateway:
             except (OSError, http.client.HTTPException):
                 connection.close()
                 if reused and not request.cancelled:
-                    continue  # the member may have closed it while it was idle
+                    continue  # the member may have closed the idle connection
                 raise
             except BaseException:
                 connection.close()
@@ -273,7 +276,7 @@ class EtcdGateway:
         text = f"{answer.get('error') or answer.get('message') or answer}"
         code = int(answer.get("code", 0))
         if code == _UNAUTHENTICATED and self._token:
-            self._token = ""  # it has expired; the next attempt asks for another one
+            self._token = ""  # it has expired; the next attempt gets another one
             raise _UnavailableError(text)
         if code in _UNAVAILABLE or response.status in (502, 503, 504):
             raise _UnavailableError(text)
@@ -307,7 +310,7 @@ class EtcdGateway:
         return self.failure
 
     def _forked(self) -> None:
-        """In a child: let go of the connections, so that they end when the parent's do."""
+        """Close the connections in a forked child, so that they end when the parent closes them."""
         while self._idle:
             sock = self._idle.pop()[1].sock
             if sock is not None:
@@ -316,17 +319,17 @@ class EtcdGateway:
 
 
 class _UnavailableError(Exception):
-    """This member cannot answer now; another one may."""
+    """This member cannot answer now, but another one may."""
 
 
 class _RefusedError(Exception):
-    """The request is wrong, or not allowed; it is no use to send it again."""
+    """The request is invalid or not permitted; sending it again is pointless."""
 
 
 def _wait_for_event(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> bool:
-    """Read what a watch says, line by line, until there is an event. False if the watch ends without one.
+    """Read the answers of a watch until one is an event. False if the watch ends without one.
 
-    TimeoutError, at `until`.
+    TimeoutError at `until`.
     """
     while response.status == 200:
         sock.settimeout(max(0.001, until - time.monotonic()))
@@ -337,6 +340,17 @@ def _wait_for_event(response: http.client.HTTPResponse, sock: socket.socket, unt
         if result.get("canceled"):
             return False
     return False
+
+
+def address_towards(peer: str) -> str:
+    """Return the address that this machine has towards a host. StoreError if that has no address."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreError(f"the address of this machine towards {peer!r} is not known: {error}") from None
 
 
 _gateways: weakref.WeakSet[EtcdGateway] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""The messages of etcd's interface that the store is made of: transactions, and the spans of keys they are about.
+"""Messages of the etcd interface that the store uses: transactions, and the spans of keys they concern.
 
 Source: etcd's documentation, "API reference": TxnRequest, RangeRequest, PutRequest, DeleteRangeRequest, Compare.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from typing import Any, NamedTuple, TypeAlias
 
-from inprocess.coordination.operations import in_bytes
+from inprocess.coordination.mixin import in_bytes
 
 __all__ = [
     "Answers",
@@ -54,16 +54,16 @@ class Answers:
         self._responses = document.get("responses", [])
 
     def entries(self, position: int) -> list[Entry]:
-        """What a range contained."""
+        """Return the entries of a range."""
         found = self._responses[position]["response_range"].get("kvs", [])
         return [Entry(decoded(kv["key"]), decoded(kv.get("value", "")), int(kv["mod_revision"])) for kv in found]
 
     def count(self, position: int) -> int:
-        """How many keys a range contained."""
+        """Return how many keys a range had."""
         return int(self._responses[position]["response_range"].get("count", 0))
 
     def deleted(self, position: int) -> int:
-        """How many keys were deleted."""
+        """Return how many keys were deleted."""
         response = self._responses[position]
         if "response_range" in response:  # see `as_of`
             return self.count(position)
@@ -71,34 +71,34 @@ class Answers:
 
 
 def place(span: Span) -> Message:
-    """Return the fields of a message that say which keys it is about."""
+    """Return the fields of a message that name the keys it concerns."""
     return {"key": encoded(span.first), **({"range_end": encoded(span.end)} if span.end else {})}
 
 
 def read(span: Span, **options: bool) -> Message:
-    """Read a span, in the order of creation."""
+    """Return the operation that reads a span, in the order of creation."""
     return {"request_range": {**place(span), "sort_order": "ASCEND", "sort_target": "CREATE", **options}}
 
 
 def put(key: bytes, value: bytes, lease: int) -> Message:
-    """Write a key, which goes with the lease."""
+    """Return the operation that writes a key with a lease."""
     return {"request_put": {"key": encoded(key), "value": encoded(value), "lease": str(lease)}}
 
 
 def delete(span: Span) -> Message:
-    """Delete all keys of a span."""
+    """Return the operation that deletes all keys of a span."""
     return {"request_delete_range": place(span)}
 
 
 def condition(span: Span, target: str, value: int | str) -> Message:
-    """The condition that all keys of a span have this value, or revision; 0 if there are none."""
+    """Return the condition that all keys of a span have this value or revision; 0: there are none."""
     if target == "VALUE":
         return {**place(span), "target": "VALUE", "result": "EQUAL", "value": encoded(in_bytes(str(value)))}
     return {**place(span), "target": target, "result": "EQUAL", "mod_revision": str(value)}
 
 
 def as_of(op: Message, revision: int) -> Message:
-    """Return how to read what an operation of a transaction, done at this revision, answered."""
+    """Return the read that repeats the answer of an operation, of a transaction applied at this revision."""
     if "request_delete_range" in op:
         return {"request_range": {**op["request_delete_range"], "count_only": True, "revision": str(revision - 1)}}
     if "request_put" in op:
@@ -107,25 +107,25 @@ def as_of(op: Message, revision: int) -> Message:
 
 
 def joined(entries: list[Entry]) -> bytes:
-    """Return all values, one after the other."""
+    """Return all values, concatenated."""
     return b"".join(entry.value for entry in entries)
 
 
 def suffix(entry: Entry) -> str:
-    """Return what stands behind the NUL of a name."""
+    """Return the part of a name after the NUL."""
     return entry.name.rpartition(b"\0")[2].decode()
 
 
 def after(name: bytes) -> bytes:
-    """The end of the span of all that begin so."""
+    """Return the end of the span of all names that begin with `name`."""
     return name[:-1] + bytes([name[-1] + 1])
 
 
 def encoded(value: bytes) -> str:
-    """Return bytes as the gateway takes them."""
+    """Return bytes as the gateway accepts them."""
     return base64.b64encode(value).decode()
 
 
 def decoded(text: str) -> bytes:
-    """Return bytes as the gateway gives them."""
+    """Return bytes that the gateway has returned."""
     return base64.b64decode(text)

@@ -1,4 +1,4 @@
-"""What the restart protocol keeps in a store, on top of the operations that every torch store has."""
+"""Logical contents of a store, on top of the operations that every store of torch has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 from inprocess.attribution import InterruptionRecord, compact_ranks
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreTimeoutError
 
-if TYPE_CHECKING:
-    from inprocess.coordination.operations import Operations
-else:
-    Operations = object
-
-__all__ = ["StoreMixin"]
+__all__ = ["StoreMixin", "few", "in_bytes"]
 
 _INTERRUPTED = "interrupted"
 _RECORDS = "interruption_records"
@@ -28,34 +23,91 @@ _CHUNK = timedelta(seconds=1)
 _SHORTEST_S = 0.001  # torch's stores take 0 for "no limit"
 
 
-class StoreMixin(Operations):
+def in_bytes(value: str | bytes) -> bytes:
+    """Return a value as it is stored: text in UTF-8."""
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def few(keys: Sequence[str]) -> str:
+    """Return the names of the first keys, for a message."""
+    return ", ".join(map(repr, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+
+if TYPE_CHECKING:
+
+    class _Operations:
+        """For type checkers: the operations that `StoreMixin` needs of the class it is mixed into."""
+
+        def set(self, key: str, value: Any) -> None:
+            """Write a value, over any other."""
+
+        def get(self, key: str) -> bytes:
+            """Return the value of a key, once it exists."""
+            raise NotImplementedError
+
+        def add(self, key: str, amount: int) -> int:
+            """Add to a number, 0 if it does not exist yet; returns the sum."""
+            raise NotImplementedError
+
+        def append(self, key: str, value: Any) -> None:
+            """Append to a value, empty if it does not exist yet."""
+
+        def check(self, keys: list[str]) -> bool:
+            """Whether all these keys exist now."""
+            raise NotImplementedError
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            """Wait until all these keys exist."""
+
+        def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+            """Write `desired` if the key holds `expected`, or is absent and that is empty; returns the value."""
+            raise NotImplementedError
+
+        def delete_key(self, key: str) -> bool:
+            """Delete a key; returns whether it existed."""
+            raise NotImplementedError
+
+        def num_keys(self) -> int:
+            """Return how many keys there are."""
+            raise NotImplementedError
+
+        @property
+        def timeout(self) -> timedelta:
+            """How long `get` and `wait` wait by default."""
+            raise NotImplementedError
+
+else:
+    _Operations = object
+
+
+class StoreMixin(_Operations):
     """Logical contents of a store: `class MyStore(StoreMixin, torch.distributed.SomeStore)`.
 
-    Usable from any thread that may use the store itself. Waits look again at what is there, and everything can be said
-    twice.
+    Usable from any thread that may use the store itself. Every operation may be repeated, and waits check again what is
+    there.
 
-    A store with sets of its own overrides `arrive`, `wait_size` and `members`; those here are made of keys.
+    A store with sets of its own overrides `arrive`, `wait_size` and `members`, which are built from keys here.
     """
 
     # Interruption
 
     def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
-        """Report faults: list the records, then set the flag. After the lock they are not listed any more."""
+        """Report faults: list the records, then set the flag. After the lock, records are no longer listed."""
         text = "".join(f"{record}\n" for record in records)
         if text:
             self.append(_RECORDS, text)
         self.set(_INTERRUPTED, "1")
 
     def is_interrupted(self) -> bool:
-        """Whether somebody has reported a fault."""
+        """Return whether a fault was reported."""
         return self.check([_INTERRUPTED])
 
     def wait_for_interrupted(self, timeout: timedelta) -> bool:
-        """Wait until somebody has reported a fault; False if nobody did in time."""
+        """Wait until a fault is reported; return False if none is in time."""
         return self._appears(_INTERRUPTED, timeout)
 
     def lock_interruption_records(self) -> None:
-        """Fix the list of records as it is now. The first call counts: all ranks read the same list afterwards."""
+        """Fix the list of records. The first call counts: all ranks read the same list afterwards."""
         self.compare_set(_LOCKED_RECORDS, "", self._text(_RECORDS) or "\n")
 
     def get_interruption_records(self) -> tuple[InterruptionRecord, ...]:
@@ -66,21 +118,21 @@ class StoreMixin(Operations):
     # Completion
 
     def record_completed(self) -> None:
-        """Say that the wrapped function has returned."""
+        """Report that the wrapped function has returned."""
         self.set(_COMPLETED, "1")
 
     def is_completed(self) -> bool:
-        """Whether somebody's function has returned."""
+        """Return whether the function has returned on a rank."""
         return self.check([_COMPLETED])
 
     def wait_for_completed(self, timeout: timedelta) -> bool:
-        """Wait until somebody's function has returned; False if none did in time."""
+        """Wait until the function has returned on a rank; return False if it has not in time."""
         return self._appears(_COMPLETED, timeout)
 
     # Ranks
 
     def record_terminated_ranks(self, ranks: Iterable[int]) -> None:
-        """Say that these ranks take no part any more. To be done before arriving for them at a barrier."""
+        """Report that these ranks take no further part. Must come before arriving for them at a barrier."""
         text = "".join(f"{rank}\n" for rank in ranks)
         if text:
             self.append(_TERMINATED, text)
@@ -90,7 +142,7 @@ class StoreMixin(Operations):
         return frozenset(int(line) for line in self._text(_TERMINATED).split())
 
     def set_initial_rank(self, rank: int, initial_rank: int) -> None:
-        """Publish the initial rank of the process that has this rank now."""
+        """Publish the initial rank of the process that has this rank."""
         self.set(f"initial_rank/{rank}", str(initial_rank))
 
     def get_initial_rank(self, rank: int) -> int:
@@ -102,7 +154,7 @@ class StoreMixin(Operations):
         return [int(text) for text in self._gather([f"initial_rank/{rank}" for rank in ranks])]
 
     def send_heartbeat(self, rank: int, text: str) -> None:
-        """Overwrite the heartbeat of a rank. Any text that differs from the last one shows that it lives."""
+        """Overwrite the heartbeat of a rank. Any text that differs from the last one is a sign of life."""
         self.set(f"heartbeat/{rank}", text)
 
     def get_heartbeat(self, rank: int) -> str | None:
@@ -114,7 +166,7 @@ class StoreMixin(Operations):
         return {rank: self.get_heartbeat(rank) for rank in ranks}
 
     def send_state(self, state: Mapping[str, Any], rank: int, name: str = "") -> None:
-        """Publish the state of a rank, which JSON can carry. `name` tells apart what is sent for several purposes."""
+        """Publish the state of a rank, of JSON types. `name` distinguishes states sent for several purposes."""
         self.set(f"state/{name}/{rank}", json.dumps(state))
 
     def get_states(self, ranks: Sequence[int], name: str = "") -> list[Any]:
@@ -141,11 +193,11 @@ class StoreMixin(Operations):
     ) -> None:
         """Arrive for `ranks` and wait until `rendezvous_count` ranks have arrived. A name is used once.
 
-        The wait is cut into pieces of `timeout_chunk` (default: `timeout`), between which the caller is in bytecode.
-        BarrierTimeout, naming who has not come, after `timeout`. BarrierOverflow if more arrive than expected; an
-        arrival counts each time, also of the same rank.
+        The wait is divided into pieces of `timeout_chunk` (default: `timeout`); between them the caller runs bytecode.
+        BarrierTimeout after `timeout` names the missing ranks. BarrierOverflow if more arrive than expected; every
+        arrival counts, also of the same rank.
         """
-        call = uuid.uuid4().hex  # makes each arrival a different member, but the same one if it is sent again
+        call = uuid.uuid4().hex  # so every arrival is a new member, but one that is sent again is the same
         members = [f"{rank} {call} {index}" for index, rank in enumerate(ranks)]
         self._meet(f"barrier/{group_name}", members, rendezvous_count, timeout, timeout_chunk)
 
@@ -157,7 +209,7 @@ class StoreMixin(Operations):
         timeout: timedelta,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """Arrive for `ranks`, who may have arrived before, and wait until `rendezvous_count` different ones have.
+        """Arrive for `ranks`, which may have arrived before, and wait until `rendezvous_count` different ones have.
 
         With a `timeout` of 0 this only arrives. Otherwise as `barrier`.
         """
@@ -165,7 +217,7 @@ class StoreMixin(Operations):
         self._meet(f"reentrant_barrier/{group_name}", members, rendezvous_count, timeout, timeout_chunk)
 
     def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
-        """Whether a rank, or somebody for it, has arrived."""
+        """Return whether a rank has arrived, or another process for it."""
         return str(rank) in self.members(f"reentrant_barrier/{group_name}")
 
     def _meet(self, name: str, members: Iterable[str], count: int, timeout: timedelta, chunk: timedelta | None) -> None:
@@ -186,28 +238,28 @@ class StoreMixin(Operations):
     # Sets, made of keys
 
     def arrive(self, name: str, member: str) -> int:
-        """Put a member (one line of text) into a set, where it may be already; returns the size."""
+        """Add a member (one line of text) to a set, which may contain it already; return the size."""
         self.append(f"{name}/members", f"{member}\n")
         members = self._members(name)
-        # The member that makes the set reach a size says so; see `wait_size` for when it cannot any more.
+        # The member with which the set reaches a size reports it; `wait_size` copes with one that died before that.
         self.set(f"{name}/reached/{members.index(member) + 1}", "1")
         return len(members)
 
     def wait_size(self, name: str, size: int, timeout: timedelta | None = None) -> int:
-        """Wait until a set has so many members; returns how many it has. StoreTimeoutError if not in time."""
+        """Wait until a set has `size` members; return how many it has. StoreTimeoutError if it does not in time."""
         found = len(self._members(name))
         if found >= size:
             return found
         try:
             self.wait([f"{name}/reached/{size}"], timeout)
         except StoreTimeoutError:
-            # Whoever should have said so may have died between the two steps of its arrival.
+            # The process that should have reported the size may have died between the two steps of its arrival.
             if len(self._members(name)) < size:
                 raise
         return len(self._members(name))
 
     def members(self, name: str) -> frozenset[str]:
-        """Return the members of a set; it is empty if nobody has arrived."""
+        """Return the members of a set, none if it does not exist."""
         return frozenset(self._members(name))
 
     def _members(self, name: str) -> list[str]:
@@ -216,14 +268,14 @@ class StoreMixin(Operations):
     # Waiting
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all these keys exist. StoreTimeoutError if they do not in time (default: that of the store)."""
+        """Wait until all these keys exist. StoreTimeoutError after `timeout` (default: that of the store)."""
         if timeout is None:
             timeout = self.timeout
         seconds = max(timeout.total_seconds(), _SHORTEST_S)
         started = time.monotonic()
         try:
             super().wait(list(keys), timedelta(seconds=seconds))
-        except RuntimeError as error:  # of torch, which has no error of its own for this
+        except RuntimeError as error:  # torch has no special error for a timeout
             if time.monotonic() - started < 0.9 * seconds:
                 raise
             raise StoreTimeoutError(f"{', '.join(keys)}: not in the store within {seconds:g} s") from error
@@ -236,12 +288,12 @@ class StoreMixin(Operations):
         return True
 
     def get_within(self, key: str, timeout: timedelta) -> bytes:
-        """Return the value of a key, once it exists. StoreTimeoutError if it does not in time."""
+        """Return the value of a key once it exists. StoreTimeoutError if it does not appear in time."""
         self.wait([key], timeout)
         return self.get(key)
 
     def _gather(self, keys: list[str]) -> list[bytes]:
-        """Return values that others write; in between, the caller returns to bytecode."""
+        """Wait for the values that others write, in slices, and return them."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             try:
@@ -260,9 +312,9 @@ def _ranks(members: Iterable[str]) -> str:
 
 
 def _missing(name: str, members: Iterable[str], count: int, timeout: timedelta) -> str:
-    """Say who has not come. Ranks that are numbered otherwise than 0 to count - 1 can only be named if they came."""
+    """Return who is missing; if the ranks are not numbered from 0 to count - 1, who has arrived."""
     arrived = [int(member.split(" ")[0]) for member in members]
-    text = f"{name}: {len(arrived)} of {count} ranks came within {timeout.total_seconds():g} s"
+    text = f"{name}: {len(arrived)} of {count} ranks arrived within {timeout.total_seconds():g} s"
     if set(arrived) <= set(range(count)):
         return f"{text}; missing: {compact_ranks(set(range(count)) - set(arrived))}"
-    return f"{text}; came: {compact_ranks(arrived)}"
+    return f"{text}; arrived: {compact_ranks(arrived)}"

@@ -1,32 +1,37 @@
-"""Torch-free stores with the logical contents: the whole store, and one namespace of it, of one iteration."""
+"""Namespaces and guards: the part of a store that belongs to one iteration, and the end of its validity."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inprocess.coordination.client import StoreClient
 from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.operations import Guard
 from inprocess.exception import StaleViewError
 
 if TYPE_CHECKING:
+    from inprocess.coordination.client import StoreClient
     from inprocess.coordination.etcd import EtcdClient
 
-__all__ = ["CoordinationStore", "Namespace", "PrefixView", "RestartIndex"]
+__all__ = ["NO_GUARD", "Guard", "Namespace", "PrefixView", "RestartIndex"]
 
 _RESTART_INDEX = "restart_index"
 _STARTED = "started_ms"
 
 
-class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of the client count
-    """The client together with the logical contents."""
+class Guard(NamedTuple):
+    """A condition of requests: as long as `key` has this `value`. Otherwise they end with StaleViewError."""
+
+    key: str
+    value: str
+
+
+NO_GUARD = Guard("", "")
 
 
 class RestartIndex:
-    """The number of the iteration that the job is in: a fencing token. It only grows, and is never deleted.
+    """The number of the current iteration of the job: a fencing token that only grows and is never deleted.
 
     `store` is the whole store of the job.
     """
@@ -35,28 +40,28 @@ class RestartIndex:
         self._store = store
 
     def begin(self) -> None:
-        """The job begins, or has begun. StaleViewError if it has restarted since."""
+        """Start at 0 unless the job has begun. StaleViewError if it has restarted since."""
         found = self._store.compare_set(_RESTART_INDEX, "", "0").decode()
         if found != "0":
-            raise StaleViewError(f"this process comes too late: the job was restarted {found} times without it")
+            raise StaleViewError(f"this process is too late: the job was restarted {found} times without it")
 
     def first_token(self) -> int:
-        """Return the fencing token of iteration 0, the same on all ranks: when the job began, in milliseconds."""
+        """Return the fencing token of iteration 0, the same on all ranks: the start of the job, in milliseconds."""
         return int(self._store.compare_set(_STARTED, "", str(time.time_ns() // 1_000_000)))
 
     def guard(self, iteration: int) -> Guard:
-        """Return the guard of what may be done in this iteration only."""
+        """Return the guard of requests that are valid in this iteration only."""
         return Guard(_RESTART_INDEX, str(iteration))
 
     def current(self) -> int:
-        """Return it. It may be an older one by the time the caller has it."""
+        """Return the index, which may have grown by the time the caller has it."""
         return int(self._store.get(_RESTART_INDEX))
 
     def advance(self, iteration: int) -> None:
-        """This iteration is over. Any number of processes say so. StaleViewError if the next one is over, too."""
+        """End this iteration. The first process counts. StaleViewError if the next iteration is over, too."""
         following = str(iteration + 1)
         if self._store.compare_set(_RESTART_INDEX, str(iteration), following).decode() != following:
-            raise StaleViewError(f"this process ends iteration {iteration}, and the others are further on")
+            raise StaleViewError(f"this process ends iteration {iteration}, but the others are further on")
 
 
 class PrefixView:
@@ -72,12 +77,12 @@ class PrefixView:
         return [self._full(key) for key in keys]
 
     def _guarded(self) -> dict[str, Guard]:
-        """What goes along with each request that changes something, or waits."""
+        """Return the guard argument of requests that change something or wait."""
         return {}
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait by default: as the base store."""
+        """The default timeout of `get` and `wait`: that of the base store."""
         timeout: timedelta = self.base_store.timeout
         return timeout
 
@@ -139,14 +144,14 @@ class PrefixView:
 
 
 class Namespace(PrefixView, StoreMixin):  # of both, the operations of the view count
-    """Namespace of an iteration in the `base_store` of a job, with the logical contents of its own.
+    """Namespace of an iteration in the `base_store` of a job, with its own logical contents.
 
-    The same keys as `inprocess.store.PrefixStore`. What changes something, or waits, is guarded: StaleViewError as soon
-    as the job is in another iteration.
+    It has the same keys as `inprocess.store.PrefixStore`. Requests that change something or wait are guarded:
+    StaleViewError as soon as the job is in another iteration.
     """
 
     def __init__(self, iteration: int, base_store: StoreClient | EtcdClient) -> None:
-        """`base_store` is one whose requests take a guard (`takes_guards`)."""
+        """`base_store` must accept guards (`takes_guards`)."""
         self.prefix = str(iteration)
         self.base_store = base_store
         self._guard = {"guard": RestartIndex(base_store).guard(iteration)}

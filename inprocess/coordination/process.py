@@ -1,9 +1,9 @@
 """The process that serves the coordination store: `python -m inprocess.coordination.process`, started by rank 0.
 
-It is neither a rank nor a monitor process, so the death of one of these does not end the job; its own does. It imports
-no torch. What it is to do comes as a line of JSON on its standard input, with the secret, and never on a command line;
-the port goes back as another one. The end of the input means that rank 0 needs it no more, or is dead: then it serves
-those who still need it, and ends with the last of them.
+It is neither a rank nor a monitor process, so the death of one of these does not end the job; its own death does. It
+imports no torch. Its configuration, with the secret, is a line of JSON on standard input, never on a command line; it
+answers with the port in another line. The end of the input means that rank 0 no longer needs it, or is dead: then it
+serves the remaining clients, and ends with the last of them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 1.0
 _PAUSE_S = 0.05
 _ADDRESS_HINT = (
-    "`store_kwargs={'host_name': ..., 'port': ...}` names an address of this machine that the others reach; the "
-    "default is MASTER_ADDR, and any free port"
+    "`store_kwargs={'host_name': ..., 'port': ...}` names an address of this machine that the others can reach; "
+    "the default is MASTER_ADDR, and any free port"
 )
 
 
 class ServerProcess:
-    """Rank 0's side. `access` says where the server is, once it has started.
+    """The server process, as rank 0 handles it. `access` has the real port once it has started.
 
-    `clients` are so many as it must have descriptors for; one that is silent for `silence_s` is taken for gone.
+    It must have descriptors for this number of `clients`; one that is silent for `silence_s` is disconnected.
     """
 
     def __init__(self, access: Access, *, clients: int, silence_s: float, logfile: str | None = None) -> None:
@@ -50,7 +50,7 @@ class ServerProcess:
         self._pidfd = -1
 
     def start(self) -> None:
-        """Start it, and do not wait for it."""
+        """Start the process without waiting for it."""
         process = start_module("inprocess.coordination.process", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._process = process
         assert process.stdin is not None
@@ -72,14 +72,14 @@ class ServerProcess:
         if "port" not in answer:
             self.close()
             raise StoreError(f"the coordination store cannot be served: {answer.get('error', 'its process ended')}")
-        process.wait()  # what was started has left the work to a process of its own
+        process.wait()  # this one has forked the server and ends
         with contextlib.suppress(ProcessLookupError):
             self._pidfd = os.pidfd_open(answer["pid"])
         self.access = replace(self.access, port=int(answer["port"]))
         return self.access
 
     def close(self) -> None:
-        """This process needs it no more: it ends when nobody does. Idempotent; waits a moment for it."""
+        """Let the process end as soon as it has no clients. Idempotent; waits up to a second for that."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -91,13 +91,13 @@ class ServerProcess:
         process.wait()
         if self._pidfd >= 0:
             if not select.select([self._pidfd], [], [], _END_TIMEOUT_S)[0]:
-                _log.debug("the server of the coordination store still serves others; it ends by itself")
+                _log.debug("the server of the coordination store still has clients; it ends by itself")
             os.close(self._pidfd)
             self._pidfd = -1
 
 
 def _read_line(stream: Any) -> dict[str, Any]:
-    """Return the document on the next line; an empty one if there is none in time."""
+    """Return the document on the next line; an empty one at the end of the stream. StoreError if none comes in time."""
     if not select.select([stream], [], [], _START_TIMEOUT_S)[0]:
         raise StoreError(f"the process of the coordination store did not start within {_START_TIMEOUT_S:g} s")
     line = stream.readline()
@@ -106,12 +106,14 @@ def _read_line(stream: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Serve until rank 0 has ended, and then until nobody is connected any more."""
+    """Serve until rank 0 has ended, and then until no client is connected."""
     os.umask(0o077)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # of the rank's terminal or launcher; this ends after all ranks
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # sent by a terminal or launcher to all processes; this one must end after all ranks
     config = json.loads(sys.stdin.buffer.readline() or b"null")
-    if config is None or os.fork():  # it outlives rank 0, which could not wait for it
+    if config is None or os.fork():  # the child outlives rank 0, which could not wait for it
         return 0
     _log_to(config["logfile"])
     access = Access.from_document(config["access"])

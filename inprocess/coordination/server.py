@@ -4,7 +4,7 @@
                   |
                   +-- no proof within a few seconds, or a wrong one: closed, and nothing else is read
 
-There is one server for a job and no copy of it: who cannot reach it does not go on (see `client`).
+A job has one server and no copy of it: a process that cannot reach it does not go on (see `client`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import socket
 import threading
 import time
 
+from inprocess.coordination.connection import FrameStream
 from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
-from inprocess.coordination.stream import FrameStream
 from inprocess.coordination.wire import (
     MAX_BODY,
     MAX_GREETING,
@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 4096
 _GREETING_S = 5.0
 _MOST_STRANGERS = 256  # connections that have not proved anything yet
-_STRANGER_S = 0.5  # so long one may take when others wait for its place
-_MOST_UNSENT = 64 << 20  # bytes that a peer has not taken; one that does not read must not fill our memory
+_STRANGER_S = 0.5  # what such a connection may take when others wait
+_MOST_UNSENT = 64 << 20  # bytes queued for a peer: one that does not read must not fill the memory
 _SPARE_DESCRIPTORS = 64
 _ACCEPT_PAUSE_S = 0.1
 
@@ -51,9 +51,9 @@ _ACCEPT_PAUSE_S = 0.1
 class StoreServer:
     """Serves the store of one job from a thread of this process.
 
-    It listens at `access.host`, and nowhere else; port 0 picks a free one. Only who knows `access.secret` is served. A
-    client that says nothing for `silence_s` is taken for gone. All methods may be called from any thread; `close` ends
-    the thread and frees every socket.
+    It listens at `access.host` only; port 0 selects a free port. Only clients that know `access.secret` are served; one
+    that is silent for `silence_s` is disconnected. All methods may be called from any thread; `close` ends the thread
+    and frees every socket.
     """
 
     def __init__(self, access: Access, *, silence_s: float = 60.0) -> None:
@@ -63,21 +63,21 @@ class StoreServer:
         self._listener: socket.socket | None = None
         self._accepting = False
         self._wake = Wakeup()
-        self._strangers: dict[_Peer, None] = {}  # in the order of their arrival
+        self._strangers: dict[_Peer, None] = {}  # in the order of arrival
         self._peers: dict[_Peer, None] = {}
         self._contents = Contents()
-        self._waiters = Waiters()
-        self._look_at = 0.0
+        self._waiters: Waiters[_Peer] = Waiters()
+        self._check_at = 0.0
         self._thread = threading.Thread(target=self._serve, name="inprocess-store-server", daemon=True)
         self._closing = False
         self.request_count = 0
         self.bytes_sent = 0
 
     def start(self, clients: int = 0) -> Access:
-        """Bind and begin to serve; returns the access with the real port. Once.
+        """Bind and begin to serve; return the access with the real port. Call it once.
 
-        OSError if the address cannot be had. StoreError if this process may not have as many descriptors as so many
-        `clients` need.
+        OSError if the address cannot be used. StoreError if this process may not open enough descriptors for this
+        number of `clients`.
         """
         try:
             _raise_descriptor_limit(clients)
@@ -93,7 +93,7 @@ class StoreServer:
 
     @property
     def client_count(self) -> int:
-        """How many connections there are that have proved to be of this job, and are not silent."""
+        """How many connections are authenticated and not silent."""
         return len(self._peers)
 
     def close(self) -> None:
@@ -115,20 +115,20 @@ class StoreServer:
             while not self._closing:
                 self._turn()
         except BaseException:
-            _log.exception("the store server ends; the job cannot go on without it")
+            _log.exception("the store server has failed; the job cannot go on without it")
             raise
         finally:
             self._close_all()
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(max(0.0, self._look_at - time.monotonic())):
+        for key, events in self._selector.select(max(0.0, self._check_at - time.monotonic())):
             if isinstance(key.data, _Peer):
                 self._attend(key.data, events)
             elif key.fileobj is self._wake:
                 self._wake.clear()
             else:
                 self._accept()
-        if time.monotonic() >= self._look_at:
+        if time.monotonic() >= self._check_at:
             self._drop_silent()
 
     def _attend(self, peer: _Peer, events: int) -> None:
@@ -144,13 +144,13 @@ class StoreServer:
             self._drop(peer, error)
 
     def _drop_silent(self) -> None:
-        """Close connections that have not greeted, or are silent, for too long."""
+        """Close connections that are silent, or not authenticated, for too long."""
         now = time.monotonic()
         for peer in [peer for peer in self._strangers if now - peer.heard_at >= _GREETING_S]:
-            self._drop(peer, TimeoutError(f"it proved nothing within {_GREETING_S:g} s"))
+            self._drop(peer, TimeoutError(f"not authenticated within {_GREETING_S:g} s"))
         for peer in [peer for peer in self._peers if now - peer.heard_at >= self._silence_s]:
-            self._drop(peer, TimeoutError(f"it said nothing for {self._silence_s:g} s"))
-        self._look_at = now + min(1.0, self._silence_s / 4)
+            self._drop(peer, TimeoutError(f"silent for {self._silence_s:g} s"))
+        self._check_at = now + min(1.0, self._silence_s / 4)
         self._accept_again()
 
     # -- connections ---------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class StoreServer:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # most likely out of descriptors, which only time can heal
+            except OSError as error:  # most likely out of descriptors: try again later
                 _log.error("the store server cannot accept a connection: %s", error)
                 self._pause_accepting()
                 return
@@ -174,21 +174,21 @@ class StoreServer:
                 self._drop(peer, error)
 
     def _make_room(self) -> bool:
-        """Whether one more stranger may come in. If there are too many, the oldest goes, but not before its time."""
+        """Return whether one more connection may be accepted; if there are too many, close the oldest stranger."""
         if len(self._strangers) < _MOST_STRANGERS:
             return True
         oldest = next(iter(self._strangers))
         if time.monotonic() - oldest.heard_at < _STRANGER_S:
             self._pause_accepting()
             return False
-        self._drop(oldest, TimeoutError("it proved nothing, and others wait"))
+        self._drop(oldest, TimeoutError("not authenticated, and others wait"))
         return True
 
     def _pause_accepting(self) -> None:
         if self._accepting and self._listener is not None:
             self._selector.unregister(self._listener)
             self._accepting = False
-            self._look_at = min(self._look_at, time.monotonic() + _ACCEPT_PAUSE_S)
+            self._check_at = min(self._check_at, time.monotonic() + _ACCEPT_PAUSE_S)
 
     def _accept_again(self) -> None:
         if not self._accepting and self._listener is not None:
@@ -218,13 +218,13 @@ class StoreServer:
 
     def _close_all(self) -> None:
         for peer in [*self._strangers, *self._peers]:
-            self._drop(peer, ConnectionAbortedError("the server closes"))
+            self._drop(peer, ConnectionAbortedError("the server is closed"))
         self._close_listener()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _handle(self, peer: _Peer, frame: Frame) -> None:
-        """Do what a frame says. ValueError: it makes no sense, and the connection must be dropped."""
+        """Process a frame. ValueError if it is invalid: the connection must be closed."""
         op = frame.op
         if peer.client is None:
             self._greet(peer, frame)
@@ -232,7 +232,7 @@ class StoreServer:
             peer.send(encode(Op.PONG))
         elif op is Op.BYE:
             self._contents.forget_client(peer.client)
-            self._drop(peer, ConnectionResetError("it has ended"))
+            self._drop(peer, ConnectionResetError("the client has ended"))
         elif op is Op.CANCEL:
             waiter = peer.waiting.get(frame.id)
             if waiter is not None:
@@ -243,12 +243,12 @@ class StoreServer:
 
     def _greet(self, peer: _Peer, frame: Frame) -> None:
         if frame.op is not Op.HELLO or len(frame.fields) != 3:
-            raise WireError(f"{frame.op.name} is no greeting")
+            raise WireError(f"{frame.op.name} is not a greeting")
         client, nonce, theirs = frame.fields
         expected = proof(self._access, b"client", peer.nonce, nonce, client)
         if not hmac.compare_digest(theirs, expected):
             peer.send(encode(Op.REFUSED))
-            raise WireError("it does not know the secret of this job")
+            raise WireError("the client does not know the secret of this job")
         peer.client = client
         peer.reader.limit = MAX_BODY
         del self._strangers[peer]
@@ -273,7 +273,7 @@ class StoreServer:
         elif frame.op is Op.MEMBERS:
             peer.answer(frame.id, (Op.OK, tuple(contents.sets.get(fields[0], {}))))
         else:
-            raise WireError(f"{frame.op.name} is no request")
+            raise WireError(f"{frame.op.name} is not a request")
 
     def _wait(self, peer: _Peer, frame: Frame) -> None:
         guard_key, guard_value, *rest = frame.fields
@@ -288,12 +288,12 @@ class StoreServer:
         elif frame.id not in peer.waiting:
             self._file(waiter)
 
-    def _file(self, waiter: Waiter) -> None:
+    def _file(self, waiter: Waiter[_Peer]) -> None:
         missing = next((key for key in waiter.keys if key not in self._contents.keys), b"")
         waiter.peer.waiting[waiter.id] = waiter
         self._waiters.file(waiter, missing)
 
-    def _answer_to(self, waiter: Waiter) -> Answer | None:
+    def _answer_to(self, waiter: Waiter[_Peer]) -> Answer | None:
         contents = self._contents
         if waiter.set_name is not None:
             size = len(contents.sets.get(waiter.set_name, ()))
@@ -321,12 +321,12 @@ class StoreServer:
         for waiter in self._waiters.of_size(name, size):
             self._release(waiter, (Op.OK, (pack_number(size),)))
 
-    def _release(self, waiter: Waiter, answer: Answer) -> None:
+    def _release(self, waiter: Waiter[_Peer], answer: Answer) -> None:
         self._waiters.discard(waiter)
         del waiter.peer.waiting[waiter.id]
         self._send_answer(waiter, answer)
 
-    def _send_answer(self, waiter: Waiter, answer: Answer) -> None:
+    def _send_answer(self, waiter: Waiter[_Peer], answer: Answer) -> None:
         try:
             waiter.peer.answer(waiter.id, answer)
         except OSError as error:
@@ -336,7 +336,7 @@ class StoreServer:
 class _Peer(FrameStream):
     """One accepted connection, non-blocking, in the thread of the server.
 
-    `client` is known once it has proved that it is of this job; until then only a small frame is accepted.
+    `client` is set once it is authenticated; until then only a small frame is accepted.
     """
 
     def __init__(self, sock: socket.socket, name: str, selector: selectors.BaseSelector, server: StoreServer) -> None:
@@ -344,7 +344,7 @@ class _Peer(FrameStream):
         self.name = name
         self.nonce = fresh_nonce()
         self.client: bytes | None = None
-        self.waiting: dict[int, Waiter] = {}
+        self.waiting: dict[int, Waiter[_Peer]] = {}
         self.heard_at = time.monotonic()
         self.closed = False
         self._selector = selector
@@ -367,7 +367,7 @@ class _Peer(FrameStream):
             return
         self._server.bytes_sent += len(frame)
         if len(self.unsent) + len(frame) > _MOST_UNSENT:
-            raise ConnectionAbortedError("it does not read what it is sent")
+            raise ConnectionAbortedError("the client does not read what it is sent")
         super().send(frame)
 
     def flush(self) -> None:
@@ -385,7 +385,7 @@ class _Peer(FrameStream):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket at the address of this name, and at no wider one; not blocking. OSError."""
+    """Return a non-blocking socket that listens at the address of this name only. OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     listener.setblocking(False)
@@ -393,14 +393,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _raise_descriptor_limit(clients: int) -> None:
-    """See that this process may have a descriptor for each client."""
+    """Raise the limit so that this process may have a descriptor for each client. StoreError if it cannot."""
     needed = clients + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise StoreError(
-            f"the server of the coordination store needs {needed} file descriptors, and this process may have {hard}: "
+            f"the server of the coordination store needs {needed} file descriptors, but this process may have {hard}: "
             f"raise the hard limit (`ulimit -Hn {needed}`, LimitNOFILE= of systemd) on the first node"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,15 +1,15 @@
-"""What goes over a connection to the server: length-prefixed frames, and the proof that both ends know the secret.
+"""Protocol between client and server: length-prefixed frames, and the proof that both ends know the secret.
 
     frame   := length of the body (4 bytes, big-endian) body
     body    := operation (1 byte) id (8 bytes) field*
     field   := length (4 bytes) bytes
 
-The server begins with a challenge. What the client answers proves that it knows the secret of the job, and what the
-server answers to that proves the same of the server: HMAC-SHA256 (RFC 2104) over the nonces of both, the name of the
-job and who speaks. Nothing else of a connection is read before that. Later frames are not signed.
+The server begins with a challenge. The answer of the client proves that it knows the secret of the job, and the answer
+of the server to that proves the same of the server: HMAC-SHA256 (RFC 2104) over both nonces, the name of the job and
+the role of the sender. The server reads nothing else from a connection before that. Later frames are not signed.
 
-Requests carry an id that the client chose, and answers carry it back, in any order. Nothing on the wire is ever
-executed or unpickled. Numbers are 8 byte big-endian fields.
+Requests have an id chosen by the client, which the answers repeat, in any order. Nothing that is received is executed
+or unpickled. Numbers are big-endian fields of 8 bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 PROTOCOL = b"inprocess store 2"
 MAX_VALUE = 4 << 20  # of one key; the store is for coordination, not for tensors
 MAX_BODY = 8 << 20  # of one frame
-MAX_GREETING = 1 << 10  # of a frame of a connection that has not proved anything yet
+MAX_GREETING = 1 << 10  # of a frame before the connection is authenticated
 
 _LENGTH = struct.Struct(">I")
 _HEAD = struct.Struct(">BQ")
@@ -52,12 +52,12 @@ _NUMBER = struct.Struct(">q")
 
 
 class WireError(ValueError):
-    """The bytes on a connection are not frames of this protocol; only that connection is lost."""
+    """The bytes on a connection are not frames of this protocol. Only that connection is closed."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Where the server of a job listens, and what opens it. `job` is a nonce; the secret is not shown."""
+    """Address and secret of the server of a job. `job` is a nonce; the secret does not appear in `repr`."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class Access:
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def to_document(self) -> dict[str, Any]:
-        """Return it in JSON's types, with the secret."""
+        """Return the fields as JSON types, including the secret."""
         return asdict(self)
 
     @classmethod
@@ -75,21 +75,21 @@ class Access:
 
 
 class Op(enum.IntEnum):
-    """Requests up to 63, answers from 64. A request that is guarded begins with the guard's key and value."""
+    """Operations: requests up to 63, answers from 64. A guarded request begins with key and value of the guard."""
 
     HELLO = 1  # client id, nonce, proof
     PING = 2
-    BYE = 3  # the client needs nothing any more
-    CANCEL = 4  # the id of a request that waits: it is answered now, unless it was before
+    BYE = 3  # the client sends nothing more
+    CANCEL = 4  # the id of a waiting request: it is answered now, unless it was answered before
     CHECK = 5  # key*
     NUM_KEYS = 6
     MEMBERS = 7  # name
 
-    # These are answered when it is so. Guarded.
-    GET = 8  # guard, guard, key*: when all exist; their values
+    # Answered when the condition holds. Guarded.
+    GET = 8  # guard, guard, key*: when all exist; answered with their values
     WAIT_SIZE = 9  # guard, guard, name, size: when the set has that size
 
-    # These change contents, once for each id of a client. Guarded; then the floor: all ids below are decided.
+    # Change contents, once for each id of a client. Guarded; then the floor: all ids below are settled.
     SET = 16  # (key, value)*
     ADD = 17  # key, amount
     APPEND = 18  # key, value
@@ -103,9 +103,9 @@ class Op(enum.IntEnum):
     REFUSED = 66
     PONG = 67
     OK = 68  # what the request asked for
-    FAILED = 69  # text: the request makes no sense
-    STALE = 70  # the value that the guard's key has instead
-    CANCELLED = 71  # what the request waits for is not so yet
+    FAILED = 69  # text: the request cannot be applied
+    STALE = 70  # the value of the guard's key, which differs from the guard's
+    CANCELLED = 71  # the condition of the waiting request does not hold yet
 
     @property
     def waits(self) -> bool:
@@ -126,18 +126,18 @@ class Frame:
 
 
 def proof(access: Access, who: bytes, *nonces: bytes) -> bytes:
-    """Return what only somebody who knows the secret can say; compare with `hmac.compare_digest`."""
+    """Return the proof of knowing the secret; compare with `hmac.compare_digest`."""
     message = b"\0".join((PROTOCOL, who, access.job.encode(), *(nonce.hex().encode() for nonce in nonces)))
     return hmac.new(access.secret.encode(), message, hashlib.sha256).digest()
 
 
 def fresh_nonce() -> bytes:
-    """Return bytes that nobody has seen before."""
+    """Return 16 random bytes."""
     return os.urandom(16)
 
 
 def pack_number(value: int) -> bytes:
-    """Return a number as a field. WireError when it does not fit in 64 bits."""
+    """Return a number as a field. WireError if it does not fit in 64 bits."""
     try:
         return _NUMBER.pack(value)
     except struct.error:
@@ -153,7 +153,7 @@ def number(field: bytes) -> int:
 
 
 def encode(op: Op, id: int = 0, *fields: bytes) -> bytes:
-    """Return a whole frame. WireError when it is larger than `MAX_BODY`."""
+    """Return a whole frame. WireError if it is larger than `MAX_BODY`."""
     parts = [b"", _HEAD.pack(op, id)]
     for part in fields:
         parts += (_LENGTH.pack(len(part)), part)
@@ -188,7 +188,7 @@ def _decode(body: bytes) -> Frame:
 class FrameReader:
     """Cuts a stream of bytes into frames. For one thread.
 
-    `limit` is the largest body accepted; it is checked as soon as the length has come, before anything is stored.
+    `limit` is the largest body accepted; it is checked as soon as the length is received, before the body is stored.
     """
 
     def __init__(self, limit: int = MAX_BODY) -> None:
@@ -196,11 +196,11 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take in what was received."""
+        """Add received bytes."""
         self._buffer += data
 
     def frames(self) -> Iterator[Frame]:
-        """Yield every frame that is complete. WireError as soon as something cannot be one."""
+        """Yield every complete frame. WireError as soon as the bytes cannot be one."""
         while len(self._buffer) >= _LENGTH.size:
             size = int(_LENGTH.unpack_from(self._buffer)[0])
             if size > self.limit:

@@ -21,20 +21,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inprocess.fault_tolerance.client_errors import RankMonitorClientError
     from inprocess.fault_tolerance.config import FaultToleranceConfig
-    from inprocess.fault_tolerance.data import (
-        HeartbeatTimeouts,
-        SectionTimeouts,
-        WorkloadAction,
-        WorkloadControlRequest,
-    )
-    from inprocess.fault_tolerance.rank_monitor_client import RankMonitorClient, RankMonitorClientError
+    from inprocess.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
+    from inprocess.fault_tolerance.rank_monitor_client import RankMonitorClient
     from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
     from inprocess.fault_tolerance.state_machine import (
         InvalidStateTransitionException,
         RankMonitorState,
         RankMonitorStateMachine,
     )
+    from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 _HOMES = {
     "FaultToleranceConfig": "config",

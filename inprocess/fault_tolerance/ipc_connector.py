@@ -17,17 +17,12 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from inprocess.fault_tolerance.data import (
-    HeartbeatTimeouts,
-    RankInfo,
-    SectionTimeouts,
-    WorkloadAction,
-    WorkloadControlRequest,
-)
+from inprocess.fault_tolerance.data import RankInfo, WorkloadAction, WorkloadControlRequest
 from inprocess.fault_tolerance.messages import CODEC, Failed, Item, Message, Ok
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
 from inprocess.ipc.wakeup import Wakeup
+from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["IpcConnector"]
 

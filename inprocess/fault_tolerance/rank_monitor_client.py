@@ -30,13 +30,7 @@ from inprocess.fault_tolerance.client_errors import (
 )
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.connection import MonitorConnection
-from inprocess.fault_tolerance.data import (
-    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
-    HeartbeatTimeouts,
-    RankInfo,
-    SectionTimeouts,
-    WorkloadControlRequest,
-)
+from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR, RankInfo, WorkloadControlRequest
 from inprocess.fault_tolerance.gossip import MaximaGossip
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
 from inprocess.fault_tolerance.limits import learned_state, with_learned
@@ -44,6 +38,7 @@ from inprocess.fault_tolerance.recorder import Forked, Recorder
 from inprocess.fault_tolerance.section_context import SectionContext
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalcError
 from inprocess.sections.board import Board
+from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 

@@ -104,8 +104,8 @@ def receive(sock: socket.socket, codec: Codec[M]) -> Packet[M]:
 class Channel(Generic[M]):
     """One end of a non-blocking packet connection. Neither side ever waits until the other reads.
 
-    `send` keeps what the socket does not take in an outbox; `try_send` drops it. A dead peer is reported in one place
-    only, `receive`. `try_send` may be called from any thread, everything else from one.
+    `send` keeps what the socket does not accept in an outbox; `try_send` drops it. A closed connection is reported only
+    by `receive`. `try_send` may be called from any thread, everything else from one thread.
     """
 
     def __init__(self, sock: socket.socket, codec: Codec[M]) -> None:
@@ -133,14 +133,14 @@ class Channel(Generic[M]):
     def send(self, message: M, *fds: int) -> None:
         """Send in order, later if the socket is full. The caller keeps its descriptors and may close them at once.
 
-        PacketError for a message that cannot be sent. A peer that is gone is not an error here.
+        PacketError for a message that cannot be sent. A closed connection is not an error here.
         """
         data = self._codec.encode(message)
         if self._outbox or not self._try_send(data, fds):
             self._outbox.append((data, tuple(os.dup(fd) for fd in fds)))
 
     def try_send(self, message: M) -> bool:
-        """Send now or never. False if the peer is gone, or has not read for so long that the socket is full."""
+        """Send at once or not at all. False if the connection is closed, or the socket is full."""
         data = self._codec.encode(message)
         try:
             _send_packet(self._socket, data, ())
@@ -149,14 +149,14 @@ class Channel(Generic[M]):
         return True
 
     def flush(self) -> None:
-        """Send as much of the outbox as the socket takes now."""
+        """Send as much of the outbox as the socket accepts now."""
         while self._outbox and self._try_send(*self._outbox[0]):
             _close_all(self._outbox.popleft()[1])
 
     def receive(self) -> Packet[M] | None:
         """Return the next packet; None if there is none yet.
 
-        EOFError if the peer is gone and everything it had sent has been received. PacketError.
+        EOFError if the connection is closed and everything sent before has been received. PacketError.
         """
         while True:
             try:
@@ -164,22 +164,22 @@ class Channel(Generic[M]):
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                continue  # reported once if the peer died with unread messages; what it had sent is still to be read
+                continue  # reported once if the peer died with unread messages; what it has sent can still be read
             except OSError as error:
                 raise EOFError(f"the connection is broken: {error}") from error
 
     @property
     def peer_gone(self) -> bool:
-        """Whether the other end is closed or its process dead; there may still be messages to receive."""
+        """Whether the other end is closed, or its process dead. There may still be messages to receive."""
         poll = select.poll()
         poll.register(self._socket, 0)
         return any(events & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
 
     def end_sending(self) -> None:
-        """Let the peer see the end, after what the socket took so far; it can still answer. Drops the outbox."""
+        """Close the sending direction and drop the outbox. The peer still gets what was sent, and can answer."""
         self.flush()
         self._drop_outbox()
-        with contextlib.suppress(OSError):  # the peer is gone already
+        with contextlib.suppress(OSError):  # the connection is closed already
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

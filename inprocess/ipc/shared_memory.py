@@ -1,8 +1,8 @@
 """Anonymous shared memory, passed between processes by file descriptor.
 
 A region is a memfd: it has no name in any file system, so there is nothing to unlink, nothing that a crash can leave
-behind, and no dependence on the size of ``/dev/shm``. The kernel frees it when the last descriptor and the last mapping
-are gone.
+behind, and no dependence on the size of ``/dev/shm``. The kernel frees it after the last descriptor and the last
+mapping are closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NoReturn, Self
 __all__ = ["SharedMemory"]
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
-_PREFAULT_BYTES = 16 << 20  # at once: so long may another thread wait that maps or unmaps memory
+_PREFAULT_BYTES = 16 << 20  # at a time: meanwhile, other threads cannot map or unmap memory
 
 
 class SharedMemory:
@@ -41,7 +41,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, size: int) -> Self:
-        """A new region of `size` bytes; `name` shows up in ``/proc/<pid>/maps`` only.
+        """Create a region of `size` bytes; `name` appears only in ``/proc/<pid>/maps``.
 
         No memory is used until it is touched (see `prefault`). Raises ValueError for a size below 1, OSError when the
         kernel refuses.
@@ -68,11 +68,11 @@ class SharedMemory:
         return self._buffer
 
     def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Give every page its memory now, so that the first copy into the region does not pay for it. Contents stay.
+        """Allocate all pages now, so that the first copy into the region does not have to. Contents stay.
 
-        Lets other threads run meanwhile, and ends early when `stopped`, which is asked every few milliseconds; nobody
-        may close the region before it has returned. Raises OSError when there is not enough memory; on a cgroup limit
-        the kernel may kill the process instead.
+        Other threads run meanwhile. Ends early if `stopped`, which is called every few milliseconds. The region must
+        not be closed before it returns. Raises OSError if there is not enough memory; on a cgroup limit the kernel may
+        kill the process instead.
         """
         libc = ctypes.CDLL(None, use_errno=True)  # madvise() of a mmap object would hold the GIL
         whole = (ctypes.c_char * self.size).from_buffer(self._mapping())
@@ -91,7 +91,7 @@ class SharedMemory:
     def close(self) -> None:
         """Give up the descriptor and the mapping. Idempotent.
 
-        Views that are still in use keep the mapping (not the descriptor) alive until they are gone.
+        Views that are still in use keep the mapping (not the descriptor) until they are released.
         """
         if self.closed:
             return
@@ -104,7 +104,7 @@ class SharedMemory:
             if mapping is not None:
                 mapping.close()
         except BufferError:
-            pass  # a view is in use: the last one to go unmaps
+            pass  # a view is in use: the last one unmaps
 
     def _mapping(self) -> mmap.mmap:
         if self.closed:

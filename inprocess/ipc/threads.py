@@ -1,4 +1,4 @@
-"""Threads whose end can be waited for by a thread into which exceptions are thrown."""
+"""Threads that can be joined by a thread into which exceptions are thrown."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: excepti
 class JoinableThread(threading.Thread):
     """A thread that is alive until it has ended.
 
-    That is not so for `threading.Thread` before Python 3.13: when an exception (a KeyboardInterrupt, or one thrown by
-    another thread) interrupts its `join`, it is taken for ended from then on, and no later `join` waits for it. Whoever
-    frees what it works on then frees it too early.
+    This does not hold for `threading.Thread` before Python 3.13: after an exception (a KeyboardInterrupt, or one thrown
+    by another thread) has interrupted its `join`, the thread counts as ended, and later calls of `join` do not wait.
+    Resources that it still uses would then be freed too early.
     """
 
     def __init__(self, target: Callable[..., Any], name: str, args: tuple[Any, ...] = ()) -> None:
@@ -36,22 +36,22 @@ class JoinableThread(threading.Thread):
             self._running.release()
 
     def is_alive(self) -> bool:
-        """Whether it was started, by this process, and has not ended."""
+        """Return whether it was started by this process and has not ended."""
         return self.ident is not None and not self._over and os.getpid() == self._pid
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most `timeout` seconds. Any number of threads, interrupted or not."""
+        """Wait until it has ended, at most `timeout` seconds. Any number of threads may call it, also repeatedly."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.is_alive():
             slice_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
             if slice_s <= 0:
                 return
-            if self._running.acquire(timeout=slice_s):  # an interrupt behind this line costs nothing: it is over
+            if self._running.acquire(timeout=slice_s):  # an interrupt after this line does no harm: it has ended
                 self._running.release()
 
 
 def join_all(threads: Iterable[JoinableThread]) -> None:
-    """Wait until all of them have ended, whatever is thrown meanwhile; then raise that."""
+    """Wait until all threads have ended; then raise the last exception that interrupted the wait, if any."""
     interrupt: BaseException | None = None
     for thread in threads:
         while thread.is_alive():

@@ -1,4 +1,4 @@
-"""Unix sockets between processes of one user: mode 0600, and the kernel tells which user connects."""
+"""Unix sockets between processes of one user: mode 0600, and the kernel reports the user of each peer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LONGEST_PATH = 107
 
 
 def listen(path: str) -> socket.socket:
-    """Return a non-blocking socket that listens at a path, for this user; what was left there is removed. OSError."""
+    """Return a non-blocking socket that listens at a path, for this user; a stale socket is removed. OSError."""
     _check_path(path)
     remove_socket(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # before it has a name: there is no moment at which others could connect
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name, so that others can never connect
         listener.bind(path)
         listener.listen(128)
         listener.setblocking(False)
@@ -65,13 +65,13 @@ def remove_socket(path: str) -> None:
 def private_directory() -> str:
     """Return a directory that only this user can enter (mode 0700, not a link), created if needed.
 
-    Where the usual name (inprocess-UID in the temporary folder) is taken by another user, a link, or a directory
-    that others could have written to, it is left alone and a directory with a name that nobody could guess is used.
-    OSError if the temporary folder cannot be written.
+    If the usual name (inprocess-UID in the temporary folder) belongs to another user, is a link, or is a directory that
+    others could have written to, a directory with a random name is used instead. OSError if the temporary folder cannot
+    be written.
     """
     folder, name = tempfile.gettempdir(), f"inprocess-{os.geteuid()}"
     usual = os.path.join(folder, name)
-    with contextlib.suppress(OSError):  # it exists; or none can be made, which is found out below
+    with contextlib.suppress(OSError):  # it exists, or cannot be created: both are handled below
         os.mkdir(usual, 0o700)
         os.chmod(usual, 0o700)  # whatever the umask is
     for path in (usual, *sorted(glob.glob(f"{glob.escape(usual)}-*"))):
@@ -88,7 +88,7 @@ def private_directory() -> str:
 
 
 def _is_private(path: str) -> bool:
-    """Whether this is a directory, not a link to one, that belongs to this user and nobody else may enter."""
+    """Return whether this is a directory, not a link, that belongs to this user and that no other user may enter."""
     try:
         found = os.lstat(path)
     except OSError:

@@ -1,1 +1,1 @@
-"""The main thread, reached from outside: thrown into, woken, looked at, and left alone where it must be."""
+"""Access to the main thread from other threads: throw exceptions, wake it, probe it, read its stacks."""

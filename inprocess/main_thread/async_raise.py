@@ -1,8 +1,8 @@
 """Exceptions thrown from one thread into another.
 
-CPython keeps one such exception per thread and raises it when the thread next looks, between two bytecode instructions
-(at the start of a function, after a call, at the end of a loop's body). A thread inside a C function sees it on return;
-see `inprocess.main_thread.interrupt` for bringing it back early.
+CPython keeps one such exception per thread and raises it when the thread next checks, between two bytecode instructions
+(at the start of a function, after a call, at the end of a loop body). A thread inside a C function checks on return;
+see `inprocess.main_thread.signals` for bringing it back early.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_S = 0.001
 def async_raise(thread_id: int, exc_type: type[BaseException]) -> None:
     """Make the thread with this `ident` raise `exc_type()` soon. Any thread; does nothing while Python shuts down.
 
-    One that was thrown before and has not been raised yet is replaced. RuntimeError if there is no such thread.
+    It replaces one that was thrown before and has not been raised yet. RuntimeError if there is no such thread.
     TypeError if `exc_type` is not an exception class: CPython cannot throw instances.
     """
     if not (isinstance(exc_type, type) and issubclass(exc_type, BaseException)):
@@ -43,30 +43,31 @@ def async_raise(thread_id: int, exc_type: type[BaseException]) -> None:
 
 
 def clear_async_raise(thread_id: int) -> None:
-    """Take back what was thrown into the calling thread, whose ident this is, and has not been raised yet.
+    """Take back an exception that was thrown into the calling thread and has not been raised yet.
 
-    It may still be raised on the way into this function, but not after it returned. RuntimeError for another thread.
+    `thread_id` is the ident of the caller; RuntimeError for another thread. The exception may still be raised on the
+    way into this function, but not after it has returned.
     """
     if thread_id != threading.get_ident():
-        raise RuntimeError("a thread can take back only what was thrown into itself")
-    # CPython's own way to take one back (throwing NULL) leaves the thread looking for it forever, before 3.13: every
+        raise RuntimeError("a thread can take back only exceptions thrown into itself")
+    # CPython's own way to take one back (throwing NULL) makes the thread check for it permanently, before 3.13: every
     # call is slower from then on, and one under a debugger or coverage tool never ends. So replace it and raise that.
     with contextlib.suppress(_TakenBack):
         async_raise(thread_id, _TakenBack)
 
 
 class _TakenBack(BaseException):
-    """Replaces an exception nobody wants any more."""
+    """Replaces an exception that is taken back."""
 
 
 @contextmanager
 def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
-    """While active, throw an `exc_type` again that came up where Python cannot propagate it. Also a decorator.
+    """While active, throw an `exc_type` again that was raised where Python cannot propagate it. Also a decorator.
 
-    Such places are destructors, weak reference callbacks and the garbage collector's; Python passes the exception to
-    `sys.unraisablehook` and goes on. It is thrown into the thread it came up in, as soon as that thread has left the
-    hook. All other exceptions go to the hook that was there before, which is put back at the end, also when the body
-    raises; afterwards nothing is thrown any more.
+    Such places are destructors, callbacks of weak references and of the garbage collector; Python passes the exception
+    to `sys.unraisablehook` and continues. It is thrown into the same thread again as soon as that has left the hook.
+    All other exceptions go to the previous hook, which is restored at the end, also if the body raises; afterwards
+    nothing is thrown.
     """
     again = _ThrowAgain()
     previous = sys.unraisablehook
@@ -77,15 +78,15 @@ def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
                 again.throw(unraisable.exc_type, hook.__code__)
             else:
                 previous(unraisable)
-        except exc_type as error:  # it came up in here, where Python would drop it, too
+        except exc_type as error:  # raised in this hook, where Python would drop it, too
             again.throw(type(error), hook.__code__)
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        # An async exception may end this block early: the hook first, and nothing before it that could raise.
-        if sys.unraisablehook is hook:  # else somebody's who chains to ours, which then only passes on
+        # An async exception may end this block early: restore the hook first.
+        if sys.unraisablehook is hook:  # else a later hook calls this one, which then only passes on
             sys.unraisablehook = previous
         again.close()
 
@@ -99,7 +100,7 @@ class _ThrowAgain:
         self._helpers: list[JoinableThread] = []
 
     def throw(self, exc_type: type[BaseException], code: CodeType) -> None:
-        """Throw into the calling thread once it does not execute `code` any more."""
+        """Throw into the calling thread as soon as it no longer executes `code`."""
         arguments = (threading.get_ident(), exc_type, code)
         helper = JoinableThread(self._run, "throw-again", arguments)
         self._helpers.append(helper)
@@ -132,7 +133,7 @@ def _executes(thread_id: int, code: CodeType) -> bool:
 
 
 def _set_async_exc(thread_id: int, exception: ctypes.py_object[Any]) -> int:
-    # A library handle of our own: argument types set on `ctypes.pythonapi` would be seen by everybody in the process.
+    # A separate library handle: argument types set on `ctypes.pythonapi` would affect the whole process.
     function = ctypes.PyDLL(None).PyThreadState_SetAsyncExc
     function.argtypes = (ctypes.c_ulong, ctypes.py_object)
     function.restype = ctypes.c_int

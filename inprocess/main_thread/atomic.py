@@ -1,11 +1,11 @@
-"""The lock that keeps an abort out of the sections of user code that must not be torn.
+"""The lock that keeps aborts out of sections of user code that must not be interrupted.
 
-Asynchronous exceptions make even `with` hard to get right. CPython raises them only where it looks for them: when a
-Python function starts, after the call of a C function returned, and at the end of a loop's body. Hence:
+Asynchronous exceptions make even `with` hard to get right. CPython raises them only where it checks for them: at the
+start of a Python function, after the return of a C function, and at the end of a loop body. Hence:
 
-* A lock is taken by a call of C code, and the very next look is still in the `try` that gives it back (`__enter__`).
-* Between that look and the body of `with` there is none: leaving a `try`, returning, and entering the body do not look.
-* `__exit__` is C code. One written in Python could be interrupted at its start, and the lock would stay taken.
+* A lock is acquired by C code, and the next check is still inside the `try` that releases it (`__enter__`).
+* No check follows before the body of `with`: leaving a `try`, returning, and entering the body have none.
+* `__exit__` is C code. One in Python could be interrupted at its start, and the lock would stay acquired.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SLICE_S = 0.005  # how late an exception thrown into a waiting thread may be
 class AtomicLock(RLock):  # type: ignore[misc]  # typeshed calls it final; it is not, in any version
     """A reentrant lock for `atomic()` on the main thread and `hold()` on the monitor thread. Nesting works.
 
-    While the main thread is in a section no abort begins and nothing is thrown; while the monitor thread holds the lock
-    the main thread cannot enter one. Hand out `atomic()` itself: a context manager in Python around it would lose what
-    the module promises.
+    While the main thread is in a section, no abort begins and nothing is thrown; while the monitor thread holds the
+    lock, the main thread cannot enter one. Return `atomic()` itself to users: a context manager in Python around it
+    would lose these guarantees.
     """
 
     def atomic(self) -> AtomicLock:
@@ -34,9 +34,9 @@ class AtomicLock(RLock):  # type: ignore[misc]  # typeshed calls it final; it is
         return self
 
     def __enter__(self) -> bool:  # type: ignore[override]
-        if self._is_owned():  # type: ignore[attr-defined]  # what threading.Condition asks its lock, too
+        if self._is_owned():  # type: ignore[attr-defined]  # threading.Condition uses it, too
             try:
-                self.acquire()  # does not wait; an exception can only come up after it
+                self.acquire()  # does not wait; an exception can only be raised after it
             except BaseException:
                 self.release()
                 raise
@@ -45,26 +45,25 @@ class AtomicLock(RLock):  # type: ignore[misc]  # typeshed calls it final; it is
             while not self.acquire(True, _SLICE_S):
                 pass
         except BaseException:
-            # Before or after the lock was taken? Only the lock knows. Nothing here may call Python code.
+            # Only the lock knows whether it was acquired. Nothing here may call Python code.
             try:  # noqa: SIM105
                 self.release()
-            except RuntimeError:  # before
+            except RuntimeError:  # it was not
                 pass
             raise
         return True
 
     @contextmanager
     def hold(self, notice_after_s: float, notice: Callable[[], object]) -> Iterator[None]:
-        """Hold the lock on a thread into which nobody throws exceptions: the monitor thread.
+        """Hold the lock on a thread into which no exceptions are thrown: the monitor thread.
 
-        Waits as long as it takes. `notice()` is called in this thread, once, when that has been `notice_after_s`; if
-        it raises, that is logged.
+        Waits without limit. After `notice_after_s` it calls `notice()` once, in this thread; errors of that are logged.
         """
         if not self.acquire(True, notice_after_s):
             try:
                 notice()
             except Exception:
-                _log.exception("the notice that the abort waits for an atomic section fails")
+                _log.exception("the notice that the abort waits for an atomic section failed")
             self.acquire()
         try:
             yield

@@ -1,7 +1,7 @@
-"""Learning that the main thread evaluates bytecode, without running Python code on it.
+"""Detect that the main thread executes bytecode, without running Python code on it.
 
 CPython lets any thread queue a C function that the main thread calls between two bytecode instructions. `int
-sem_post(sem_t *)` has the very signature of such a pending call, and returns the 0 of success.
+sem_post(sem_t *)` has the signature of such a pending call, and returns 0 for success.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SEMAPHORE_BYTES = 128  # sizeof(sem_t) is 32 or less everywhere
 class MainThreadProbe:
     """A semaphore that is posted by a pending call on the main thread, and by `nudge` from anywhere.
 
-    At most one call is outstanding. The posts do not say where they come from, so they are counted: those taken minus
-    the nudges given are the calls that ran.
+    At most one call is outstanding. A post does not show its origin, so posts are counted: those taken minus the nudges
+    given are the calls that ran.
 
-    The semaphore must live as long as a call may still be going to post it. If the main thread does not run that call,
-    not even while we close, the memory is given up: 128 bytes for a watchdog that ends while the main thread hangs.
-    A daemon thread that Python leaves behind at its end never frees it.
+    The semaphore must live as long as a call may still post it. If the main thread does not run that call, not even
+    during `close`, the memory is not freed: 128 bytes for a watchdog that ends while the main thread hangs. Nor is it
+    freed by a daemon thread that still runs when Python ends.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class MainThreadProbe:
             raise MemoryError("no memory for a semaphore")
         self._libc = libc
         self._semaphore = ctypes.c_void_p(address)
-        self._post = python.sem_post  # does not block: no need to let go of the GIL
+        self._post = python.sem_post  # does not block: no need to release the GIL
         self._post_address = ctypes.cast(python.sem_post, ctypes.c_void_p)
         self._add_pending_call = python.Py_AddPendingCall
         self._lock = threading.RLock()
@@ -49,7 +49,7 @@ class MainThreadProbe:
         self.outstanding = False
 
     def schedule(self) -> None:
-        """Ask for a call, if none is outstanding. Stays without one if the queue of the interpreter is full."""
+        """Queue a call, unless one is outstanding. Does nothing if the queue of the interpreter is full."""
         if not self.outstanding:
             self.outstanding = self._add_pending_call(self._post_address, self._semaphore) == 0
 
@@ -59,7 +59,7 @@ class MainThreadProbe:
             if not self._closed:
                 try:
                     self._post(self._semaphore)
-                finally:  # an exception thrown into this thread comes up after the post, never before
+                finally:  # an exception thrown into this thread is raised after the post, never before
                     self._nudges += 1
 
     def wait(self, until: float | None) -> bool:
@@ -71,7 +71,7 @@ class MainThreadProbe:
             if error != errno.EINTR:
                 raise OSError(error, "cannot wait for a semaphore")
         self._taken += 1
-        with self._lock:  # a post whose nudge is not counted yet must not be taken for the call
+        with self._lock:  # so that a post whose nudge is not counted yet does not count as the call
             ran = self.outstanding and self._taken - self._nudges > self._ran
             if ran:
                 self._ran += 1
@@ -92,7 +92,7 @@ class MainThreadProbe:
         return int(wait(self._semaphore, *clock, timespec))
 
     def close(self, grace_s: float) -> None:
-        """Wait a moment for the outstanding call, then free what can be freed."""
+        """Wait at most `grace_s` for the outstanding call, then free the semaphore if that is safe."""
         end = time.monotonic() + grace_s
         while self.outstanding and time.monotonic() < end:
             self.wait(end)

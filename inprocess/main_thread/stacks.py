@@ -4,9 +4,9 @@
               StackReporter: faulthandler writes the stacks, in a signal handler in C, into a file in memory
     reader    read_stacks: empties the file, sends the signal, waits until the handler has returned, reads the file
 
-The handler runs without the GIL and on whatever it finds: CPython's faulthandler is made for processes that are broken.
-Walking the frames of a thread that runs at that moment can, rarely, read memory that was freed. So ask only for a
-process that is given up on anyway, or of which no thread runs Python because the GIL is held.
+The handler runs without the GIL, in any state of the process: CPython's faulthandler is made for broken processes.
+Walking the frames of a thread that runs at that moment can, rarely, read freed memory. So use it only for a process
+that will be killed anyway, or in which no thread runs Python because the GIL is held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from inprocess.main_thread.realtime_signals import find_free_signal, read_signal_sets
+from inprocess.main_thread.signals import find_free_signal, read_signal_sets
 
 __all__ = ["StackReporter", "own_stacks", "read_stacks"]
 
@@ -35,12 +35,12 @@ _READER_TIMEOUT_S = 2.0
 
 
 class StackReporter:
-    """Makes this process answer `read_stacks` of another one that got `signal_number` and inherited `fd`.
+    """Makes this process answer `read_stacks` of a process that has `signal_number` and inherited `fd`.
 
     `install` and `uninstall` (idempotent), or the context, on the main thread; `fd` is closed by `uninstall`, and by
     `exec`. A system call interrupted by the signal is restarted, but for those the kernel never restarts (`nanosleep`,
-    `poll`, `epoll_wait`, ...): Python repeats them, a library may not. Forked children share the file, but nobody sends
-    them the signal.
+    `poll`, `epoll_wait`, ...): Python repeats them, a library may not. Forked children share the file, but are
+    never sent the signal.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class StackReporter:
         self._pid = 0
 
     def install(self) -> None:
-        """Begin to answer, on a free real-time signal.
+        """Install the handler on a free real-time signal.
 
-        Where that cannot be (off the main thread, no free signal, no file) it logs a warning, and `signal_number` and
+        If that is impossible (not the main thread, no free signal, no file) it logs a warning, and `signal_number` and
         `fd` stay None.
         """
         if self.fd is not None:
@@ -68,26 +68,26 @@ class StackReporter:
                 os.close(fd)
                 raise
         except (RuntimeError, OSError) as error:
-            _log.warning("the stacks of this process cannot be read by its monitor: %s", error)
+            _log.warning("the monitor process cannot read the stacks of this process: %s", error)
             return
         self.signal_number, self.fd, self._pid = number, fd, os.getpid()
 
     def uninstall(self) -> None:
-        """Give the signal back, with its default disposition as it was before, and close the file.
+        """Restore the default disposition of the signal, and close the file.
 
-        A reader that is about to send the signal is waited for, 2 s at most: the default action would kill us. After
-        that (it was stopped) the signal stays ignored.
+        Waits at most 2 s for a reader that is about to send the signal, because the default action would kill this
+        process. If that reader is stopped, the signal stays ignored.
         """
         if self.fd is None or self.signal_number is None:
             return
         _check_main_thread()
         fd, number = self.fd, self.signal_number
         if os.getpid() == self._pid:
-            with _reading_right(fd, time.monotonic() + _READER_TIMEOUT_S) as ours:
-                signal.signal(number, signal.SIG_IGN)  # the kernel also drops those already sent
-                if ours:
+            with _reader_lock(fd, time.monotonic() + _READER_TIMEOUT_S) as locked:
+                signal.signal(number, signal.SIG_IGN)  # the kernel also drops pending ones
+                if locked:
                     faulthandler.unregister(number)
-                    signal.signal(number, signal.SIG_DFL)  # so that Python's own table knows, too
+                    signal.signal(number, signal.SIG_DFL)  # also updates Python's own table
         self.fd = self.signal_number = None
         os.close(fd)
 
@@ -113,16 +113,16 @@ def own_stacks() -> str:
 def read_stacks(pid: int, signal_number: int, fd: int, timeout_s: float) -> str:
     """Return the stacks of all threads of a process with a `StackReporter`, newest frame first, as faulthandler writes.
 
-    Any thread of any process that may send it signals; one at a time in each process. The main thread is asked; if it
-    does not answer within half the time (a hung driver), another one. "Current thread" is the one that answered.
-    Bounded by `timeout_s`. Empty if the process does not answer: it is stopped, dead, has no handler (nothing is sent
-    then), or `fd` is in use by another reader. Cut short if it did not finish in time.
+    Any process that may send it signals can call this, one thread at a time. The signal goes to the main thread; if
+    that does not answer within half the time (a hung driver), to another one. "Current thread" is the one that
+    answered. Bounded by `timeout_s`. Empty if the process does not answer: it is stopped, dead, has no handler (nothing
+    is sent then), or another reader uses `fd`. Truncated if it did not finish in time.
 
     Limits of faulthandler: 100 threads (then "..."), 100 frames each, identifiers instead of names.
     """
     deadline = time.monotonic() + timeout_s
-    with _reading_right(fd, deadline) as ours:
-        if not ours:
+    with _reader_lock(fd, deadline) as locked:
+        if not locked:
             return ""
         os.ftruncate(fd, 0)
         halfway = (time.monotonic() + deadline) / 2
@@ -138,11 +138,11 @@ def read_stacks(pid: int, signal_number: int, fd: int, timeout_s: float) -> str:
 def _ask(pid: int, thread_id: int, signal_number: int, fd: int, until: float) -> bool:
     """Send the signal to one thread and wait until its handler has returned. False if it cannot, or not in time."""
     sets = read_signal_sets(pid, thread_id)
-    # Without a handler the signal would kill. Blocked: it would not come before the timeout, but later.
+    # Without a handler the signal would kill; a blocked one would arrive too late.
     if sets is None or sets.stopped or not sets.is_caught(signal_number) or sets.is_blocked(signal_number):
         return False
     try:
-        if not sets.is_pending(signal_number):  # since an earlier question
+        if not sets.is_pending(signal_number):  # else it is pending since an earlier read
             _send(pid, thread_id, signal_number)
     except OSError:
         return False
@@ -170,7 +170,7 @@ def _send(pid: int, thread_id: int, signal_number: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         tgkill = libc.tgkill
-    except AttributeError:  # glibc before 2.30; the kernel prefers the main thread, too
+    except AttributeError:  # glibc before 2.30; the kernel prefers the main thread
         os.kill(pid, signal_number)
         return
     if tgkill(pid, thread_id, signal_number) != 0:
@@ -179,8 +179,8 @@ def _send(pid: int, thread_id: int, signal_number: int) -> None:
 
 
 @contextmanager
-def _reading_right(fd: int, deadline: float) -> Iterator[bool]:
-    """Hold the lock between processes: the handler is neither removed nor asked by two. False if time is over."""
+def _reader_lock(fd: int, deadline: float) -> Iterator[bool]:
+    """Hold the lock between processes, so that only one reads, and none during `uninstall`. False at the deadline."""
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

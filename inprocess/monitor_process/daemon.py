@@ -29,7 +29,8 @@ from inprocess.monitor_process.sibling import SiblingMonitor
 from inprocess.monitor_process.stores import iteration_store, open_store
 from inprocess.monitor_process.target import Target
 from inprocess.progress_watchdog import Timestamp
-from inprocess.sections.embedded import EmbeddedSections, Step
+from inprocess.sections.embedded import EmbeddedSections
+from inprocess.sections.watch import Step
 
 __all__ = ["Daemon"]
 
@@ -178,7 +179,7 @@ class Daemon:
                 return
         identities = [agreement.identity_of(rank) for rank in ranks]
         for identity in identities:  # all of them, before one of them could complete the barrier
-            agreement.mark_gone(identity)
+            agreement.mark_departed(identity)
         for identity in identities:
             agreement.arrive_at_end(identity)
 
@@ -248,7 +249,7 @@ class Daemon:
 
     def _kill(self, position: _Position, summary: str, detail: str) -> None:
         agreement, initial_rank = self._agreement(position.iteration), self.config.initial_rank
-        self._attempt(lambda: agreement.mark_gone(initial_rank), "the rank is killed without a word")
+        self._attempt(lambda: agreement.mark_departed(initial_rank), "the rank is killed without a word")
         self._record(InterruptionRecord(position.rank, Interruption.HARD_TIMEOUT, summary, detail))
         _log.error("killing process %d of rank %d", self.target.pid, position.rank)
         if not self.target.kill(self.config.termination_grace_s):

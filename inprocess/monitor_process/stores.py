@@ -52,7 +52,8 @@ def open_store(description: dict[str, Any], patience_s: float) -> Any:
     if "access" in description:
         return CoordinationStore(Access.from_document(description["access"]), patience=patience)
     if "etcd" in description:
-        from inprocess.coordination.etcd import EtcdClient, EtcdCluster
+        from inprocess.coordination.etcd import EtcdClient
+        from inprocess.coordination.etcd_gateway import EtcdCluster
 
         return EtcdClient(EtcdCluster.from_document(description["etcd"]), description["job"], patience=patience)
     os.environ.update(description["environment"])

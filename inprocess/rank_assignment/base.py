@@ -1,4 +1,4 @@
-"""What every rank assignment is and gets."""
+"""Base of all rank assignments: interface, context, and what they use of the store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AssignmentStore", "RankAssignment", "RankAssignmentCtx", "RankDiscar
 
 
 class AssignmentStore(Protocol):
-    """What rank assignments need of the coordination store. `get` and `get_keys` wait for what is not there yet."""
+    """The coordination store, as far as rank assignments use it. `get` and `get_keys` wait for missing values."""
 
     def set(self, key: str, value: str | bytes, /) -> None: ...
 
@@ -46,11 +46,11 @@ class AssignmentStore(Protocol):
 
 @dataclasses.dataclass
 class RankAssignmentCtx:
-    """What a rank assignment works on.
+    """Input and output of a rank assignment.
 
-    `state` is this rank's own and is updated in place. `store` is the store of the iteration that ends; that of
-    iteration 0 serves the first assignment, too. `terminated_ranks` are those that do not go on, as dense ranks of that
-    iteration. Not frozen, because user code may fill it in instead of making a new one.
+    `state` is that of this rank and is updated in place. `store` is the store of the iteration that ends; the first
+    assignment uses that of iteration 0. `terminated_ranks` are the ranks that do not go on, as dense ranks of that
+    iteration. Not frozen, because user code may change it instead of creating a new one.
     """
 
     state: State
@@ -61,10 +61,10 @@ class RankAssignmentCtx:
 class RankAssignment(abc.ABC):
     """Gives the surviving ranks their numbers for the next iteration.
 
-    `__call__` gets and returns a `RankAssignmentCtx`; written for two parameters it gets and returns
-    `(state, terminated_ranks)`. It runs on every surviving rank at the same time, and what it does may depend only on
-    the state and the terminated ranks (and on what all ranks read from the store): without further talk the ranks must
-    come to the same numbering. It raises `RankDiscarded` on a rank that takes no further part.
+    `__call__` gets and returns a `RankAssignmentCtx`; written for two parameters it gets and returns `(state,
+    terminated_ranks)`. It runs on every surviving rank at the same time. The result may depend only on the state and
+    the terminated ranks (and on what all ranks read from the store), so that all ranks compute the same numbering. It
+    raises `RankDiscarded` on a rank that takes no further part.
     """
 
     @abc.abstractmethod
@@ -99,7 +99,7 @@ class TwoStyleAssignment(RankAssignment):
 
 
 def check_terminated(ctx: RankAssignmentCtx) -> None:
-    """ValueError if a terminated rank is none of the world that just ended."""
+    """Raise ValueError if a terminated rank is not a rank of the iteration that has ended."""
     strangers = sorted(rank for rank in ctx.terminated_ranks if not 0 <= rank < ctx.state.world_size)
     if strangers:
         raise ValueError(
@@ -109,7 +109,7 @@ def check_terminated(ctx: RankAssignmentCtx) -> None:
 
 
 def surviving_rank(ctx: RankAssignmentCtx) -> int:
-    """Return this rank's number in the world that just ended; RankDiscarded if it is not to go on."""
+    """Return the rank in the iteration that has ended; RankDiscarded if it is a terminated one."""
     check_terminated(ctx)
     rank = ctx.state.rank
     if rank is None or rank in ctx.terminated_ranks:
@@ -118,7 +118,7 @@ def surviving_rank(ctx: RankAssignmentCtx) -> int:
 
 
 def renumbered(ctx: RankAssignmentCtx, rank: int) -> RankAssignmentCtx:
-    """Give this rank its new dense number; nobody is left to terminate, and who is active is to be decided anew."""
+    """Set the new dense rank; no terminated ranks remain, and which ranks are active is to be decided again."""
     state = ctx.state
     state.rank = rank
     state.world_size -= len(ctx.terminated_ranks)
@@ -128,7 +128,7 @@ def renumbered(ctx: RankAssignmentCtx, rank: int) -> RankAssignmentCtx:
 
 
 def check_count(name: str, value: object) -> None:
-    """TypeError if `value` is no integer, ValueError if it is less than 1."""
+    """Raise TypeError if `value` is not an integer, ValueError if it is less than 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}: {value!r}")
     if value < 1:

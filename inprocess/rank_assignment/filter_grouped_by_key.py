@@ -1,4 +1,4 @@
-"""Ranks stay or go with their group: a host that lost one GPU gives up the others."""
+"""Filters that terminate whole groups: a host that lost one GPU gives up the others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class FilterCountGroupedByKey(TwoStyleAssignment):
 
     A group is all surviving ranks with the same key: `key_or_fn` itself, or what it returns for the `FrozenState` of a
     rank (as text). `condition` gets the number of ranks in the group of this rank. Ranks are only marked: a numbering
-    must follow, that is, stand left of this in `Compose`. All surviving ranks must call it; a `BarrierTimeout` after
-    `timeout` if one does not.
+    must follow, that is, stand to the left of this in `Compose`. All surviving ranks must call it; `BarrierTimeout`
+    after `timeout` if one does not.
 
     Calls are matched across ranks by their order on the store, so several filters in one chain do not mix.
     """
@@ -53,7 +53,7 @@ class FilterCountGroupedByKey(TwoStyleAssignment):
         return self.key_or_fn if isinstance(self.key_or_fn, str) else str(self.key_or_fn(state.freeze()))
 
     def _discarded(self, ctx: RankAssignmentCtx, rank: int, survivors: int) -> set[int]:
-        """Return the same ranks everywhere: between the barriers the list of them is written, after the second read."""
+        """Return the discarded ranks, the same on all ranks: written before the second barrier, read after it."""
         store: AssignmentStore = ctx.store
         # The survivors have run the same chains, so the n-th call of one is the n-th of all. Counting calls in the
         # store, where they end with the iteration, needs no counter in this process that all instances would share.

@@ -1,4 +1,4 @@
-"""Make a rank fail on purpose, in every way the restart wrapper is made for.
+"""Make a rank fail on purpose, in every way that the restart wrapper handles.
 
 trigger(Fault.SEGFAULT)                             # here and now
 injection = inject_fault(num_faults=1, delay=5.0)   # on every rank: 5 s later one of them, chosen by the seed, fails
@@ -112,9 +112,9 @@ def inject_fault(
     """Let ranks fail later. Called with the same arguments on the main thread of every rank; returns at once.
 
     `num_faults` and `delay` (seconds) are numbers, or ranges to choose from. Victims are different ranks, none of them
-    below `keep_alive`, because the lowest ranks often serve a store; the `faults` are chosen among those given, by
-    default all (the ones of GPUs only where there are any). All ranks choose the same: from `seed`, by default 0.
-    Rank and number of ranks are in the environment. `callback` is called on the victim just before it fails, in the
+    below `keep_alive`, because the lowest ranks often serve a store. The `faults` are chosen from the given ones, by
+    default from all (those of GPUs only if there is one). All ranks choose the same, from `seed`, by default 0. Rank
+    and world size are read from the environment. `callback` is called on the victim just before it fails, in the
     timer's thread. ValueError if there are not enough ranks.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,1 +1,1 @@
-"""Ways out of calls of torch that wait for ranks that never come: collectives, group creation, the store."""
+"""Free a main thread from calls of torch that wait for a dead rank: collectives, group creation, stores."""

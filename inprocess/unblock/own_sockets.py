@@ -1,6 +1,6 @@
-"""What this process's threads wait on and which sockets are behind it, as told by Linux in /proc, at this moment.
+"""The system calls that threads of this process wait in, and the sockets behind them, read from /proc.
 
-Everything is best effort: what cannot be found out is reported as absent, never as an error. Called from any thread.
+All of it is best effort: what cannot be found out is reported as absent, never as an error. For any thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+)\s+events:\s*\w+\s+data:\s*([0-9a-f]+)\s+po
 
 @dataclass(frozen=True)
 class Syscall:
-    """The system call a thread is blocked in. Equal ones, seen one after the other, are the same call."""
+    """The system call a thread is blocked in. Two equal ones, read one after the other, are the same call."""
 
     number: int
     arguments: tuple[int, ...]  # six
@@ -58,7 +58,7 @@ class Syscall:
 
 @dataclass(frozen=True)
 class Watched:
-    """A descriptor in an epoll set. `inode` tells it from a later one with the same number; `data` is the owner's."""
+    """A descriptor in an epoll set. `inode` distinguishes a later one with the same number; `data` is the owner's."""
 
     fd: int
     inode: int
@@ -66,7 +66,7 @@ class Watched:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file in /proc or /sys; nothing when its subject is gone or may not be looked at."""
+    """Return the text of a file in /proc or /sys; empty if it does not exist or may not be read."""
     try:
         with open(path) as file:
             return file.read()
@@ -75,7 +75,7 @@ def read_text(path: str) -> str:
 
 
 def syscall_of(task: int | str) -> Syscall | None:
-    """Return what the thread with this native id is blocked in; None when it runs, or when that cannot be known."""
+    """Return what the thread with this native id is blocked in; None if it runs, or if that cannot be known."""
     fields = read_text(f"/proc/self/task/{task}/syscall").split()
     if len(fields) != 9:
         return None
@@ -84,7 +84,7 @@ def syscall_of(task: int | str) -> Syscall | None:
 
 
 def is_epoll_wait(call: Syscall) -> bool:
-    """Whether the call is `epoll_wait`; its arguments are then epoll descriptor, address, events, milliseconds."""
+    """Return whether the call is `epoll_wait`: its arguments are epoll descriptor, address, events, milliseconds."""
     return call.number in _numbers().epoll_wait
 
 
@@ -99,7 +99,7 @@ def fd_waited_for(call: Syscall) -> int | None:
     if call.number in _numbers().receive:
         return call.arguments[0]
     if call.number in _numbers().poll and call.arguments[1] == 1:
-        # Through the file, not through the address: that may be unmapped when the thread is gone meanwhile.
+        # Through the file, not through the address, which may be unmapped if the thread has ended meanwhile.
         with contextlib.suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:
             return int.from_bytes(os.pread(memory.fileno(), 4, call.arguments[0]), sys.byteorder)
     return None
@@ -107,9 +107,9 @@ def fd_waited_for(call: Syscall) -> int | None:
 
 @contextlib.contextmanager
 def pinned(fd: int) -> Iterator[int | None]:
-    """A copy of a descriptor, which stays what it is whatever other threads close and open meanwhile; None if closed.
+    """Duplicate a descriptor, so that other threads cannot close or replace it meanwhile; None if it is closed.
 
-    Compare what is known of the wanted one with the copy, then use the copy.
+    Compare the properties of the wanted one with the copy, then use the copy.
     """
     try:
         copy = os.dup(fd)
@@ -123,7 +123,7 @@ def pinned(fd: int) -> Iterator[int | None]:
 
 
 def shut_down(fd: int) -> bool:
-    """Shut down an established TCP connection and return True; anything else is left alone."""
+    """Shut down an established TCP connection and return True; leave anything else alone."""
     with _tcp_socket(fd) as connection:
         if connection is None:
             return False

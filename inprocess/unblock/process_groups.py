@@ -1,6 +1,6 @@
-"""End all process groups of torch in this process, whatever state they are in, so that new ones can be made.
+"""End all process groups of torch in this process, whatever their state, so that new ones can be created.
 
-torch is never imported from here: without it there are no groups.
+This module does not import torch: if it is not loaded, there are no groups.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from inprocess.bounded_call import BoundedCall, bounded_call
 from inprocess.exception import TimeoutError
+from inprocess.waiting import BoundedCall, bounded_call
 
 __all__ = ["abort_nccl", "destroy_groups", "discard_process_groups"]
 
@@ -21,26 +21,26 @@ _log = logging.getLogger(__name__)
 
 
 def discard_process_groups(timeout: float = 5.0) -> None:
-    """Leave no process group behind, and number the next one like the first; what fails is logged.
+    """Destroy all process groups, and number the next one like the first; errors are logged.
 
-    Call it on the main thread between two iterations, when no code of the wrapped function runs any more: a group that
-    was being made during the abort is known to torch only now. Takes microseconds when there is nothing to do, at most
-    about `timeout` seconds.
+    Call it on the main thread between two iterations, when no code of the wrapped function runs: a group that was being
+    created during the abort is known to torch only now. Takes microseconds if there is nothing to do, at most about
+    `timeout` seconds.
     """
     groups = _groups_module()
     if groups is None:
         return
     destroy_groups(timeout)
-    # The name of a group is a count, and its prefix in the store. Destroying sets the count back; but a creation that
-    # failed has counted, too, and this rank would then wait under another name than those that had not come so far.
+    # The name of a group, which is also its prefix in the store, is a count. Destroying the groups resets it, but a
+    # creation that failed increments it, and this rank would then wait under another name than the other ranks.
     groups._world.group_count = 0
 
 
 def abort_nccl(timeout: float) -> int:
-    """Abort the NCCL backends of all groups, all at the same time; return how many there are.
+    """Abort the NCCL backends of all groups concurrently; return how many there are.
 
-    At the same time, because one communicator's abort may wait for another's. Runs on the monitor thread, at most about
-    `timeout` seconds; what fails or hangs is logged.
+    Concurrently, because the abort of one communicator may wait for that of another. Runs on the monitor thread, at
+    most about `timeout` seconds; errors and hangs are logged.
     """
     calls = [BoundedCall(abort, f"abort of NCCL in process group {name!r}") for name, abort in _nccl_aborts()]
     deadline = time.monotonic() + timeout
@@ -48,14 +48,14 @@ def abort_nccl(timeout: float) -> int:
         try:
             call.result(max(deadline - time.monotonic(), 0.0))
         except TimeoutError as error:
-            _log.error("%s; its operations may hang on", error)
+            _log.error("%s; its operations may go on hanging", error)
         except Exception:
-            _log.exception("%s fails", call.name)
+            _log.exception("%s failed", call.name)
     return len(calls)
 
 
 def destroy_groups(timeout: float) -> None:
-    """Destroy all process groups, if there are any; what fails or hangs is logged.
+    """Destroy all process groups, if there are any; errors and hangs are logged.
 
     A group that something still refers to, for example the frame of a blocked main thread, ends with that reference.
     """
@@ -65,17 +65,17 @@ def destroy_groups(timeout: float) -> None:
     try:
         bounded_call(groups.destroy_process_group, timeout, "destroying the process groups")
     except TimeoutError as error:
-        _log.error("%s; a pending operation is not interruptible", error)
+        _log.error("%s; a pending operation cannot be interrupted", error)
     except Exception:
-        _log.exception("the process groups cannot be destroyed in order")
-        abort = getattr(groups, "_abort_process_group", None)  # since torch 2.6; forgets them even so
+        _log.exception("the process groups cannot be destroyed regularly")
+        abort = getattr(groups, "_abort_process_group", None)  # since torch 2.6; forgets them all the same
         if abort is not None and groups.is_initialized():
             with contextlib.suppress(Exception):
                 bounded_call(abort, timeout, "forgetting the process groups")
 
 
 def _groups_module() -> Any:
-    """torch.distributed.distributed_c10d if somebody has imported it."""
+    """Return torch.distributed.distributed_c10d if it is loaded."""
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 

@@ -116,8 +116,11 @@ class Contents:
 
 
 class SteppedStore:
-    """The store of an iteration as one process sees it, or (None) the whole one, which holds the restart index: each
-    request waits for the turn of the process. Waits never wait. What changes something is guarded, as it really is."""
+    """The store of an iteration as one process sees it; None: the whole store, which holds the restart index.
+
+    Each request waits for the turn of the process. Requests that wait do not. Changes are guarded, as in the real
+    store.
+    """
 
     def __init__(self, contents: dict[int | None, Contents], iteration: int | None, actor: Actor) -> None:
         self._whole = contents[None]

@@ -21,12 +21,12 @@ from inprocess.abort import (
     AbortPersistentCheckpointProcesses,
     AbortTorchDistributed,
     AbortTransformerEngine,
+    dump_flight_recorder,
     unblock_main_thread,
 )
-from inprocess.flight_recorder import dump_flight_recorder
 from inprocess.unblock import process_groups
 from inprocess.unblock.process_groups import discard_process_groups
-from inprocess.unblock.store_connection import interruptible_store_connections
+from inprocess.unblock.stores import interruptible_store_connections
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import launch_ranks, run_ranks
 
@@ -249,7 +249,7 @@ def with_a_store_of_the_caller(rank: int, world_size: int) -> bool:
     else:
 
         def abort() -> Any:
-            from inprocess.unblock.store_wait import break_store_wait
+            from inprocess.unblock.stores import break_store_wait
 
             broken = break_store_wait()
             other = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)
@@ -377,7 +377,7 @@ def test_nccl_is_aborted_on_all_groups_at_the_same_time(
     wrapped = types.SimpleNamespace(wrapped_pg=FakeNccl(barrier))
     fake_groups(monkeypatch, FakeNccl(barrier), None, wrapped, FakeNccl(barrier, RuntimeError("broken")))
     assert process_groups.abort_nccl(5.0) == 3
-    assert "abort of NCCL in process group '3' fails" in caplog.text
+    assert "abort of NCCL in process group '3' failed" in caplog.text
 
 
 def test_an_nccl_abort_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

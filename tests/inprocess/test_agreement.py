@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from inprocess.agreement import Agreement, Outcome, Roster, depart
+from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreLostError
-from inprocess.joining import Newcomer, Place, take_from_environment
+from inprocess.joining import Newcomer, Place, newcomer_from_environment
 from inprocess.store import FileStore, PrefixStore
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 
@@ -102,20 +102,20 @@ def test_completed_when_the_last_one_arrives(open_store: Open, pool: ThreadPoolE
     agreements = three(open_store)
     waiting = [pool.submit(agreements[rank].complete, 10 + rank, LONG_S, CHUNK_S) for rank in (0, 1)]
     assert agreements[2].wait_outcome(0.05) is None
-    assert agreements[2].complete(12, LONG_S, CHUNK_S) is Outcome.COMPLETED
-    assert [future.result(LONG_S) for future in waiting] == [Outcome.COMPLETED] * 2
+    assert agreements[2].complete(12, LONG_S, CHUNK_S) is IterationOutcome.COMPLETED
+    assert [future.result(LONG_S) for future in waiting] == [IterationOutcome.COMPLETED] * 2
     # Whoever fails now restarts nobody.
     assert agreements[1].interrupt(record(1)) is False
-    assert agreements[0].wait_outcome(LONG_S) is Outcome.COMPLETED
+    assert agreements[0].wait_outcome(LONG_S) is IterationOutcome.COMPLETED
 
 
 def test_a_fault_ends_the_wait_for_the_others(open_store: Open, pool: ThreadPoolExecutor) -> None:
     agreements = three(open_store)
     waiting = [pool.submit(agreements[rank].complete, 10 + rank, LONG_S, CHUNK_S) for rank in (0, 1)]
     assert agreements[2].interrupt(record(2)) is True
-    assert [future.result(LONG_S) for future in waiting] == [Outcome.INTERRUPTED] * 2
+    assert [future.result(LONG_S) for future in waiting] == [IterationOutcome.INTERRUPTED] * 2
     # The last one comes too late to complete it.
-    assert agreements[2].complete(12, LONG_S, CHUNK_S) is Outcome.INTERRUPTED
+    assert agreements[2].complete(12, LONG_S, CHUNK_S) is IterationOutcome.INTERRUPTED
     assert agreements[0].interrupt(record(0)) is True
 
 
@@ -124,7 +124,7 @@ def test_a_fault_between_the_last_arrival_and_the_decision(open_store: Open) -> 
     for rank in (0, 1):
         agreements[rank].store.arrive("completion", str(10 + rank))
     store = Interrupted(open_store(0), "compare_set", "outcome", lambda: agreements[0].interrupt(record(0)))
-    assert Agreement(store, 0, 3).complete(12, LONG_S, CHUNK_S) is Outcome.INTERRUPTED
+    assert Agreement(store, 0, 3).complete(12, LONG_S, CHUNK_S) is IterationOutcome.INTERRUPTED
 
 
 def test_completion_between_a_fault_and_its_report(open_store: Open) -> None:
@@ -137,7 +137,7 @@ def test_completion_between_a_fault_and_its_report(open_store: Open) -> None:
 
     store = Interrupted(open_store(0), "compare_set", "outcome", others_complete)
     assert Agreement(store, 0, 3).interrupt(record(1)) is False
-    assert agreements[2].wait_outcome(LONG_S) is Outcome.COMPLETED
+    assert agreements[2].wait_outcome(LONG_S) is IterationOutcome.COMPLETED
 
 
 def test_who_should_decide_dies_before(open_store: Open) -> None:
@@ -150,7 +150,7 @@ def test_who_should_decide_dies_before(open_store: Open) -> None:
     agreements[1].store.arrive("completion", "11")
     with pytest.raises(KeyboardInterrupt):
         Agreement(Interrupted(open_store(0), "compare_set", "outcome", die), 0, 3).complete(12, LONG_S, CHUNK_S)
-    assert agreements[0].complete(10, LONG_S, CHUNK_S) is Outcome.COMPLETED
+    assert agreements[0].complete(10, LONG_S, CHUNK_S) is IterationOutcome.COMPLETED
 
 
 def test_nobody_waits_for_ever_for_completion(open_store: Open) -> None:
@@ -189,7 +189,7 @@ def test_the_last_call_does_not_wait_for_the_dead(open_store: Open) -> None:
     agreements = three(open_store)
     agreements[0].interrupt(record(0, Interruption.TERMINATED))
     for identity in (10, 11):
-        agreements[2].mark_gone(identity)
+        agreements[2].mark_departed(identity)
         agreements[2].arrive_at_end(identity)
     began = time.monotonic()
     assert agreements[2].last_call(12, LONG_S) == (record(0, Interruption.TERMINATED),)
@@ -219,7 +219,7 @@ def test_the_roster_is_closed_when_all_stand_at_the_end(open_store: Open, pool: 
     agreements = three(open_store)
     waiting = pool.submit(agreements[0].wait_roster, 10, LONG_S, CHUNK_S)
     agreements[0].arrive_at_end(10)
-    agreements[0].mark_gone(11)
+    agreements[0].mark_departed(11)
     agreements[0].arrive_at_end(11)
     assert agreements[2].is_at_end(11)
     assert not agreements[2].is_at_end(12)
@@ -228,7 +228,7 @@ def test_the_roster_is_closed_when_all_stand_at_the_end(open_store: Open, pool: 
     assert waiting.result(LONG_S) == roster
     # Who is declared lost afterwards is lost in the next iteration.
     with suppress(StaleViewError):  # a store of torch knows no guards
-        agreements[0].mark_gone(12)
+        agreements[0].mark_departed(12)
     with suppress(StaleViewError):
         agreements[0].arrive_at_end(12)
     assert agreements[2].wait_roster(12, LONG_S) == roster
@@ -262,7 +262,7 @@ def test_a_rank_that_vanished_before_it_had_a_name(open_store: Open) -> None:
     for rank in (0, 2):
         agreements[rank].publish_rank(10 + rank, rank)
     assert [agreements[0].identity_of(rank) for rank in range(3)] == [10, -2, 12]
-    agreements[0].mark_gone(-2)
+    agreements[0].mark_departed(-2)
     for identity in (-2, 10, 12):
         agreements[0].arrive_at_end(identity)
     assert agreements[2].wait_roster(12, LONG_S) == Roster(frozenset({1}), frozenset({-2}))
@@ -301,7 +301,7 @@ def test_newcomers_are_numbered_behind_all_others(open_store: Open, pool: Thread
     waiting = {initial_rank: pool.submit(place_of, open_store, initial_rank) for initial_rank in (21, 20)}
     while base.members("joining") != {"20", "21"}:
         time.sleep(0.01)
-    agreements[1].mark_gone(11)
+    agreements[1].mark_departed(11)
     assert end(agreements) == Roster(frozenset({1}), frozenset({11}), (20, 21))
     for rank, initial_rank in ((3, 20), (4, 21)):
         place = waiting[initial_rank].result(LONG_S)
@@ -337,30 +337,30 @@ def test_a_newcomer_is_not_needed_when_the_job_completes(open_store: Open, pool:
     waiting = pool.submit(place_of, open_store, 20)
     for rank in range(3):
         agreements[rank].store.arrive("completion", str(10 + rank))
-    assert agreements[0].complete(10, LONG_S, CHUNK_S) is Outcome.COMPLETED
+    assert agreements[0].complete(10, LONG_S, CHUNK_S) is IterationOutcome.COMPLETED
     assert waiting.result(LONG_S) is None
 
 
 def test_a_newcomer_does_not_wait_for_a_job_that_is_gone(open_store: Open) -> None:
     three(open_store)[0].store.set("heartbeat/0", "1")
     newcomer = Newcomer(20, None)
-    with pytest.raises(StoreLostError, match="nobody is left"):
+    with pytest.raises(StoreLostError, match="no process of it is left"):
         newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), 0.5)
 
 
 def test_what_the_environment_says_of_a_newcomer_counts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert take_from_environment() is None
+    assert newcomer_from_environment() is None
     monkeypatch.setenv("INPROCESS_JOIN", "7")
     monkeypatch.setenv("INPROCESS_JOINED_FILE", str(tmp_path / "joined"))
-    newcomer = take_from_environment()
+    newcomer = newcomer_from_environment()
     assert newcomer is not None
     assert newcomer.initial_rank == 7
-    newcomer.say_joined()
+    newcomer.report_joined()
     assert (tmp_path / "joined").exists()
-    assert take_from_environment() is None
+    assert newcomer_from_environment() is None
     monkeypatch.setenv("INPROCESS_JOIN", "first")
     with pytest.raises(ValueError, match=r"INPROCESS_JOIN .* not 'first'"):
-        take_from_environment()
+        newcomer_from_environment()
 
 
 def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecutor) -> None:
@@ -377,7 +377,7 @@ def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecut
         depart, lambda i: Agreement(open_store(i), i), 0, 11, [record(1, Interruption.TERMINATED)], LONG_S
     )
     for rank in (0, 2):
-        assert second[rank].wait_outcome(LONG_S) is Outcome.INTERRUPTED
+        assert second[rank].wait_outcome(LONG_S) is IterationOutcome.INTERRUPTED
     waiting = pool.submit(second[0].wait_roster, 10, LONG_S, CHUNK_S)
     second[2].arrive_at_end(12)
     second[0].arrive_at_end(10)
@@ -386,7 +386,7 @@ def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecut
     assert waiting.result(LONG_S) == Roster(frozenset({1}), frozenset({11}))
 
 
-def test_who_dies_after_completion_is_not_spoken_for(open_store: Open) -> None:
+def test_a_death_after_completion_is_not_reported(open_store: Open) -> None:
     agreements = three(open_store)
     for rank in range(3):
         agreements[rank].store.arrive("completion", str(10 + rank))
@@ -410,14 +410,14 @@ def test_many_at_once(open_store: Open, pool: ThreadPoolExecutor) -> None:
         outcome = agreement.wait_outcome(LONG_S)
         records = agreement.last_call(rank, LONG_S)
         if rank == 7:
-            agreement.mark_gone(rank)
+            agreement.mark_departed(rank)
         agreement.arrive_at_end(rank)
         return outcome, records, agreement.wait_roster(rank, LONG_S, CHUNK_S)
 
     results = [future.result(LONG_S) for future in [pool.submit(rank_main, rank) for rank in range(8)]]
     assert results == results[:1] * 8
     outcome, records, roster = results[0]
-    assert outcome is Outcome.INTERRUPTED
+    assert outcome is IterationOutcome.INTERRUPTED
     assert {r.rank for r in records} == {2, 5}
     assert roster == Roster(frozenset({7}), frozenset({7}))
 
@@ -447,7 +447,7 @@ def test_who_comes_back_to_an_old_iteration_can_change_nothing_there(guarded: Op
         lambda: frozen.publish_rank(10, 0),
         lambda: frozen.announce_done(),
         lambda: frozen.complete(10, LONG_S, CHUNK_S),
-        lambda: frozen.mark_gone(11),
+        lambda: frozen.mark_departed(11),
         lambda: frozen.arrive_at_end(10),
         lambda: frozen.wait_roster(10, LONG_S, CHUNK_S),
         lambda: frozen.wait_outcome(LONG_S),

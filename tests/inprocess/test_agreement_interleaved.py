@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from inprocess.agreement import Agreement, Outcome, Roster, depart
+from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
 from tests.inprocess.interleaving import Actor, Contents, SteppedStore, Turns
 
@@ -25,7 +25,7 @@ class Ended:
     """What a process saw of an iteration."""
 
     rank: int
-    outcome: Outcome
+    outcome: IterationOutcome
     records: tuple[InterruptionRecord, ...] = ()
     roster: Roster | None = None
 
@@ -52,9 +52,9 @@ class Process:
             agreement.publish_rank(self.initial_rank, rank)
             self.position = rank, iteration
             ended = self._iteration(agreement, rank, self.fates[iteration])
-            if ended.outcome is Outcome.COMPLETED or ended.roster is None:
+            if ended.outcome is IterationOutcome.COMPLETED or ended.roster is None:
                 return
-            if self.initial_rank in ended.roster.gone:
+            if self.initial_rank in ended.roster.departed:
                 return
             if self.fates[iteration] == "leave late":
                 self._leave(actor, rank, iteration, world_size)
@@ -65,7 +65,7 @@ class Process:
     def _iteration(self, agreement: Agreement, rank: int, fate: str) -> Ended:
         if fate == "leave":
             self._leave(agreement.store._actor, rank, agreement.iteration, agreement.world_size)  # type: ignore[attr-defined]
-            return Ended(rank, Outcome.INTERRUPTED)
+            return Ended(rank, IterationOutcome.INTERRUPTED)
         if fate == "fail":
             agreement.interrupt(InterruptionRecord(rank, Interruption.EXCEPTION))
         else:
@@ -74,7 +74,7 @@ class Process:
         outcome = None
         while outcome is None:
             outcome = agreement.wait_outcome(0.0)
-        if outcome is Outcome.COMPLETED:
+        if outcome is IterationOutcome.COMPLETED:
             self.seen[agreement.iteration] = ended = Ended(rank, outcome)
             return ended
         records = agreement.last_call(self.initial_rank, 0.0)
@@ -119,8 +119,12 @@ class Process:
 def test_all_ranks_come_to_the_same_conclusions(
     fates: list[tuple[str, ...]], deaths: dict[int, int], schedule: list[int]
 ) -> None:
-    """`deaths` is by process: before which of its requests it is killed. Its first publishes its rank in
-    iteration 0; who is killed there is missed by its neighbour in the ring of heartbeats, which is not here."""
+    """Whatever the order of requests, and whichever processes die, all ranks come to the same decisions.
+
+    `deaths` is by process: before which of its requests it is killed. The first one publishes its rank in iteration 0;
+    a process that is killed before that is noticed by its neighbor in the ring of heartbeats, which is not modelled
+    here.
+    """
     contents: dict[int | None, Contents] = defaultdict(Contents)
     processes = [Process(i, len(fates), fate, contents) for i, fate in enumerate(fates)]
     turns = Turns(schedule)
@@ -148,15 +152,15 @@ def check(processes: list[Process], killed: set[int]) -> None:
         numbers = [ended.rank for ended in seen.values()]
         assert len(set(numbers)) == len(numbers), "two processes with the same number"
         ((outcome, records, roster),) = views
-        if outcome is Outcome.COMPLETED:
+        if outcome is IterationOutcome.COMPLETED:
             assert not any(iteration + 1 in p.seen or (p.position or (0, 0))[1] > iteration for p in processes)
             return
         assert roster is not None
         assert records, "interrupted for no reason"
-        assert len(roster.terminated_ranks) == len(roster.gone)
+        assert len(roster.terminated_ranks) == len(roster.departed)
         # Only who is dead, or wanted to leave, is left out.
         wanted = {p.initial_rank for p in processes if any("leave" in fate for fate in p.fates[: iteration + 1])}
-        assert roster.gone <= (killed | wanted) & members
-        members -= roster.gone
+        assert roster.departed <= (killed | wanted) & members
+        members -= roster.departed
         for initial_rank, ended in seen.items():
-            assert (ended.rank in roster.terminated_ranks) == (initial_rank in roster.gone)
+            assert (ended.rank in roster.terminated_ranks) == (initial_rank in roster.departed)

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 
 import pytest
 
-from inprocess.call_injection import inject
+from inprocess.wrap import inject
 
 
 class Call:

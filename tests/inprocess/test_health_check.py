@@ -204,7 +204,7 @@ def test_more_ranks_than_gpus(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -
     [
         ({"remapped_failed": 1}, "memory row"),
         ({"recovery": 2}, "recovery action 2"),
-        ({"lost": True}, "cannot be asked"),
+        ({"lost": True}, "cannot be queried"),
     ],
 )
 def test_a_gpu_that_is_not(nvml: FakeNvml, change: dict[str, Any], message: str) -> None:

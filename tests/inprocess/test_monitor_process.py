@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from inprocess.agreement import Agreement, Outcome
+from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, RestartIndex, StoreServer
 from inprocess.exception import InternalError
@@ -110,7 +110,9 @@ class Job:
 
     def records(self, world_size: int = 1) -> tuple[InterruptionRecord, ...]:
         agreement = self.agreement(world_size)
-        assert self.client.get("0/outcome").decode() == Outcome.INTERRUPTED.value  # whatever iteration it is by now
+        assert (
+            self.client.get("0/outcome").decode() == IterationOutcome.INTERRUPTED.value
+        )  # whatever iteration it is by now
         return tuple(
             InterruptionRecord.from_str(line) for line in agreement.store.get("records").decode().splitlines() if line
         )
@@ -168,7 +170,7 @@ def test_the_hard_limit_asks_first(job: Job) -> None:
     job.monitor(rank, soft_timeout_s=0.1, hard_timeout_s=0.2, termination_grace_s=LONG_S)
     assert rank.process.wait(LONG_S) == 3
     assert job.faults()[:2] == [(0, "SOFT_TIMEOUT"), (0, "HARD_TIMEOUT")]
-    assert job.agreement().wait_roster(0, LONG_S).gone == {0}
+    assert job.agreement().wait_roster(0, LONG_S).departed == {0}
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -224,7 +226,7 @@ def test_limits_by_themselves() -> None:
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_rank_is_spoken_for(job: Job) -> None:
+def test_a_dead_rank_is_reported_on_its_behalf(job: Job) -> None:
     rank = job.rank()
     monitor = job.monitor(rank, 1, 2, interval_s=60.0)
     rank.process.kill()
@@ -237,7 +239,7 @@ def test_a_dead_rank_is_spoken_for(job: Job) -> None:
     other.publish_rank(0, 0)
     other.arrive_at_end(0)
     roster = other.wait_roster(0, LONG_S)
-    assert (roster.terminated_ranks, roster.gone) == ({1}, {1})
+    assert (roster.terminated_ranks, roster.departed) == ({1}, {1})
     eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
 
 
@@ -273,7 +275,7 @@ def test_a_node_that_vanishes_is_noticed_by_its_neighbour(job: Job) -> None:
     for number in (0, 3):
         agreement.arrive_at_end(number)
     roster = agreement.wait_roster(0, LONG_S)
-    assert (roster.terminated_ranks, roster.gone) == ({1, 2}, {1, 2})
+    assert (roster.terminated_ranks, roster.departed) == ({1, 2}, {1, 2})
     assert set(job.faults(4)) == {(1, "UNRESPONSIVE"), (2, "UNRESPONSIVE")}
     for number in (1, 2):
         os.kill(monitors[number].pid, signal.SIGCONT)

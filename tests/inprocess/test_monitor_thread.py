@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from inprocess.agreement import Agreement, Outcome
+from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, StoreServer
 from inprocess.exception import RankShouldRestart
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.interrupt import MainThreadInterrupter
+from inprocess.main_thread.signals import MainThreadInterrupter
 from inprocess.monitor_thread import MonitorThread
 from inprocess.progress_watchdog import ProgressWatchdog, Timestamp
 from inprocess.state import FrozenState
@@ -121,7 +121,7 @@ def test_a_main_thread_that_sleeps_is_woken(iteration: Iteration) -> None:
 def test_completion_throws_nothing(iteration: Iteration) -> None:
     monitor = iteration.monitor(lambda state: pytest.fail("there is nothing to abort"))
     iteration.agreement.store.arrive("completion", "1")
-    assert iteration.agreement.complete(0, LONG_S, 0.1) is Outcome.COMPLETED
+    assert iteration.agreement.complete(0, LONG_S, 0.1) is IterationOutcome.COMPLETED
     monitor.wait_thrown()  # returns: nothing will come
     monitor.shutdown()
     assert (monitor.times.thrown, monitor.records) == (None, ())

@@ -285,7 +285,7 @@ class TestEveryStore:
     def test_barrier_names_who_is_missing(self, store: Any) -> None:
         with pytest.raises(BarrierTimeout, match=r"name: 2 of 4 ranks .*missing: 1,3$"):
             store.barrier([0, 2], "name", 4, SOON, SOON / 2)
-        with pytest.raises(BarrierTimeout, match=r"came: 7$"):
+        with pytest.raises(BarrierTimeout, match=r"arrived: 7$"):
             store.reentrant_barrier([7], "name", 2, SOON)
 
     def test_barrier_overflows(self, store: Any) -> None:

@@ -7,9 +7,10 @@ from collections import Counter
 from datetime import timedelta
 from itertools import count
 
-from inprocess.coordination.client import StoreClient, _Call, _Connection
+from inprocess.coordination.client import StoreClient, _Call
+from inprocess.coordination.connection import ClientConnection
 from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.operations import Guard
+from inprocess.coordination.namespace import Guard
 from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode, fresh_nonce
 from inprocess.exception import StaleViewError, StoreError, StoreTimeoutError
 
@@ -109,7 +110,7 @@ def _connect(access: Access) -> socket.socket:
         sock = socket.create_connection((access.host, access.port), _CONNECT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            _Connection(sock).greet(access, fresh_nonce(), deadline)
+            ClientConnection(sock).greet(access, fresh_nonce(), deadline)
         except OSError:
             sock.close()
             if time.monotonic() >= deadline:

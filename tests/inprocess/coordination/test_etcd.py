@@ -176,7 +176,7 @@ def test_nothing_is_done_on_an_old_view(client: EtcdClient) -> None:
         lambda: old.wait_size("set", 1, LONG),
         lambda: old.wait(["absent"], LONG),
     ):
-        with pytest.raises(StaleViewError, match="knows of restart_index 0, and it is 1 now"):
+        with pytest.raises(StaleViewError, match="expects restart_index 0, but the value is 1 now"):
             operation()
     assert old.get("key") == b"x"
     assert old.members("set") == frozenset()

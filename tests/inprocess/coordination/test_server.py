@@ -191,7 +191,7 @@ def test_who_proves_nothing_is_dropped(access: Access, monkeypatch: pytest.Monke
 def test_a_limit_of_descriptors_that_is_too_low_is_named() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     server = StoreServer(Access("127.0.0.1", 0))
-    with pytest.raises(StoreError, match=f"needs {hard + 64} file descriptors, and this process may have {hard}"):
+    with pytest.raises(StoreError, match=f"needs {hard + 64} file descriptors, but this process may have {hard}"):
         server.start(clients=hard)
 
 

@@ -74,8 +74,8 @@ GUARD = (b"", b"")
         (True, encode(Op.SET, 1, *GUARD, b"no number", b"key", b"value"), "number"),
         (True, encode(Op.SET, 1, *GUARD, pack_number(1), b"key"), "without a value"),
         (True, encode(Op.ADD, 1, *GUARD, pack_number(1), b"key"), "unpack"),
-        (True, encode(Op.OK, 1), "no request"),
-        (True, encode(Op.HELLO, 1), "no request"),
+        (True, encode(Op.OK, 1), "not a request"),
+        (True, encode(Op.HELLO, 1), "not a request"),
         (True, struct.pack(">I", 1 << 30), "limit"),
         (True, struct.pack(">I", 9) + b"\x63" + bytes(8), "99"),
     ],
@@ -115,6 +115,6 @@ def test_a_server_that_talks_nonsense_is_none() -> None:
 
         thread = threading.Thread(target=talk)
         thread.start()
-        with pytest.raises(StoreError, match="is no server of this protocol"):
+        with pytest.raises(StoreError, match="is not a server of this protocol"):
             CoordinationStore(Access("127.0.0.1", listener.getsockname()[1]))
         thread.join()

@@ -55,7 +55,7 @@ def ranks_in(events: Iterable[Event]) -> dict[int, int]:
 
 
 def _check_ranks(events: Sequence[Event]) -> None:
-    """G1 on each rank, G6 and G7: abort, then unwinding, then `finalize`, with no group and nobody's old keys."""
+    """G1 on each rank, G6 and G7: abort, then unwinding, then `finalize`, without process groups and old keys."""
     for _, its in itertools.groupby(sorted(events, key=lambda e: (e.process, e.time)), key=lambda e: e.process):
         times = {event.name: event.time for event in its}
         own = [event for event in events if event.name in times]
@@ -80,7 +80,7 @@ def _check_assignment(events: Sequence[Event]) -> None:
 
 
 def _check_next(events: Sequence[Event], following: Sequence[Event]) -> None:
-    """G1 and G4 across ranks, and G5: who has begun the next iteration has finished this one."""
+    """G1 and G4 across ranks, and G5: a rank that begins the next iteration has finished this one."""
     begun = [event for event in following if event.name in _OF_AN_ITERATION]
     if not begun:
         return

@@ -9,7 +9,7 @@ from tests.inprocess.faults.nursery import Nursery
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Where ranks come from."""
+    """The process that forks all ranks."""
     nursery = Nursery()
     yield nursery
     nursery.close()

@@ -1,4 +1,4 @@
-"""What a rank tells while it runs: a log of events with times to be compared across ranks, and marks to wait for.
+"""Events of a rank: a log with times that can be compared across ranks, and marks to wait for.
 
 A line of the log is one write in append mode, so a rank that is killed leaves whole lines. Times are of
 CLOCK_MONOTONIC, which is one clock for all processes of a machine.
@@ -33,7 +33,7 @@ class Event:
 
 
 class Journal:
-    """The rank's side: `folder` is shared by all ranks of a job. Any thread."""
+    """The log of a rank, as the rank writes it. `folder` is shared by all ranks of a job. Any thread."""
 
     def __init__(self, folder: Path, process: int) -> None:
         self.folder = folder
@@ -41,14 +41,14 @@ class Journal:
         self._fd = os.open(folder / f"{process}.events", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def note(self, name: str, state: Any = None, **details: Any) -> None:
-        """Write that something happened now."""
+        """Write an event with the current time."""
         event = Event(name, time.monotonic(), self.process, -1, details=details)
         if state is not None:
             event = replace(event, iteration=state.iteration, rank=state.rank, world_size=state.world_size)
         os.write(self._fd, json.dumps(asdict(event)).encode() + b"\n")
 
     def mark(self, name: str) -> None:
-        """Put up a mark that everybody sees."""
+        """Set a mark that all processes see."""
         (self.folder / f"{name}.mark").touch()
 
     def wait_marks(self, *names: str, timeout_s: float = 20.0) -> None:

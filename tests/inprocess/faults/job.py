@@ -1,4 +1,4 @@
-"""One job from the outside: start its ranks, look into its store, wait for its end, and see that nothing is left."""
+"""One job, seen from outside: start its ranks, read its store, wait for its end, and check that nothing is left."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Job:
             self._pidfds[rank] = os.pidfd_open(self._pids[rank])
 
     def events(self, rank: int) -> list[Event]:
-        """What a rank has written so far."""
+        """Return what a rank has written so far."""
         return read_events(self.folder, rank)
 
     def all_events(self) -> list[Event]:
-        """What all ranks have written, in the order of time."""
+        """Return what all ranks have written, in the order of time."""
         return sorted((event for rank in range(self.world_size) for event in self.events(rank)), key=lambda e: e.time)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
@@ -84,7 +84,7 @@ class Job:
 
     @contextlib.contextmanager
     def store(self) -> Iterator[StoreClient]:
-        """A client of the job's coordination store."""
+        """Return a client of the coordination store of the job."""
         wait_until((self.folder / "access").exists, "rank 0 to say where the store is")
         access = Access.from_document(json.loads((self.folder / "access").read_text()))
         with StoreClient(access, timeout=timedelta(seconds=10)) as client:
@@ -97,7 +97,7 @@ class Job:
             wait_until(lambda: store.members(name) >= wanted, f"{wanted} to arrive at {name}", timeout_s)
 
     def monitors(self) -> list[psutil.Process]:
-        """All living processes that ranks have started."""
+        """Return all live processes that ranks have started."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

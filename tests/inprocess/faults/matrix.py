@@ -1,4 +1,4 @@
-"""The fault matrix as data: how a rank fails x where x which ranks, and what must come of it.
+"""The fault matrix as data: how a rank fails x where x which ranks, and what must happen then.
 
 Iteration 0 is the one with the fault. Points of the restart path need a restart: there another rank, the *instigator*,
 raises in the function of iteration 0 first.
@@ -31,16 +31,16 @@ class Kind(enum.Enum):
     SIGSTOP = "sigstop"
     HANG = "hang"  # time.sleep: a wake-up brings it back to bytecode
     C_HANG = "c-hang"  # a mutex in C, without the GIL: nothing brings it back
-    GLOO_HANG = "gloo-hang"  # receives what nobody sends
+    GLOO_HANG = "gloo-hang"  # receives from a rank that does not send
     GIL_HANG = "gil-hang"  # in C, with the GIL: no other thread of the rank runs either
     OS_EXIT = "os-exit"
     SEGFAULT = "segfault"
     MONITOR_KILLED = "monitor-killed"
-    BOTH_KILLED = "both-killed"  # the monitor process, then the rank: nobody on the node can speak for it
+    BOTH_KILLED = "both-killed"  # the monitor process, then the rank: no process on the node can report it
 
 
 class Point(enum.Enum):
-    """Where in the protocol."""
+    """Points of the protocol."""
 
     ENTRY = "entry"  # before the initial barrier
     FIRST_ASSIGNMENT = "first-assignment"
@@ -57,13 +57,13 @@ class Point(enum.Enum):
 
 
 class Fate(enum.Enum):
-    """What becomes of the rank that fails."""
+    """What happens to the rank that fails."""
 
     GOES_ON = "goes on"
-    LEAVES = "leaves with an error of its own"
+    LEAVES = "leaves with its own error"
     DIES = "dies"
-    HANGS = "hangs until somebody outside kills it"
-    GIVES_UP = "leaves because the others do not come"
+    HANGS = "hangs until it is killed from outside"
+    GIVES_UP = "leaves because the others do not arrive"
 
 
 AFTER_A_FAULT = frozenset(
@@ -87,7 +87,7 @@ _LEAVES = frozenset({Kind.BASE_EXCEPTION, Kind.SYSTEM_EXIT})
 
 def _fate(kind: Kind, point: Point) -> Fate:
     if kind is Kind.MONITOR_KILLED:
-        return Fate.GOES_ON  # another one is started, and nobody notices
+        return Fate.GOES_ON  # it is replaced, without a restart
     if kind in _LEAVES:
         return Fate.LEAVES
     if kind is Kind.EXCEPTION:
@@ -114,7 +114,7 @@ class Cell:
 
     @property
     def fate(self) -> Fate:
-        """What becomes of the victims."""
+        """What happens to the victims."""
         return _fate(self.kind, self.point)
 
     @property
@@ -127,7 +127,7 @@ class Cell:
 
     @property
     def ends_the_job(self) -> bool:
-        """Before the initial barrier nobody can go on without a rank. A monitor process that dies there is replaced."""
+        """Before the initial barrier, no rank can be missing. A monitor process that dies there is replaced."""
         return self.point is Point.ENTRY and self.kind is not Kind.MONITOR_KILLED
 
     @property
@@ -139,20 +139,20 @@ class Cell:
 
     @property
     def holder(self) -> int | None:
-        """The rank that comes to the barrier last, so that the victims fail at it; None where there is no barrier."""
+        """The rank that arrives at the barrier last, so that the victims fail at it; None without a barrier."""
         if self.point not in FROM_OUTSIDE:
             return None
         return min(rank for rank in range(WORLD_SIZE) if rank not in self.victims)
 
     @property
     def last_iterations(self) -> frozenset[int]:
-        """In which iteration the survivors complete."""
+        """The iterations in which the survivors may complete."""
         if self.kind is Kind.MONITOR_KILLED:
             return frozenset({1 if self.point in AFTER_A_FAULT else 0})
         if self.point is Point.RANK_ASSIGNMENT:
             return frozenset({2})  # iteration 1 begins with the victims among its ranks
         if self.point is Point.ITERATION_BARRIER:
-            return frozenset({1, 2})  # are they known to be gone before the last rank comes to the barrier?
+            return frozenset({1, 2})  # depends on whether they are reported before the last rank arrives
         return frozenset({1})
 
 

@@ -31,8 +31,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
-    """The tests' side. Any thread. `entry` is what a rank calls, with the arguments of `rank.live`; its module is
-    imported before the first fork."""
+    """The nursery, as the tests use it. Any thread.
+
+    `entry` is the function that a rank calls, with the arguments of `rank.live`; its module is imported before the
+    first fork.
+    """
 
     def __init__(self, entry: str = "tests.inprocess.faults.rank:live") -> None:
         self._lock = threading.Lock()
@@ -52,11 +55,11 @@ class Nursery:
         return int(self._ask(order))
 
     def reap(self, pid: int) -> int:
-        """Return how a rank that has ended did: its exit code, or minus the signal."""
+        """Return the exit code of a rank that has ended, or minus the signal."""
         return os.waitstatus_to_exitcode(int(self._ask({"reap": pid})))
 
     def close(self) -> None:
-        """End it, and all ranks."""
+        """End the nursery and all ranks."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -94,7 +97,7 @@ def main(entry: str, orders: TextIO, answers: TextIO) -> None:
 
 
 def _become_rank(live: Callable[..., int], order: Mapping[str, Any]) -> None:
-    """Never returns: the rank must not go on with the nursery's business."""
+    """Run a rank in the forked child; never return into the code of the nursery."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

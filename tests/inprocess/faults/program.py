@@ -1,4 +1,4 @@
-"""What each rank of a cell runs: a wrapped function and hooks that write down what happens, and fail as they are told.
+"""Program of each rank of a cell: a wrapped function and hooks that record what happens, and fail as requested.
 
 One function for all cells: make a process group, add up over all ranks, meet again, return the sum.
 """
@@ -49,7 +49,7 @@ def timeouts() -> dict[str, Any]:
 
 
 def share_access(journal: Journal, call: inprocess.CallWrapper) -> None:
-    """Let the test into the coordination store."""
+    """Give the test access to the coordination store."""
     if journal.process == 0:
         text = json.dumps(call.base_store.client.access.to_document())
         (journal.folder / "access.part").write_text(text)
@@ -57,7 +57,7 @@ def share_access(journal: Journal, call: inprocess.CallWrapper) -> None:
 
 
 class Actor:
-    """The part a rank plays in a cell."""
+    """The role of a rank in a cell."""
 
     def __init__(self, cell: Cell, journal: Journal) -> None:
         self.cell = cell
@@ -87,7 +87,7 @@ class Actor:
         return state
 
     def abort(self, state: Any) -> Any:
-        """Monitor thread. Nobody's abort ends before the victims of this point have failed."""
+        """Run on the monitor thread: no abort ends before the victims of this point have failed."""
         self.journal.note("abort", state)
         if state.iteration == 0 and self.cell.point is Point.OTHERS_ABORT:
             self.journal.mark(f"abort-{self.journal.process}")
@@ -150,7 +150,7 @@ class Actor:
         return self.cell.victims[0] if self.cell.instigator is None else self.cell.instigator
 
     def _misbehave(self, call: inprocess.CallWrapper, state: Any) -> None:
-        """Nobody fails before all have added up.
+        """Let no rank fail before all have completed the all-reduce.
 
         A gloo send whose connection breaks at the moment the receiver asks for the data is lost: its `waitSend` lasts
         until the timeout of the group. That is not what these cells are about, so all others receive.

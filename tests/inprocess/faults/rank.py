@@ -1,4 +1,4 @@
-"""One rank, forked from the nursery: run a program, and say how it ended and what it left in this process."""
+"""One rank, forked from the nursery: run a program, and record how it ended and what it left in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
     journal = Journal(folder, process)
     module, _, name = program.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the first one makes two pipes for ever
+    TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the first one creates two permanent pipes
     before = _holdings()
     details: dict[str, Any]
     try:
@@ -43,7 +43,7 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
         name, details = "raised", {"type": type(error).__name__, "text": str(error)}
     else:
         name, details = "returned", {"value": value}
-    journal.note(name, None, **details, left=_left(before))  # the exception, and what it refers to, is gone by now
+    journal.note(name, None, **details, left=_left(before))  # the exception does not exist any more
     return 0
 
 
@@ -77,7 +77,7 @@ def _holdings() -> dict[str, str]:
 
 
 def _left(before: Mapping[str, str]) -> list[str]:
-    """What is new, once it does not get less any more: threads and processes need a moment to end."""
+    """Return what is new, once that no longer decreases: threads and processes need a moment to end."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         left = [f"{key} {value}" for key, value in _holdings().items() if before.get(key) != value]

@@ -21,7 +21,7 @@ class Fault(Exception):
 
 
 class BaseFault(BaseException):
-    """A failure that is none of the function's business."""
+    """A failure that is not one of the function."""
 
 
 def strike(kind: Kind, pidfile: Path) -> None:

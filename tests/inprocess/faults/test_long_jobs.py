@@ -82,7 +82,7 @@ def test_the_process_that_hosts_the_store_dies_twice(nursery: Nursery, tmp_path:
 
 
 def test_a_fault_is_reported_although_the_monitor_process_stands_still(nursery: Nursery, tmp_path: Path) -> None:
-    """Its rank does not depend on it to say that it has failed."""
+    """A rank can report its own failure without its monitor process."""
     with Job(nursery, tmp_path, f"{_PROGRAMS}:orphan", [], 3) as job:
         job.wait(range(3), 30.0)
         begun = time.monotonic()

@@ -99,7 +99,7 @@ def _check_raised(last: Event, types: set[str]) -> None:
 
 
 def _check_recovery(cell: Cell, events: list[Event]) -> None:
-    """The survivors, and nobody else, ran the last iteration, and it began in time."""
+    """Only the survivors ran the last iteration, and it began in time."""
     strikes = [event.time for event in events if event.name == "strike"]
     assert len(strikes) == len(cell.victims), f"{len(strikes)} faults instead of {len(cell.victims)}"
     if cell.ends_the_job:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from inprocess.main_thread.realtime_signals import read_signal_sets
+from inprocess.main_thread.signals import read_signal_sets
 from inprocess.main_thread.stacks import StackReporter, read_stacks
 from tests.support import LeakCheck
 

@@ -1,5 +1,4 @@
-"""Control groups (v2) hold the processes of a node and of a rank, whoever has started them: to stop, to continue, to
-kill and to list them as one."""
+"""Control groups (v2) that stop, continue, kill and list all processes of a node or of a rank together."""
 
 from __future__ import annotations
 

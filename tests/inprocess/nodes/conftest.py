@@ -11,7 +11,7 @@ from tests.inprocess.nodes.lab import Lab, why_not
 
 @pytest.fixture(scope="session")
 def nodes_nursery() -> Iterator[Nursery]:
-    """Where ranks of laboratories come from."""
+    """The process that forks the ranks of laboratories."""
     nursery = Nursery("tests.inprocess.nodes.rank:live")
     yield nursery
     nursery.close()
@@ -24,7 +24,7 @@ def _possible() -> str | None:
 
 @pytest.fixture
 def make_lab(_possible: str | None, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Lab]]:
-    """Make a laboratory with so many nodes; the test is skipped, with the reason, where that is not possible."""
+    """Return a function that makes a laboratory with `nodes` nodes. Skips the test where that is not possible."""
     if _possible is not None:
         pytest.skip(_possible)
     labs: list[Lab] = []

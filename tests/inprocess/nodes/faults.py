@@ -1,7 +1,7 @@
-"""Faults of a laboratory as data: what is done, whom it concerns, and who cannot reach the server meanwhile.
+"""Faults of a laboratory as data: what is done, which ranks it concerns, and which cannot reach the server.
 
 The server of a job is a process that initial rank 0 has started, on node 0; it is stopped with that rank. A job whose
-store is in etcd has none: who cannot reach the other members of the cluster has no store.
+store is in etcd has none: a rank that cannot reach the other members of the cluster has no store.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ _ENDS = {Kind.KILL_NODE, Kind.POWER_OFF, Kind.REBOOT}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of node or rank `at`, which begins `begin_s` after all ranks have made a step, or with `during`, when the
-    first rank is in that phase of a restart. After `lasts_s` it ends; None is for good."""
+    """A fault of the node or rank `at`.
+
+    It begins `begin_s` after all ranks have made a step, or, with `during`, when the first rank is in that phase of a
+    restart. It ends after `lasts_s`; None: never.
+    """
 
     kind: Kind
     at: int
@@ -70,11 +73,11 @@ class Fault:
 
     @property
     def can_end(self) -> bool:
-        """Whether things can be as they were before."""
+        """Whether the fault can be undone."""
         return self.is_of_link or self.kind in _FREEZES
 
     def begin(self, lab: Lab, job: Job) -> None:
-        """Do it."""
+        """Begin the fault."""
         match self.kind:
             case Kind.CUT:
                 lab.cut(self.at)
@@ -108,7 +111,7 @@ class Fault:
                 job.fail(self.at)
 
     def end(self, lab: Lab, job: Job) -> None:
-        """Undo it."""
+        """End the fault."""
         assert self.can_end, self
         if self.is_of_link:
             lab.heal(self.at)
@@ -117,7 +120,7 @@ class Fault:
         else:
             job.thaw_rank(self.at)
 
-    # -- whom it concerns ----------------------------------------------------------------------------------------------
+    # -- ranks concerned -----------------------------------------------------------------------------------------------
 
     def _at_it(self, job: Job) -> frozenset[int]:
         return frozenset([self.at] if self.is_of_rank else job.ranks_of(self.at))
@@ -133,22 +136,22 @@ class Fault:
 
     def without_server(self, job: Job) -> frozenset[int]:
         """The initial ranks that cannot reach the server meanwhile."""
-        everybody = frozenset(job.pids)
+        everyone = frozenset(job.pids)
         if self.kind in _ENDS or self.kind is Kind.KILL_SERVER:
-            return everybody if self._is_of_server(job) else frozenset()
+            return everyone if self._is_of_server(job) else frozenset()
         if self.kind in _FREEZES:
-            return everybody - self._at_it(job) if self._is_of_server(job) else frozenset()
+            return everyone - self._at_it(job) if self._is_of_server(job) else frozenset()
         if self.kind in _NO_WAY_TO:
-            return everybody - self._at_it(job) if self._is_of_server(job) else self._at_it(job)
+            return everyone - self._at_it(job) if self._is_of_server(job) else self._at_it(job)
         return frozenset()
 
     def may_cost(self, job: Job) -> frozenset[int]:
         """The initial ranks that need not complete the function after this fault."""
-        everybody = frozenset(job.pids)
+        everyone = frozenset(job.pids)
         if self.kind in (Kind.EXCEPTION, Kind.KILL_MONITOR):
             return frozenset()
         if self._is_of_server(job) and self.is_of_link:
-            return everybody - self._at_it(job)
+            return everyone - self._at_it(job)
         if self._is_of_server(job) and self.kind is not Kind.KILL_RANK:
-            return everybody
+            return everyone
         return self._at_it(job)

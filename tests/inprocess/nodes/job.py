@@ -1,5 +1,4 @@
-"""One job of a laboratory, from the outside: its ranks, where they have got to, how they end, and faults of single
-ranks."""
+"""A job of a laboratory, seen from outside: its ranks, their progress, their ends, and faults of single ranks."""
 
 from __future__ import annotations
 
@@ -65,22 +64,22 @@ class Job:
         self._waiter = threading.Thread(target=self._wait_exits, name="lab-exits", daemon=True)
         self._waiter.start()
 
-    # -- what is to be seen --------------------------------------------------------------------------------------------
+    # -- observations --------------------------------------------------------------------------------------------------
 
     def ranks_of(self, node: int) -> list[int]:
-        """The initial ranks that were started on a node."""
+        """Return the initial ranks that were started on a node."""
         return [rank for rank, its in self.nodes.items() if its == node]
 
     def lines(self) -> list[Line]:
-        """All that the ranks have written so far, in the order of time."""
+        """Return all that the ranks have written so far, in the order of time."""
         return read_journals(self.folder)
 
     def processes_of(self, rank: int) -> list[int]:
-        """The living processes of a rank: itself, its monitor process, and whatever they have started."""
+        """Return the live processes of a rank: itself, its monitor process, and all that they have started."""
         return self._groups[rank].pids()
 
     def running(self) -> list[int]:
-        """The initial ranks whose process has not ended."""
+        """Return the initial ranks whose process has not ended."""
         return [rank for rank in self.pids if rank not in self.exits]
 
     def wait_exits(self, ranks: Iterable[int], timeout_s: float) -> bool:
@@ -117,7 +116,7 @@ class Job:
         return left()
 
     def describe(self) -> str:
-        """Return all that is known: changes in the journals, exit codes, the ends of the output."""
+        """Return all that is known: changes in the journals, exit codes, the last part of the output."""
         parts = [f"---- rank {rank}: {self._summary(rank)}" for rank in self.pids]
         for rank in self.pids:
             for file in (self.folder / f"{rank}.output", self.folder / f"monitor_{rank}.log"):
@@ -185,7 +184,7 @@ class Job:
         self._groups[rank].freeze()
 
     def thaw_rank(self, rank: int) -> None:
-        """Let them go on."""
+        """Continue a rank that `freeze_rank` has stopped, with its processes."""
         self._groups[rank].thaw()
 
     def _signal(self, pid: int, number: int) -> None:

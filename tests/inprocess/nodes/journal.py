@@ -1,4 +1,4 @@
-"""What a rank writes down while it works, for the judge to read from outside.
+"""The journal that a rank writes while it works, and that the judge reads.
 
 A line is one write in append mode to a file of the process, so a rank that is killed leaves whole lines. Times are of
 CLOCK_MONOTONIC, which is one clock in all network namespaces of a machine.
@@ -35,7 +35,7 @@ class Line:
 
 
 class Journal:
-    """The rank's side: `folder` is shared by all ranks of a job. Any thread."""
+    """The journal of a rank, as the rank writes it. `folder` is shared by all ranks of a job. Any thread."""
 
     def __init__(self, folder: Path, process: int) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Journal:
         world_size: int | None = None,
         members: int | None = None,
     ) -> None:
-        """Write that something happened now."""
+        """Write an event with the current time."""
         line = Line(time.monotonic(), os.getpid(), self.process, event, iteration, rank, world_size, members)
         os.write(self._fd, json.dumps(asdict(line)).encode() + b"\n")
 

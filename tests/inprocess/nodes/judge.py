@@ -1,4 +1,4 @@
-"""Decides, from what a job has written and from how its processes ended, whether it was one job all the time.
+"""Decide, from what a job has written and how its processes ended, whether it was one job all the time.
 
 Pure: journals in, violations out. What a *stint* is: all steps of one process in one iteration. What a *group* is: all
 stints with the same iteration, world size and members, where a step has found out its members itself, by an all-reduce.
@@ -56,8 +56,10 @@ class Violation:
 
 @dataclass(frozen=True)
 class Limits:
-    """Times in seconds. `quiet_s`: how long a process may make no step. `alone_s`: how long it may work
-    without the server."""
+    """Limits, in seconds.
+
+    `quiet_s`: how long a process may make no step. `alone_s`: how long it may work without the server.
+    """
 
     quiet_s: float
     alone_s: float

@@ -1,5 +1,4 @@
-"""A laboratory of nodes on one machine: network, processes and names of each node are its own, the file system is
-shared.
+"""A laboratory of nodes on one machine: each has its own network, processes and names; the file system is shared.
 
     with Lab(nursery, folder, nodes=3) as lab:
         job = lab.start("tests.inprocess.nodes.program:train", [options], ranks_per_node=2)
@@ -8,8 +7,8 @@ shared.
         lab.heal(2)
 
 A node is a network namespace, a control group, a host name, and a boot id, which programs compare to learn whether a
-process id of another host means something. Needs root. What a test process that was killed has left is removed by the
-next laboratory.
+process id of another host is meaningful. Needs root. What a killed test process has left is removed by the next
+laboratory.
 """
 
 from __future__ import annotations
@@ -85,8 +84,10 @@ class Lab:
         ranks_per_node: int = 1,
         env: Mapping[str, str] | None = None,
     ) -> Job:
-        """Start `program` ("module:function", see `rank.live`) on all nodes, with the environment that srun would set:
-        node by node, the first rank on node 0."""
+        """Start `program` ("module:function", see `rank.live`) on all nodes, with the environment that srun would set.
+
+        Ranks are numbered node by node; the first rank is on node 0.
+        """
         folder = self.folder / f"job{len(self.jobs)}"
         folder.mkdir()
         world_size = len(self.nodes) * ranks_per_node
@@ -113,7 +114,7 @@ class Lab:
         return job
 
     def start_etcd(self) -> list[str]:
-        """Start an etcd cluster with a member on each node; returns their client URLs. Who uses it must wait for it."""
+        """Start an etcd cluster with a member on each node; return the client URLs. It may not be ready yet."""
         peers = [f"http://{address}:2380" for address in self.network.addresses]
         clients = [f"http://{address}:2379" for address in self.network.addresses]
         for node in self.nodes:

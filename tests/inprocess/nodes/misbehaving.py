@@ -31,7 +31,7 @@ def count(journal: Journal, seconds: float = 30.0) -> None:
 
 
 def split(journal: Journal, _: object = None) -> None:
-    """Go on with whoever can be heard: what is wrong with restarts that nothing but heartbeats decides."""
+    """Go on with all ranks that send heartbeats: shows the defect of restarts decided by heartbeats alone."""
     process, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     heard = dict.fromkeys(range(world_size), time.monotonic() + 5.0)  # at the start all count as there
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as heartbeats:

@@ -1,4 +1,4 @@
-"""Names of what a laboratory makes in the kernel, and the removal of what a killed test process has left.
+"""Names of the kernel objects of a laboratory, and removal of those that a killed test process has left.
 
 A name begins with the process that made it: ``lab-<pid>-<start time of the process>-<number>``. What has such a name of
 a process that does not exist any more is stale.
@@ -22,7 +22,7 @@ _NAME = re.compile(r"lab-(\d+)-(\d+)-\d+(-\w+)?")
 
 
 def fresh_prefix() -> str:
-    """Return what all names of a new laboratory of this process begin with."""
+    """Return the prefix of all names of a new laboratory of this process."""
     return f"lab-{os.getpid()}-{_start_time(os.getpid())}-{time.monotonic_ns() // 1000}"
 
 
@@ -32,7 +32,7 @@ def namespace_path(name: str) -> Path:
 
 
 def remove_stale() -> list[str]:
-    """Kill and remove what laboratories of processes that are gone have left; return the names."""
+    """Kill and remove what laboratories of dead processes have left; return the names."""
     removed = []
     for group in cgroups.mount_point().glob("lab-*"):
         if _is_stale(group.name):

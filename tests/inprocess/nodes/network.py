@@ -93,13 +93,13 @@ class Network:
         self._apply_rules()
 
     def slow(self, node: int, kilobits: int) -> None:
-        """Let a node send and receive at most so many kilobits per second, each."""
+        """Limit what a node sends and what it receives, in kilobits per second each."""
         limit = ["root", "tbf", "rate", f"{kilobits}kbit", "burst", _BURST, "latency", _QUEUE]
         for namespace, device in self._ends(node):
             run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, *limit])
 
     def delay(self, node: int, seconds: float) -> None:
-        """Deliver packets from and to a node so much later, none lost, none overtaken."""
+        """Deliver packets from and to a node later by this time, none lost, none overtaken."""
         self._undelay(node)
         self._commands(
             self._switch,
@@ -128,7 +128,7 @@ class Network:
         self._undelay(node)
 
     def replace_node(self, node: int) -> None:
-        """Give a node whose processes have ended a new namespace: the kernel there knows of no connection."""
+        """Give a node whose processes have ended a new namespace, in which the kernel has no connections."""
         self._undelay(node)
         self._commands(self._switch, [f"link del p{node}"])
         run(["ip", "netns", "del", self._nodes[node]])

@@ -1,4 +1,4 @@
-"""Plays faults in a laboratory while a job runs, waits until all is over, and collects what the judge needs."""
+"""Run faults in a laboratory during a job, wait for the end of all, and collect the facts for the judge."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PHASE_S = 15.0
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, and all that helps to understand it."""
+    """The violations found, with the information to understand them."""
 
     violations: list[Violation]
     text: str
@@ -115,7 +115,7 @@ def _is_due(job: Job, fault: Fault, base: float) -> bool:
 
 
 def _observe(job: Job, played: Sequence[_Played], limits: Limits) -> None:
-    """Let the job go on: the program must not end before two jobs could work beside each other.
+    """Let the job continue: the program must not end before two jobs could work at the same time.
 
     Ranks that must end because they were without the server for too long are waited for: a second job of them could
     begin late. The wait takes its whole time only if they do not end.

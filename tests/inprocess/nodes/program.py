@@ -1,4 +1,4 @@
-"""What the ranks of a laboratory run: a wrapped function that makes small all-reduces, and a journal of all it does.
+"""Program of the ranks of a laboratory: a wrapped function that makes small all-reduces, and a journal of it.
 
 It goes on until the file `stop` is there, which all ranks see in the same step.
 """
@@ -29,7 +29,7 @@ __all__ = ["CHECKPOINTS", "ETCD", "PHASES", "Options", "train"]
 CHECKPOINTS = "checkpoints"
 ETCD = "LAB_ETCD"
 PHASES = ("abort", "finalize", "health check", "initialize")
-"""What a restart consists of, as far as a program can see it, in this order."""
+"""The phases of a restart that a program can observe, in this order."""
 _SAVE_EVERY = 5
 _GROUP_TIMEOUT = timedelta(seconds=60)
 _DRAIN_TIMEOUT = timedelta(seconds=5)
@@ -37,7 +37,7 @@ _DRAIN_TIMEOUT = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Options:
-    """What one job differs in from others. Times are in seconds.
+    """Options of a job. Times are in seconds.
 
     With `etcd` the store is in the cluster that ETCD in the environment names. `pauses` are the phases of the first
     restart that last so much longer, so that a fault can be applied in them.
@@ -53,7 +53,7 @@ class Options:
     pauses: dict[str, float] = field(default_factory=dict)
 
     def store(self) -> dict[str, Any]:
-        """Return the arguments of the wrapper that are about its store."""
+        """Return the arguments of the wrapper that concern its store."""
         if not self.etcd:
             return {}
         return {"store_factory": EtcdStore, "store_kwargs": {"endpoints": os.environ[ETCD]}}
@@ -81,7 +81,7 @@ class InjectedFault(Exception):
 
 
 def join_group() -> None:
-    """Make the process group of an iteration, as a function does that knows nothing of restarts."""
+    """Create the process group of an iteration, as in a function that knows nothing of restarts."""
     dist.init_process_group("gloo", timeout=_GROUP_TIMEOUT)
 
 
@@ -190,7 +190,7 @@ class Program:
 
 
 def train(journal: Journal, options: dict[str, Any] | None = None) -> None:
-    """What each rank runs; `options` are those of `Options`."""
+    """Run a rank; `options` are those of `Options`."""
     with contextlib.suppress(RuntimeError):
         torch.set_num_threads(1)
     Program(journal, Options(**(options or {}))).run()

@@ -29,7 +29,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 @dataclass(frozen=True)
 class Place:
-    """What makes a process one of a node. `binds` are files that it sees instead of others."""
+    """The properties of the processes of a node. `binds` are files that they see instead of others."""
 
     hostname: str
     network_namespace: str

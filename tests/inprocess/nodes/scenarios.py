@@ -43,7 +43,7 @@ def _one(name: str, kind: Kind, at: int, lasts_s: float | None = None, **more: b
 
 
 def _in_phase(phase: str, kind: Kind, at: int, lasts_s: float | None = None) -> Scenario:
-    """Rank 3, on node 1, begins a restart; in one of its phases comes the second fault."""
+    """Rank 3, on node 1, begins a restart; the second fault occurs in one of its phases."""
     faults = [Fault(Kind.EXCEPTION, 3), Fault(kind, at, during=phase, lasts_s=lasts_s)]
     where = f"rank {at}" if faults[1].is_of_rank else f"node {at}"
     name = f"{kind.value} of {where}" + ("" if lasts_s is None else " and back")

@@ -1,4 +1,4 @@
-"""Random schedules of faults, each from a number: the same number is the same schedule."""
+"""Random schedules of faults, each from a number: the same number gives the same schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Schedule:
 
 
 def schedule(seed: int) -> Schedule:
-    """Return the schedule of a number."""
+    """Return the schedule for a number."""
     rng = random.Random(seed)
     nodes, ranks_per_node = rng.choice(_SHAPES)
     places = rng.sample(range(nodes), rng.randint(1, min(3, nodes)))

@@ -259,7 +259,7 @@ def test_the_exception_of_the_iteration_is_not_kept() -> None:
 
 
 def test_it_cannot_begin_at_a_restart() -> None:
-    with pytest.raises(RuntimeError, match="must be built while all ranks are there"):
+    with pytest.raises(RuntimeError, match="must be built at the start, with all ranks"):
         Tree([Layer()])(RankAssignmentCtx(State(0, 2), FakeStore(), {1}))
 
 

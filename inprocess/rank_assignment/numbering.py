@@ -1,10 +1,21 @@
-"""Move as few ranks as possible."""
+"""Numberings: the dense ranks of the survivors in the next iteration."""
 
 from __future__ import annotations
 
 from inprocess.rank_assignment.base import RankAssignmentCtx, TwoStyleAssignment, renumbered, surviving_rank
 
-__all__ = ["FillGaps"]
+__all__ = ["FillGaps", "ShiftRanks"]
+
+
+class ShiftRanks(TwoStyleAssignment):
+    """Every surviving rank moves down by the number of terminated ranks below it.
+
+    Of 8 ranks, 1, 4 and 5 terminated: 0, 2, 3, 6, 7 become 0, 1, 2, 3, 4. RankDiscarded on a terminated rank.
+    """
+
+    def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        rank = surviving_rank(ctx)
+        return renumbered(ctx, rank - sum(lost < rank for lost in ctx.terminated_ranks))
 
 
 class FillGaps(TwoStyleAssignment):

@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 
 from inprocess.main_thread.async_raise import async_raise
-from inprocess.main_thread.interrupt import MainThreadInterrupter
-from inprocess.main_thread.realtime_signals import find_free_signal, read_signal_sets
+from inprocess.main_thread.signals import MainThreadInterrupter, find_free_signal, read_signal_sets
 from tests.support import LeakCheck
 
 
@@ -420,7 +419,7 @@ class TestInstall:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [first])
 
     def test_none_is_free(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setattr("inprocess.main_thread.realtime_signals._MARGIN", 100)
+        monkeypatch.setattr("inprocess.main_thread.signals._MARGIN", 100)
         with MainThreadInterrupter() as interrupter:
             assert not interrupter.enabled
         assert "all real-time signals" in caplog.text
@@ -478,7 +477,7 @@ class TestInstall:
 
 def _run_script(text: str) -> None:
     prelude = (
-        "import os, signal, subprocess, threading\nfrom inprocess.main_thread.interrupt import MainThreadInterrupter\n"
+        "import os, signal, subprocess, threading\nfrom inprocess.main_thread.signals import MainThreadInterrupter\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", prelude + textwrap.dedent(text)],

@@ -1,12 +1,12 @@
-"""How the ranks of a job find the server of its coordination store, and get the secret that opens it.
+"""How the ranks of a job find the server of its coordination store, and learn its secret.
 
     alone (a world of 1)                     nothing to find
-    torchrun, and launchers built on it      rank 0 writes it into the store that the launcher's agent serves
+    torchrun, and launchers built on it      rank 0 writes the address into the store that the launcher's agent serves
     MASTER_ADDR and MASTER_PORT, as srun,    rank 0 serves a store of torch at MASTER_PORT until all have read it, and
-    mpirun or a shell set them               then gives the port back: it belongs to the wrapped function
+    mpirun or a shell set them               then frees the port, which belongs to the wrapped function
 
-With INPROCESS_SECRET in the environment of all ranks, the secret is made from that, and never leaves a process;
-otherwise whoever can connect to those stores in that moment can read it.
+With INPROCESS_SECRET in the environment of all ranks, the secret is derived from that and never leaves a process.
+Otherwise any process that can connect to those stores at that moment can read it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import importlib
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from inprocess.coordination import Access
+from inprocess.coordination.wire import Access
 from inprocess.exception import StoreError
+from inprocess.unblock.stores import connect_store
 
 __all__ = ["Rendezvous", "job_secret", "new_access"]
 
@@ -33,22 +33,22 @@ _calls = 0
 
 
 def job_secret(job: str) -> str | None:
-    """Return the secret of a job, from the environment; None if there is none."""
+    """Return the secret of a job, derived from INPROCESS_SECRET in the environment; None without that."""
     given = os.environ.get(_SECRET)
     return None if not given else hashlib.sha256(f"{given}\0{job}".encode()).hexdigest()
 
 
 def new_access(host_name: str | None, port: int | None) -> Access:
-    """Return where this process will have the server hosted: by default at MASTER_ADDR, and at a free port."""
+    """Return the address and secret for a new server: by default at MASTER_ADDR, and at a free port."""
     job = secrets.token_hex(8)
     host = host_name or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     return Access(host, port or 0, job, job_secret(job) or secrets.token_hex(32))
 
 
 class Rendezvous:
-    """Where the ranks of one call of the wrapper meet first. Made on all ranks, in the same order.
+    """The first meeting of the ranks of one call of the wrapper. Create it on all ranks, in the same order.
 
-    What the environment says is read when this is made: the wrapped function gets another MASTER_ADDR.
+    The environment is read at construction: the wrapped function gets another MASTER_ADDR.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -63,7 +63,7 @@ class Rendezvous:
         self._has_agent = os.environ.get("TORCHELASTIC_RUN_ID") is not None and _agent is not None
 
     def exchange(self, access: Access | None) -> Access:
-        """Rank 0: tell the others, and return `access`. The others: wait for it, and return it. StoreError."""
+        """Publish `access` on rank 0, wait for it on the others (which pass None); return it. StoreError."""
         if self._world_size == 1:
             assert access is not None
             return access
@@ -82,13 +82,13 @@ class Rendezvous:
     def _write(self, access: Access) -> None:
         document = access.to_document()
         if job_secret(access.job) is not None:
-            document["secret"] = ""  # the others make it as well
-        store = self._agent_store() if self._has_agent else self._own_store()
+            document["secret"] = ""  # the others derive it, too
+        store = self._served_store() if self._has_agent else self._own_store()
         store.set(f"{self._prefix}/access", json.dumps(document))
         if not self._has_agent:
             self._wait(
                 lambda: int(store.add(f"{self._prefix}/read", 0)) >= self._world_size - 1,
-                lambda: f"{int(store.add(f'{self._prefix}/read', 0)) + 1} of {self._world_size} ranks came",
+                lambda: f"{int(store.add(f'{self._prefix}/read', 0)) + 1} of {self._world_size} ranks have read it",
             )
 
     def _own_store(self) -> Any:
@@ -101,15 +101,15 @@ class Rendezvous:
                 return dist.TCPStore(host, port, None, True, timedelta(seconds=self._timeout_s), wait_for_workers=False)
             except RuntimeError as error:
                 problem = error
-                time.sleep(_PAUSE_S)  # the job before this one may just be ending
+                time.sleep(_PAUSE_S)  # the previous job may just be ending
         raise StoreError(f"rank 0 cannot listen at MASTER_PORT {port}; is another job using it? {problem}")
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
     def _read(self) -> Access:
-        store = self._agent_store()
+        store = self._served_store()
         key = f"{self._prefix}/access"
-        self._wait(lambda: bool(store.check([key])), lambda: "rank 0 did not come")
+        self._wait(lambda: bool(store.check([key])), lambda: "rank 0 has published nothing")
         document = json.loads(store.get(key))
         if not self._has_agent:
             store.add(f"{self._prefix}/read", 1)
@@ -118,25 +118,31 @@ class Rendezvous:
             raise StoreError(f"rank 0 has {_SECRET} in its environment, and rank {self._rank} has not: set it for all")
         return Access.from_document(document)
 
-    def _agent_store(self) -> Any:
-        """Connect to the store that another process serves. In Python until somebody listens: see `_wait`."""
+    def _served_store(self) -> Any:
+        """Connect to the store that another process serves, or will serve soon."""
         dist: Any = importlib.import_module("torch.distributed")
         assert self._address is not None
         host, port = self._address
-        self._wait(lambda: _listens(host, port), lambda: "nobody listens there")
-        left_s = max(1.0, self._deadline - time.monotonic())
-        return dist.TCPStore(host, port, None, False, timedelta(seconds=left_s), wait_for_workers=False)
+        left = timedelta(seconds=max(0.0, self._deadline - time.monotonic()))
+        arguments = {"host_name": host, "port": port, "is_master": False, "wait_for_workers": False}
+        try:
+            return connect_store(dist.TCPStore, left, arguments)
+        except RuntimeError as error:
+            raise self._failure(f"no store is served there: {error}") from None
 
     def _wait(self, condition: Callable[[], bool], problem: Callable[[], str]) -> None:
-        """Ask again and again, so that an exception gets through to the main thread."""
+        """Poll until the condition holds, so that an exception reaches the main thread. StoreError at the deadline."""
         while not condition():
             if time.monotonic() >= self._deadline:
-                host, port = self._address or ("", 0)
-                raise StoreError(
-                    f"rank {self._rank}: the {self._world_size} ranks did not meet at {host}:{port} (MASTER_ADDR and "
-                    f"MASTER_PORT) within {self._timeout_s:g} s: {problem()}"
-                )
+                raise self._failure(problem())
             time.sleep(_PAUSE_S)
+
+    def _failure(self, problem: str) -> StoreError:
+        host, port = self._address or ("", 0)
+        return StoreError(
+            f"rank {self._rank}: the {self._world_size} ranks did not meet at {host}:{port} (MASTER_ADDR and "
+            f"MASTER_PORT) within {self._timeout_s:g} s: {problem}"
+        )
 
 
 def _address_of_environment() -> tuple[str, int] | None:
@@ -148,9 +154,9 @@ _agent: tuple[str, int] | None = None
 
 
 def _launcher_address() -> tuple[str, int] | None:
-    """Where the launcher's agent serves a store, if it does, else what MASTER_ADDR and MASTER_PORT say.
+    """Return the address of the store that the launcher's agent serves, else that of MASTER_ADDR and MASTER_PORT.
 
-    For each iteration the wrapper changes what the environment says, so the agent is remembered.
+    The wrapper changes these variables in each iteration, so the address of the agent is kept for the process.
     """
     global _agent
     if _agent is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -159,14 +165,6 @@ def _launcher_address() -> tuple[str, int] | None:
 
 
 def _launch() -> str:
-    """What is the same for all processes that were started together, and another for the next ones."""
+    """Return a name that all processes started together share, and that differs from one start to the next."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     return "/".join(os.environ.get(name, "") for name in names)
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True

@@ -14,7 +14,7 @@ import pytest
 from inprocess import rank_filter
 from inprocess.compose import Compose
 from inprocess.exception import RankDiscarded, RestartError
-from inprocess.hooks import Numbering, Role, StateHook
+from inprocess.hook_compat import Numbering, Role, StateHook
 from inprocess.rank_assignment import (
     ActivateAllRanks,
     ActiveWorldSizeDivisibleBy,
@@ -163,7 +163,7 @@ def test_none_from_a_single_hook_is_only_logged(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.DEBUG, "inprocess"):
         assert StateHook.inspect(Role.FINALIZE, recorder.forgets)(STATE) is STATE
     assert "forgets" in caplog.text
-    assert "test_hooks.py:" in caplog.text
+    assert "test_hook_compat.py:" in caplog.text
     assert "returned None" in caplog.text
 
 
@@ -171,7 +171,7 @@ def test_none_from_a_single_hook_is_only_logged(caplog: pytest.LogCaptureFixture
 def test_in_a_chain_it_is_a_warning_and_the_chain_goes_on(returned: object, text: str) -> None:
     recorder = Recorder()
     hook = StateHook.inspect(Role.FINALIZE, Compose(recorder.current, lambda state: returned))
-    with pytest.warns(UserWarning, match=rf"test_hooks.py:\d+\).*{text}"):
+    with pytest.warns(UserWarning, match=rf"test_hook_compat.py:\d+\).*{text}"):
         assert hook(STATE) is STATE
     assert recorder.calls == [(STATE,)]
 
@@ -203,7 +203,7 @@ def inspect(role: Role, hook: Any) -> object:
     [
         (3, r"{role} must be callable, not int: 3"),
         (Recorder, r"{role} must be an object that can be called, not the class Recorder"),
-        (lambda a, b, c: a, r"{role}: .*<lambda> \(.*test_hooks.py:\d+\) has the parameters \(a, b, c\)"),
+        (lambda a, b, c: a, r"{role}: .*<lambda> \(.*test_hook_compat.py:\d+\) has the parameters \(a, b, c\)"),
         (Compose(lambda a: a, lambda a, b, c: a), r"{role}: .* has the parameters \(a, b, c\)"),
         (lambda a, *, b: a, r"{role}: .* has the parameters \(a, \*, b\)"),
     ],

@@ -1,0 +1,136 @@
+"""One end of a connection between client and server: frames over a socket, and the time without a sign of life."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import time
+
+from inprocess.coordination.wire import (
+    MAX_BODY,
+    PROTOCOL,
+    Access,
+    Frame,
+    FrameReader,
+    Op,
+    encode,
+    fresh_nonce,
+    proof,
+)
+
+__all__ = ["ClientConnection", "FrameStream", "RefusedError", "Silence"]
+
+_RECEIVE = 1 << 16
+_SEND = 1 << 20
+
+
+class FrameStream:
+    """Frames over a connected TCP socket, at most `limit` bytes each. It does not close the socket.
+
+    Every failure is an OSError, or a WireError if invalid data were received.
+    """
+
+    def __init__(self, sock: socket.socket, limit: int) -> None:
+        self.reader = FrameReader(limit)
+        self.unsent = bytearray()
+        self._socket = sock
+        with contextlib.suppress(OSError):  # a connection that is closed already is reported by the first read
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame; if the other end is slow, the rest is sent by a later `flush`."""
+        self.unsent += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the other end accepts now."""
+        while self.unsent:
+            try:
+                sent = self._socket.send(memoryview(self.unsent)[:_SEND])
+            except BlockingIOError:
+                return
+            del self.unsent[:sent]
+
+    def receive(self) -> list[Frame]:
+        """Receive once; return all frames that are complete. ConnectionResetError if the connection was closed."""
+        try:
+            self.fill()
+        except BlockingIOError:
+            return []
+        return list(self.reader.frames())
+
+    def fill(self) -> None:
+        """Receive once, blocking if the socket is."""
+        data = self._socket.recv(_RECEIVE)
+        if not data:
+            raise ConnectionResetError("the other end closed the connection")
+        self.reader.feed(data)
+
+
+_DELAY_S = 0.25  # by which a busy machine may delay this thread
+
+
+class RefusedError(Exception):
+    """The server does not accept this client, and will not later."""
+
+
+class ClientConnection(FrameStream):
+    """The client's end of a connection, in its thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, MAX_BODY)
+
+    def greet(self, access: Access, client: bytes, deadline: float) -> None:
+        """Authenticate both ends to each other: client and server of the same job. OSError, RefusedError."""
+        challenge = self._next(deadline)
+        if challenge.op is not Op.CHALLENGE or len(challenge.fields) != 2 or challenge.fields[0] != PROTOCOL:
+            raise RefusedError("is not a server of this protocol and version")
+        theirs, ours = challenge.fields[1], fresh_nonce()
+        self._socket.sendall(encode(Op.HELLO, 0, client, ours, proof(access, b"client", theirs, ours, client)))
+        answer = self._next(deadline)
+        expected = proof(access, b"server", ours, theirs)
+        if answer.op is Op.REFUSED:
+            raise RefusedError("serves another job: the secret or the name of the job differs")
+        if answer.op is not Op.WELCOME or not hmac.compare_digest(b"".join(answer.fields), expected):
+            raise RefusedError("does not know the secret of this job")
+        self._socket.setblocking(False)
+
+    def _next(self, deadline: float) -> Frame:
+        while True:
+            for frame in self.reader.frames():
+                return frame
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self.fill()
+
+
+class Silence:
+    """How long the peer has been silent, of the time in which this process listened.
+
+    A process that was stopped, or whose interpreter was held by other threads, heard nothing meanwhile; that is not a
+    silence of the peer.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._checked_at = time.monotonic()
+        self._expected_s = 0.0
+
+    def seconds(self) -> float:
+        """Return the silence until now."""
+        now = time.monotonic()
+        self._seconds += min(now - self._checked_at, self._expected_s + _DELAY_S)
+        self._checked_at, self._expected_s = now, 0.0
+        return self._seconds
+
+    def expect(self, seconds: float) -> None:
+        """Announce that the next call comes after this time at the latest."""
+        self.seconds()
+        self._expected_s = seconds
+
+    def end(self) -> None:
+        """Start again: the peer has sent something."""
+        self._seconds, self._checked_at = 0.0, time.monotonic()
