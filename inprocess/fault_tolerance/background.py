@@ -12,10 +12,9 @@ import time
 
 from inprocess.fault_tolerance.data import RankInfo
 from inprocess.fault_tolerance.recorder import Recorder
-from inprocess.sections.board_reading import read_board
-from inprocess.sections.diagnosis import report_alarm
-from inprocess.sections.table import Deadline
-from inprocess.sections.watch import Alarm, Step
+from inprocess.sections.board_reader import read_board
+from inprocess.sections.deadlines import Alarm, AlarmAction, Deadline
+from inprocess.sections.report import report_alarm
 
 __all__ = ["BackgroundSection"]
 
@@ -44,7 +43,7 @@ class BackgroundSection:
         if since is None or limit is None:
             return f"was late in section {self._name!r} and was killed"
         late = Deadline(f"in section {self._name!r}", since, limit, self._name)
-        alarm = Alarm(Step.ABANDON, (late,), reading)
+        alarm = Alarm(AlarmAction.ABANDON, (late,), reading)
         report_alarm(alarm, board, pid or 0, self._rank, lambda: "")
         return f"was {alarm.summary}; it was killed"
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from inprocess.fault_tolerance import messages
 from inprocess.fault_tolerance.messages import CODEC
 from inprocess.ipc.packets import receive, send
-from inprocess.sections.suspect import Standing
+from inprocess.sections.report import Standing
 
 __all__ = ["Peers"]
 

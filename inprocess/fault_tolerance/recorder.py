@@ -16,8 +16,7 @@ from typing import Any
 from inprocess.fault_tolerance.data import HeartbeatTimeouts, SectionTimeouts
 from inprocess.fault_tolerance.fork_guard import ForkGuard
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalc, TimeoutsCalcError
-from inprocess.sections.board import Board
-from inprocess.sections.layout import FROZEN_AT, GENERATION, LIVE, OFFSET, OWNER_MASK
+from inprocess.sections.board import FROZEN_AT, GENERATION, LIVE, OFFSET, OWNER_MASK, Board
 
 __all__ = ["Forked", "Recorder"]
 

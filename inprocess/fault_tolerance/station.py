@@ -31,7 +31,7 @@ from inprocess.fault_tolerance.watched_rank import EndingProcess, WatchedRank
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.sections.board import BoardError
-from inprocess.sections.suspect import Standing
+from inprocess.sections.report import Standing
 
 __all__ = ["Station"]
 

@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from inprocess.sections.table import WARMUP
-from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
+from inprocess.sections.timeouts import WARMUP, HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["TimeoutsCalc", "TimeoutsCalcError"]
 

@@ -14,10 +14,9 @@ from inprocess.fault_tolerance.state_machine import RankMonitorState, RankMonito
 from inprocess.main_thread.stacks import read_stacks
 from inprocess.monitor_process.target import Target
 from inprocess.sections.board import Board
-from inprocess.sections.board_reading import read_board
-from inprocess.sections.diagnosis import report_alarm
-from inprocess.sections.suspect import Standing, in_collective, standing_of
-from inprocess.sections.watch import Alarm, SectionWatch
+from inprocess.sections.board_reader import read_board
+from inprocess.sections.deadlines import Alarm, SectionWatch
+from inprocess.sections.report import Standing, in_collective, report_alarm, standing_of
 
 __all__ = ["EndingProcess", "WatchedRank"]
 

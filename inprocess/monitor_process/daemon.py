@@ -29,7 +29,7 @@ from inprocess.monitor_process.sibling import SiblingMonitor
 from inprocess.monitor_process.stores import iteration_store, open_store
 from inprocess.monitor_process.target import Target
 from inprocess.progress_watchdog import Timestamp
-from inprocess.sections.embedded import EmbeddedSections, Step
+from inprocess.sections.embedded import AlarmAction, EmbeddedSections
 
 __all__ = ["Daemon"]
 
@@ -241,7 +241,7 @@ class Daemon:
             return
         notes = self._sibling.notes_of_others() if self._sibling is not None else []
         report = self._sections.report(alarm, self.target.pid, position.rank, self._stacks, notes)[:DETAIL_CHARS]
-        if alarm.step is Step.RESTART:
+        if alarm.action is AlarmAction.RESTART:
             self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, alarm.summary, report))
         else:
             self._kill(position, alarm.summary, report)

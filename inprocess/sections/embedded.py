@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from inprocess.sections.board import Board
-from inprocess.sections.board_reading import read_board
-from inprocess.sections.diagnosis import report_alarm
-from inprocess.sections.suspect import Standing, standing_of
-from inprocess.sections.watch import Alarm, SectionWatch, Step
+from inprocess.sections.board_reader import read_board
+from inprocess.sections.deadlines import Alarm, AlarmAction, SectionWatch
+from inprocess.sections.report import Standing, report_alarm, standing_of
 
-__all__ = ["EmbeddedSections", "Step"]
+__all__ = ["AlarmAction", "EmbeddedSections"]
 
 
 class EmbeddedSections:

@@ -11,7 +11,7 @@ import pytest
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, messages
-from inprocess.sections.suspect import Standing, Suspect, in_collective, root_suspect
+from inprocess.sections.report import Standing, Suspect, in_collective, root_suspect
 from tests.inprocess.fault_tolerance.launching import Job
 from tests.inprocess.fault_tolerance.test_with_wrapper import PATIENT, hang
 from tests.inprocess.fault_tolerance.workers import Node, Worker
