@@ -27,7 +27,7 @@ from inprocess.exception import RestartError
 from inprocess.joining import Newcomer, Place
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.handle import MonitorProcess
-from inprocess.monitor_process.messages import Configure
+from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.sibling import heartbeat_interval_s
 from inprocess.monitor_process.stores import describe_store, iteration_store
 from inprocess.settings import Settings
@@ -65,9 +65,7 @@ class Monitoring:
         self._state = state
         self._own_server = issubclass(settings.store_factory, TCPStore)
         self._rendezvous = Rendezvous(state.rank or 0, state.world_size, settings.barrier_timeout)
-        self.process = MonitorProcess(
-            self._configuration(stacks.signal_number, sections_fd), stacks_fd=stacks.fd, on_lost=self._process_lost
-        )
+        self.process = MonitorProcess(self._watch_rank(stacks, sections_fd), on_lost=self._process_lost)
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Monitoring:
@@ -120,7 +118,7 @@ class Monitoring:
         client = getattr(self.store, "client", None)
         return client.local_host if client is not None else os.environ.get("MASTER_ADDR", "127.0.0.1")
 
-    def _configuration(self, stack_signal: int | None, sections_fd: int | None) -> Configure:
+    def _watch_rank(self, stacks: StackReporter, sections_fd: int | None) -> WatchRank:
         state, settings = self._state, self._settings
         assert state.initial_rank is not None
         seconds = {
@@ -130,7 +128,7 @@ class Monitoring:
         seconds["heartbeat_interval_s"] = heartbeat_interval_s(
             seconds["heartbeat_interval_s"], seconds["heartbeat_timeout_s"], state.world_size
         )
-        return Configure(
+        return WatchRank(
             target_pid=os.getpid(),
             initial_rank=state.initial_rank,
             initial_world_size=state.world_size,
@@ -140,7 +138,8 @@ class Monitoring:
             logfile=_of_rank(settings.monitor_process_logfile, state.initial_rank),
             pidfile=_of_rank(settings.monitor_process_pidfile, state.initial_rank),
             log_level=logging.DEBUG,
-            stack_signal=stack_signal,
+            stack_signal=stacks.signal_number,
+            stacks_fd=stacks.fd,
             sections_fd=sections_fd,
         )
 

@@ -1,11 +1,10 @@
-"""Sections of a training program with time limits, watched by a process beside each rank.
+"""Sections of a training program with time limits, enforced by a process beside each rank.
 
     client = RankMonitorClient()
     client.init_workload_monitoring()
     with client.section("step"): ...
 
-What is open since when is in `inprocess.sections`, which the monitor process of the in-process wrapper shares.
-Importing this package is cheap and never imports torch: the monitor processes use it, too.
+Importing this package is cheap and does not import torch.
 
     data, config            what crosses between rank, monitor and launcher; the settings
     timeouts_calc           limits learned from durations
@@ -30,24 +29,24 @@ if TYPE_CHECKING:
     )
     from inprocess.fault_tolerance.rank_monitor_client import RankMonitorClient, RankMonitorClientError
     from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
-    from inprocess.fault_tolerance.state_machine import (
+    from inprocess.monitor_process.state_machine import (
         InvalidStateTransitionException,
         RankMonitorState,
         RankMonitorStateMachine,
     )
 
-_HOMES = {
-    "FaultToleranceConfig": "config",
-    "HeartbeatTimeouts": "data",
-    "InvalidStateTransitionException": "state_machine",
-    "RankMonitorClient": "rank_monitor_client",
-    "RankMonitorClientError": "rank_monitor_client",
-    "RankMonitorServer": "rank_monitor_server",
-    "RankMonitorState": "state_machine",
-    "RankMonitorStateMachine": "state_machine",
-    "SectionTimeouts": "data",
-    "WorkloadAction": "data",
-    "WorkloadControlRequest": "data",
+_DEFINED_IN = {
+    "FaultToleranceConfig": "inprocess.fault_tolerance.config",
+    "HeartbeatTimeouts": "inprocess.fault_tolerance.data",
+    "InvalidStateTransitionException": "inprocess.monitor_process.state_machine",
+    "RankMonitorClient": "inprocess.fault_tolerance.rank_monitor_client",
+    "RankMonitorClientError": "inprocess.fault_tolerance.rank_monitor_client",
+    "RankMonitorServer": "inprocess.fault_tolerance.rank_monitor_server",
+    "RankMonitorState": "inprocess.monitor_process.state_machine",
+    "RankMonitorStateMachine": "inprocess.monitor_process.state_machine",
+    "SectionTimeouts": "inprocess.fault_tolerance.data",
+    "WorkloadAction": "inprocess.fault_tolerance.data",
+    "WorkloadControlRequest": "inprocess.fault_tolerance.data",
 }
 
 __all__ = [
@@ -66,8 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _DEFINED_IN:
+        return getattr(import_module(_DEFINED_IN[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

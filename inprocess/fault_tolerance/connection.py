@@ -6,12 +6,12 @@ import os
 import threading
 from typing import Self
 
-from inprocess.fault_tolerance import messages
 from inprocess.fault_tolerance.client_errors import RankMonitorClientError
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR, RankInfo
 from inprocess.fault_tolerance.link import MonitorLink
 from inprocess.main_thread.stacks import StackReporter
+from inprocess.monitor_process import messages
 from inprocess.sections.board import Board
 from inprocess.sections.gate import SECTION_BOARD_ENV
 from inprocess.sections.making import make_board

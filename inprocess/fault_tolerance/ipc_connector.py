@@ -24,10 +24,10 @@ from inprocess.fault_tolerance.data import (
     WorkloadAction,
     WorkloadControlRequest,
 )
-from inprocess.fault_tolerance.messages import CODEC, Failed, Item, Message, Ok
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
 from inprocess.ipc.wakeup import Wakeup
+from inprocess.monitor_process.messages import CODEC, Failed, InboxItem, Message, Ok
 
 __all__ = ["IpcConnector"]
 
@@ -78,7 +78,7 @@ class IpcConnector:
         OSError if nobody receives, PacketError for an object that cannot be sent, RuntimeError if it is refused.
         """
         with unix_sockets.connect(self.path, _TIMEOUT_S) as end:
-            send(end, CODEC, Item(_to_json(obj)))
+            send(end, CODEC, InboxItem(_to_json(obj)))
             try:
                 answer = receive(end, CODEC).message
             except EOFError:
@@ -145,7 +145,7 @@ class IpcConnector:
             packet = receive(end, CODEC)
             packet.close_fds()
             answer: Message = Failed("an inbox takes items only")
-            if isinstance(packet.message, Item):
+            if isinstance(packet.message, InboxItem):
                 answer = self._keep(_decoded(packet.message.value))
             send(end, CODEC, answer)
         except BlockingIOError:

@@ -18,13 +18,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from inprocess.fault_tolerance import messages
 from inprocess.fault_tolerance.fork_guard import ForkGuard
-from inprocess.fault_tolerance.messages import CODEC
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
+from inprocess.monitor_process import messages
+from inprocess.monitor_process.messages import CODEC
 
 __all__ = ["LinkError", "MonitorLink"]
 

@@ -24,9 +24,9 @@ from inprocess.coordination import Access, CoordinationStore, RestartIndex, Stor
 from inprocess.exception import InternalError
 from inprocess.monitor_process.handle import MonitorProcess
 from inprocess.monitor_process.limits import Limit, ProgressLimits
-from inprocess.monitor_process.messages import Configure
+from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.stores import iteration_store
-from inprocess.monitor_process.target import Target
+from inprocess.monitor_process.watched import WatchedProcess
 from inprocess.progress_watchdog import Timestamp
 from tests.support import LeakCheck, is_gone
 
@@ -90,10 +90,10 @@ class Job:
             "termination_grace_s": 5.0,
             "interval_s": 1.0,
         }
-        config = Configure(
+        task = WatchRank(
             target_pid=pid, initial_rank=initial_rank, initial_world_size=world_size, **(seconds | options)
         )
-        monitor = MonitorProcess(config, on_lost=self.lost.append)
+        monitor = MonitorProcess(task, on_lost=self.lost.append)
         monitor.start()
         self.stack.callback(monitor.shutdown)
         return monitor
@@ -194,7 +194,7 @@ def test_who_waits_for_others_gets_more_time(job: Job, tmp_path: Path) -> None:
     rank, log = job.rank(), tmp_path / "log"
     job.agreement(2).arrive_at_end(0)
     job.monitor(rank, 0, 2, soft_timeout_s=0.1, hard_timeout_s=0.2, barrier_timeout_s=0.8, logfile=str(log))
-    eventually(lambda: "stands at the iteration barrier; its hard limit is 0.8 s" in log.read_text(), "more time")
+    eventually(lambda: "waits at the iteration barrier; its hard limit is 0.8 s" in log.read_text(), "more time")
     assert rank.process.poll() is None
     rank.process.wait(LONG_S)
 
@@ -342,7 +342,7 @@ def test_pid_file_and_log_file(job: Job, tmp_path: Path) -> None:
     assert fields[1:6] == [
         "ERROR",
         "monitor_process",
-        "inprocess.monitor_process.daemon",
+        "inprocess.monitor_process.rank_monitor",
         f"target_pid {rank.process.pid}",
         "rank 0",
     ]
@@ -403,9 +403,9 @@ def test_idle_it_costs_next_to_nothing(job: Job) -> None:
     assert after.user + after.system - before.user - before.system <= 0.05
 
 
-def test_a_target_is_a_process_not_a_number() -> None:
+def test_a_watched_process_is_not_a_number() -> None:
     child = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.DEVNULL)
-    target = Target(child.pid)
+    target = WatchedProcess(child.pid)
     assert not target.gone
     assert not target.wait_gone(0.01)
     child.kill()
@@ -416,4 +416,4 @@ def test_a_target_is_a_process_not_a_number() -> None:
     target.close()
     target.close()
     with pytest.raises(ProcessLookupError):
-        Target(child.pid)
+        WatchedProcess(child.pid)

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
-from inprocess.fault_tolerance.monitor_handle import MonitorControl, MonitorHandle
-from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
+from inprocess.fault_tolerance.rank_monitor_server import MonitorControl, MonitorHandle, RankMonitorServer
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError
 

@@ -16,12 +16,12 @@ from inprocess.fault_tolerance import (
     RankMonitorClientError,
     WorkloadAction,
     WorkloadControlRequest,
-    messages,
 )
 from inprocess.fault_tolerance.data import RankInfo
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
-from inprocess.fault_tolerance.messages import CODEC
 from inprocess.ipc.packets import MAX_BYTES, PacketError, receive, send
+from inprocess.monitor_process import messages
+from inprocess.monitor_process.messages import CODEC
 from tests.inprocess.fault_tolerance.workers import Node
 from tests.support import LeakCheck
 
@@ -277,11 +277,11 @@ def test_two_clients_wait_for_each_other(node: Node) -> None:
         except RankMonitorClientError as error:
             say(error)
     """
-    assert "has not gone" in node.worker(script).line()
+    assert "has not ended" in node.worker(script).line()
     assert not node.reports()
     first.process.kill()  # while its section is open
     assert node.worker(script).line() == "in"
-    assert "goes within section(s) ['a']" in node.log()
+    assert "ends with open section(s) ['a']" in node.log()
 
 
 def test_a_forked_child_neither_speaks_nor_holds_the_place(node: Node) -> None:
@@ -509,7 +509,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(node: Node, before: 
     began = time.monotonic()
     assert worker.wait() == -signal.SIGKILL
     assert time.monotonic() - began < 10
-    assert "has not ended 0.5 s after SIGTERM" in node.wait_log("sending SIGKILL.*").group()
+    assert "not ended 0.5 s after SIGTERM" in node.wait_log("sending SIGKILL.*").group()
     assert node.worker("client.init_workload_monitoring(); say('in')").line() == "in"
 
 

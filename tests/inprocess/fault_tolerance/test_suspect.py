@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from inprocess import CallWrapper, Wrapper
-from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, messages
+from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient
+from inprocess.monitor_process import messages
 from inprocess.sections.report import Standing, Suspect, in_collective, root_suspect
 from tests.inprocess.fault_tolerance.launching import Job
 from tests.inprocess.fault_tolerance.test_with_wrapper import PATIENT, hang
@@ -214,13 +215,13 @@ def test_a_launcher_names_the_rank_that_is_missing_from_a_collective(job: Job) -
 
 
 def test_a_monitor_that_watches_nobody_says_so(node: Node) -> None:
-    from inprocess.fault_tolerance.messages import CODEC
     from inprocess.ipc import unix_sockets
     from inprocess.ipc.packets import receive, send
+    from inprocess.monitor_process.messages import CODEC
 
     node.monitor()
     with unix_sockets.connect(node.path, 10.0) as end:
-        send(end, CODEC, messages.Look())
+        send(end, CODEC, messages.QueryStanding())
         assert receive(end, CODEC).message == messages.Ok({})
 
 
