@@ -8,7 +8,7 @@ from typing import Any
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.monitor_process.messages import ServeRanks
-from inprocess.monitor_process.process_handle import MonitorControl, MonitorHandle, MonitorStartError, start_monitor
+from inprocess.monitor_process.start import MonitorControl, MonitorHandle, MonitorStartError, start_monitor
 
 __all__ = ["MonitorControl", "MonitorHandle", "RankMonitorServer"]
 

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         elif task is not None:
             _serve_ranks(task, channel)
     except BaseException as error:
-        _log.exception("the monitor process fails")
+        _log.exception("the monitor process failed")
         channel.send(Failed(f"{type(error).__name__}: {error}"))
         return 1
     return 0

@@ -1,7 +1,9 @@
-"""The monitor that a rank's wrapper starts: it ends the rank when it hangs, and reports to the others when it is dead.
+"""The monitor that a rank's wrapper starts: it ends the rank when it hangs, and reports its death to the others.
 
-one thread      RankMonitor.run: messages of the rank, its death, its time limits; requests to the store
-per iteration   SiblingMonitor: heartbeats
+    one thread      RankMonitor.run: messages of the rank, its death, its time limits; requests to the store
+    per iteration   SiblingMonitor: heartbeats
+
+The rank, and with it the whole job, goes on when its monitor dies: the wrapper starts a new one (`keeper`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import select
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from inprocess.agreement import Agreement, IterationStore, depart
@@ -36,7 +38,7 @@ _log = logging.getLogger(__name__)
 _STACKS_TIMEOUT_S = 2.0  # for a busy machine; a process that cannot answer at all is not waited for
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Position:
     """The rank's present iteration, as far as its monitor knows."""
 
@@ -45,27 +47,23 @@ class _Position:
     iteration: int
 
 
-@dataclass
 class RankMonitor:
     """The loop of the process. `channel` is the connection to the rank, `process` the rank's."""
 
-    config: WatchRank
-    channel: MonitorChannel
-    process: WatchedProcess
-    _store: Any = None
-    _position: _Position | None = None
-    _sibling: SiblingMonitor | None = None
-    _leaving: bool = False
-    _done: bool = False
-    _last_progress_at: float = 0.0  # when the rank last sent its timestamps
-    _left_behind: bool = False
-    _cut_off_since: float | None = None
-    _limits: ProgressLimits = field(init=False)
-    _sections: WatchedSections | None = None
-
-    def __post_init__(self) -> None:
-        config = self.config
+    def __init__(self, config: WatchRank, channel: MonitorChannel, process: WatchedProcess) -> None:
+        self.config = config
+        self.channel = channel
+        self.process = process
+        self._store: Any = None
+        self._position: _Position | None = None
+        self._sibling: SiblingMonitor | None = None
+        self._leaving = False
+        self._done = False
+        self._last_progress_at = 0.0  # when the rank last sent its timestamps
+        self._left_behind = False  # the others are in a later iteration, and go on without this rank
+        self._cut_off_since: float | None = None  # when the store was lost
         self._limits = ProgressLimits(config.soft_timeout_s, config.hard_timeout_s)
+        self._sections: WatchedSections | None = None
         if config.sections_fd is not None:
             # A section that is late for `grace_s` after the restart it has led to ends the rank.
             self._sections = WatchedSections(

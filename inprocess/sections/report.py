@@ -221,7 +221,7 @@ def _still_before_all(known: list[Standing], one_clock: bool) -> Suspect | None:
     if lead_s <= max(_CLEARLY_S, spread_s):
         return None
     first, rest = ordered[0], ordered[1:]
-    why = f"{_place(first)}, and stands still since {lead_s:.3f} s before all others"
+    why = f"{_place(first)}, its last event {lead_s:.3f} s before those of all others"
     common = functools.reduce(frozenset.intersection, (frozenset(s.sections) for s in rest)) - {*first.sections}
     return Suspect(first.rank, why + (f", which are in {', '.join(map(repr, sorted(common)))}" if common else ""))
 

@@ -22,7 +22,7 @@ from inprocess.agreement import Agreement, Outcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, RestartIndex, StoreServer
 from inprocess.exception import InternalError
-from inprocess.monitor_process.handle import MonitorProcess
+from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_process.limits import Limit, ProgressLimits
 from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.stores import iteration_store
@@ -172,7 +172,7 @@ def test_the_hard_limit_asks_first(job: Job) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_who_does_not_listen_is_killed(job: Job, stopped: bool) -> None:
+def test_a_rank_that_does_not_end_is_killed(job: Job, stopped: bool) -> None:
     rank = job.rank(DEAF)
     if stopped:
         rank.process.send_signal(signal.SIGSTOP)
@@ -190,7 +190,7 @@ def test_a_stopped_rank_is_asked_and_continued(job: Job) -> None:
     assert rank.process.stdout.read() == "asked\n"
 
 
-def test_who_waits_for_others_gets_more_time(job: Job, tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_others_gets_more_time(job: Job, tmp_path: Path) -> None:
     rank, log = job.rank(), tmp_path / "log"
     job.agreement(2).arrive_at_end(0)
     job.monitor(rank, 0, 2, soft_timeout_s=0.1, hard_timeout_s=0.2, barrier_timeout_s=0.8, logfile=str(log))
@@ -224,7 +224,7 @@ def test_limits_by_themselves() -> None:
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_rank_is_spoken_for(job: Job) -> None:
+def test_a_death_is_reported(job: Job) -> None:
     rank = job.rank()
     monitor = job.monitor(rank, 1, 2, interval_s=60.0)
     rank.process.kill()
@@ -241,7 +241,7 @@ def test_a_dead_rank_is_spoken_for(job: Job) -> None:
     eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
 
 
-def test_nothing_is_said_about_a_rank_that_has_left(job: Job) -> None:
+def test_the_end_of_a_rank_that_has_left_is_not_reported(job: Job) -> None:
     rank = job.rank()
     monitor = job.monitor(rank)
     monitor.leave()
@@ -412,7 +412,7 @@ def test_a_watched_process_is_not_a_number() -> None:
     assert target.wait_gone(LONG_S)
     child.wait()
     assert target.gone
-    target.send(signal.SIGKILL)  # nobody there, and nobody else is hit
+    target.send(signal.SIGKILL)  # no process, and no other process is hit
     target.close()
     target.close()
     with pytest.raises(ProcessLookupError):

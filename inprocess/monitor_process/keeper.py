@@ -18,7 +18,7 @@ from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.messages import Message, WatchRank
-from inprocess.monitor_process.process_handle import MonitorHandle, MonitorStartError, start_monitor
+from inprocess.monitor_process.start import MonitorHandle, MonitorStartError, start_monitor
 from inprocess.progress_watchdog import Timestamp
 
 __all__ = ["MonitorProcess"]
