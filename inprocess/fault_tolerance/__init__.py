@@ -6,12 +6,14 @@
 
 Importing this package is cheap and does not import torch.
 
-    data, config            what crosses between rank, monitor and launcher; the settings
-    timeouts_calc           limits learned from durations
-    rank_monitor_client     the rank's side (`recorder`: each event; `connection`, `link`: to the monitor)
-    rank_monitor_server     the monitor process (`station`, `watched_rank`: one rank in it; `peers`: the others)
+    config, config_cli      the settings, and their command line options
+    data                    values that ranks, monitors and launchers exchange
+    rank_monitor_client     the rank's side; its parts are `recorder`, `client_sections`, `link` and `errors`
+    timeouts_calc           limits learned from durations; `learned_limits`: saved and exchanged
+    rank_monitor_server     starts monitor processes, which are in `inprocess.monitor_process`
     ipc_connector           the launcher's inbox
-    progress_tracker        whether restarts get anywhere
+    progress_tracker        progress between restarts
+    launcher                the command `ckpt_launcher`
 """
 
 from __future__ import annotations

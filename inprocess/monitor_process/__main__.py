@@ -23,8 +23,8 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank or its launcher; a monitor ends after its ranks
     channel = MonitorChannel(socket.socket(fileno=int(arguments[0])), CODEC)
-    task = _first_message(channel)
     try:
+        task = _first_message(channel)
         if isinstance(task, WatchRank):
             _watch_rank(task, channel)
         elif task is not None:

@@ -323,7 +323,7 @@ def test_a_forked_child_neither_speaks_nor_holds_the_place(node: Node) -> None:
         os.kill(int(child), signal.SIGKILL)
 
 
-RUBBISH = [
+INVALID = [
     b"\xff\xff\xff\xff",
     b"\x80\x04\x95pickle",
     b"{}",
@@ -332,17 +332,19 @@ RUBBISH = [
     b'["Confirm", {"events": 1}]',
     b'["Confirm", {"events": true}]',
     b'["Attach", {}]',
+    b'["Shutdown", {}]',  # of the launcher
+    b'["Leaving", {}]',  # of a wrapper
     b"[" * 50_000,
     b"x" * (MAX_BYTES + 1),
 ]
 
 
-def test_rubbish_costs_only_its_sender(client: RankMonitorClient, node: Node) -> None:
-    for rubbish in RUBBISH:
+def test_an_invalid_message_costs_only_its_sender(client: RankMonitorClient, node: Node) -> None:
+    for message in INVALID:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
             end.settimeout(20)
             end.connect(node.path)
-            end.send(rubbish)
+            end.send(message)
             while end.recv(1000):  # an answer perhaps, then the end
                 pass
     client.load_state_dict(LEARNED)  # answered by the same monitor
@@ -460,7 +462,7 @@ def test_control_requests_reach_the_launcher(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.settimeout(20)
         end.connect(path)
-        end.send(b"\x80\x04rubbish")
+        end.send(b"\x80\x04invalid")
         assert not end.recv(100)
     (info, got), *rest = inbox.peek_received()
     assert (info.global_rank, got, rest) == (3, request, objects)

@@ -99,10 +99,18 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
         assert not tracker.should_terminate_early()
         tracker.analyze_previous_cycle()
     assert tracker.should_terminate_early()
-    file.write_text("rubbish")
+    file.write_text("not a number")
     tracker.analyze_previous_cycle()
     assert tracker.should_terminate_early()
     file.write_text("6")
     tracker.analyze_previous_cycle()
     assert not tracker.should_terminate_early()
     assert not TrainingProgressTracker(None).should_terminate_early()
+
+
+def test_progress_of_a_checkpoint_root(tmp_path: Path) -> None:
+    tracker = TrainingProgressTracker(str(tmp_path))
+    assert tracker.read_iteration() == 0
+    for name in ("step_3", "step_12", "step_20.tmp"):
+        (tmp_path / name).mkdir()
+    assert tracker.read_iteration() == 12
