@@ -35,7 +35,7 @@ def errors(what: str) -> Iterator[None]:
     except Forked as error:
         raise_error(error)
     except _FAULTS as error:
-        raise RankMonitorClientError(f"{what}: {error or type(error).__name__}") from error
+        raise RankMonitorClientError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def raise_error(error: Exception) -> NoReturn:

@@ -157,7 +157,9 @@ class MonitorLink:
             try:
                 _ask(end, message)
             except (OSError, EOFError, PacketError) as error:
-                _log.warning("the monitor of this rank does not answer, going on without it: %s", error or "timeout")
+                _log.warning(
+                    "the monitor of this rank does not answer, going on without it: %s", str(error) or "timeout"
+                )
                 self._broken.set()
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)  # wakes the keeper

@@ -65,10 +65,11 @@ class RankMonitor:
         self._limits = ProgressLimits(config.soft_timeout_s, config.hard_timeout_s)
         self._sections: WatchedSections | None = None
         if config.sections_fd is not None:
-            # A section that is late for `grace_s` after the restart it has led to ends the rank.
+            grace_s = config.hard_timeout_s - config.soft_timeout_s  # from the restart of all ranks to the end of this
             self._sections = WatchedSections(
                 config.sections_fd,
-                grace_s=config.hard_timeout_s - config.soft_timeout_s,
+                grace_s=grace_s,
+                repeat_s=grace_s,
                 is_alive=lambda now: self._limits.silent_s(now) < config.soft_timeout_s / 2,
             )
             os.close(config.sections_fd)

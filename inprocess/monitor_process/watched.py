@@ -115,18 +115,21 @@ class WatchedProcess:
 class WatchedSections:
     """The sections of a rank, by the board behind a descriptor, which the caller keeps. BoardError if it is none.
 
-    `grace_s` is as in `SectionWatch`. `is_alive` counts only if the rank's settings have `ladder="progress"`.
+    The options are those of `SectionWatch`; `is_alive` counts only if the rank's settings have `ladder="progress"`.
     """
 
     def __init__(
-        self, fd: int, *, grace_s: float | None = None, is_alive: Callable[[float], bool] | None = None
+        self,
+        fd: int,
+        *,
+        grace_s: float | None = None,
+        repeat_s: float = 5.0,
+        is_alive: Callable[[float], bool] | None = None,
     ) -> None:
         self._board = Board.attach(fd)
-        follows_progress = self._board.config.get("ladder") == "progress"
-        repeat = {} if grace_s is None else {"repeat_s": grace_s}
-        self._watch = SectionWatch(
-            self._board, grace_s=grace_s, is_alive=is_alive if follows_progress else None, **repeat
-        )
+        if self._board.config.get("ladder") != "progress":
+            is_alive = None
+        self._watch = SectionWatch(self._board, grace_s=grace_s, repeat_s=repeat_s, is_alive=is_alive)
 
     @property
     def next_look_s(self) -> float | None:
