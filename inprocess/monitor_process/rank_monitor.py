@@ -73,7 +73,6 @@ class RankMonitor:
                 is_alive=lambda now: self._limits.silent_s(now) < config.soft_timeout_s / 2,
             )
             os.close(config.sections_fd)
-            self._sections.look()  # for the time of the next look
 
     def run(self) -> None:
         """Watch until the call is over, or the rank is dead and its death is reported."""
@@ -247,8 +246,10 @@ class RankMonitor:
     def _check_sections(self) -> None:
         """For a section that is late: restart all ranks; if it is still late after that, end this one."""
         sections, position = self._sections, self._position
-        alarm = None if sections is None else sections.look()
-        if sections is None or alarm is None or position is None:
+        if sections is None or position is None or position.world_size is None:
+            return  # no iteration has begun, as far as is known: an alarm would be lost
+        alarm = sections.look()
+        if alarm is None:
             return
         others = _standings(self._sibling.notes_of_others() if self._sibling is not None else [])
         report = sections.report(alarm, self.process.pid, position.rank, self._stacks, others)[:DETAIL_CHARS]
