@@ -1,14 +1,14 @@
-"""The monitor thread: it learns that an iteration was interrupted and brings the main thread out of it.
+"""The monitor thread: it waits for the outcome of an iteration and brings the main thread out of an interrupted one.
 
 One per iteration, in the rank's process:
 
-    wait          for the outcome of the iteration, at the store; completed: end
-    last call     until every process has reported what it knows of the incident
+    wait          for the outcome of the iteration, in the store; if that is "completed", the thread ends
+    last call     until every process has reported its faults
     abort         the user's hook, under the atomic lock: it frees a main thread that is stuck in a collective
-    synchronize   until the main thread runs bytecode again
+    synchronize   until the main thread executes bytecode again
     throw         RankShouldRestart into the main thread; again, with growing pauses, if it was swallowed
 
-It ends when the main thread acknowledges. Nothing is thrown afterwards.
+The thread ends when the main thread acknowledges the exception. Nothing is thrown afterwards.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 _FIRST_WAKE_S, _LONGEST_WAKE_S = 0.002, 0.25
 _FIRST_RETHROW_S, _LONGEST_RETHROW_S = 1.0, 30.0
 _LOCK_WARNING_S = 1.0
-_LONGEST_WAIT = 10  # intervals; how long it may take until it sees that an iteration ended without an outcome
+_LONGEST_WAIT = 10  # intervals, until it notices that an iteration ended without an outcome
 _MOST_LATE_THROWS = 3
 
 
 @dataclass
 class Times:
-    """When things happened, in monotonic seconds; None for not (yet)."""
+    """When the phases of the thread ended, in monotonic seconds; None if one has not."""
 
     outcome: float | None = None
     last_call: float | None = None
@@ -55,11 +55,11 @@ class Times:
 
 @dataclass
 class MonitorThread:
-    """See the module. Create and start it on the main thread, at the start of an iteration.
+    """The monitor thread of one iteration. Create and start it on the main thread, when the iteration begins.
 
-    `abort` gets the state with the reason in it. `wake` brings a main thread that is blocked in a call back to bytecode
-    and is called until it is there. `failure` is why the outcome could not be learned: the store is lost, or the others
-    are in a later iteration.
+    `abort` gets the state with the interruptions in it. `wake` makes a main thread that is blocked in a call return to
+    bytecode, and is called until it does. `failure` is why the outcome is unknown: the store is lost, or the others are
+    in a later iteration.
     """
 
     agreement: Agreement
@@ -78,27 +78,27 @@ class MonitorThread:
     def __post_init__(self) -> None:
         self._main_thread = threading.get_ident()
         self._acknowledged = threading.Event()
-        # The main thread waits for it while RankShouldRestart is thrown: `threading.Thread` is not made for that.
+        # RankShouldRestart may be thrown while the main thread waits for it, which `threading.Thread` does not support.
         self._thread = JoinableThread(self._run, f"monitor-{self.state.iteration}")
 
     def start(self) -> None:
-        """Begin to watch. From now on RankShouldRestart may appear anywhere in the calling thread."""
+        """Start the thread. From now on RankShouldRestart may appear anywhere in the calling thread."""
         self._thread.start()
 
     def wait_thrown(self) -> None:
-        """Main thread, after a failure of its own: wait here until RankShouldRestart appears.
+        """Wait until RankShouldRestart appears. For the main thread, after a failure of its own.
 
-        Returns if it will not: the iteration was completed before.
+        Returns if it will not appear, because the iteration was completed before.
         """
         self._thread.join()
 
     def shutdown(self) -> None:
-        """Main thread: nothing can be thrown any more when this returns, and the watchdog runs again. Idempotent.
+        """End the thread, and let the watchdog run again. Main thread. Idempotent.
 
-        TimeoutError if the thread does not end.
+        When it returns nothing can be thrown any more. TimeoutError if the thread does not end.
         """
         limit_s = (_LONGEST_WAIT + 5) * self.interval_s + self.last_call_wait_s + 5.0
-        for _ in range(_MOST_LATE_THROWS):  # the thread looks for the acknowledgement before each throw
+        for _ in range(_MOST_LATE_THROWS):  # before each throw the thread checks for the acknowledgement
             try:
                 if self.times.acknowledged is None:
                     self.times.acknowledged = time.monotonic()
@@ -119,7 +119,7 @@ class MonitorThread:
             if self._wait_interrupted():
                 self._interrupt_main_thread()
         except Exception:
-            _log.exception("the monitor thread of iteration %d fails", self.state.iteration)
+            _log.exception("the monitor thread of iteration %d failed", self.state.iteration)
 
     def _wait_interrupted(self) -> bool:
         try:
@@ -144,7 +144,7 @@ class MonitorThread:
         return True
 
     def _report_own_stacks(self) -> None:
-        """If this rank is the one that hangs: show all ranks where, before the last call ends."""
+        """If this rank hangs, report its stacks to all ranks before the last call ends."""
         assert self.state.rank is not None
         record = self.agreement.reported_hang(self.state.rank)
         if record is not None:
@@ -158,11 +158,11 @@ class MonitorThread:
                 _log.error("%s on rank %d:\n%s", record.interruption.name, record.rank, record.detail)
         exception_type = _with_message(f"iteration {self.state.iteration} is interrupted: {reason}")
         with self.atomic_lock.hold(_LOCK_WARNING_S, self._warn_about_lock):
-            self.watchdog.hold()  # a rank whose abort hangs cannot be restarted: it is ended by the hard timeout
+            self.watchdog.hold()  # a rank whose abort hangs cannot restart: the hard timeout ends it
             try:
                 self.abort(replace(self.state, interruptions=self.records))
             except Exception:
-                _log.exception("the abort hook fails; going on")
+                _log.exception("the abort hook fails; the restart goes on")
             self.times.aborted = time.monotonic()
             with _Waker(self.wake):
                 self.watchdog.pause_and_synchronize()
@@ -196,7 +196,7 @@ class MonitorThread:
 
 
 class _Waker:
-    """Wakes the main thread again and again, from a thread of its own, while in its context."""
+    """A context within which a thread wakes the main thread again and again."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -223,7 +223,7 @@ class _Waker:
 
 
 def _with_message(message: str) -> type[RankShouldRestart]:
-    """Return a class that says `message` without arguments: only a class can be thrown into another thread."""
+    """Return an exception class with a fixed message: only a class can be thrown into another thread."""
 
     def __str__(self: BaseException) -> str:  # noqa: N807
         return message

@@ -1,13 +1,13 @@
-"""How a call is joined to its monitor process, and both of them to the store of all ranks.
+"""Connects a call to its monitor process, and both to the store of all ranks.
 
     1  the server starts             on rank 0, in a process of its own; the ranks find it, see `rendezvous`
     2  the monitor process starts    it inherits nothing of the store
     3  the store is opened           by the rank
-    4  all ranks meet                from here on each knows that the others are there
-    5  the monitor process connects  from here on it speaks for the rank
+    4  all ranks meet                from now on each knows that the others are there
+    5  the monitor process connects  from now on it reports for the rank
 
-In the end in the opposite order. A newcomer, which joins a job that runs, starts no server, and waits at 4 until the
-job restarts; see `joining`.
+At the end of the call this is undone in reverse order. A newcomer, which joins a running job, starts no server, and
+waits at 4 until the job restarts; see `joining`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from inprocess.coordination.rendezvous import Rendezvous, new_access
 from inprocess.exception import RestartError
 from inprocess.joining import Newcomer, Place
 from inprocess.main_thread.stacks import StackReporter
-from inprocess.monitor_process.handle import MonitorProcess
-from inprocess.monitor_process.messages import Configure
+from inprocess.monitor_process.keeper import MonitorProcess
+from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.sibling import heartbeat_interval_s
 from inprocess.monitor_process.stores import describe_store, iteration_store
 from inprocess.settings import Settings
@@ -37,16 +37,15 @@ from inprocess.store import EtcdStore, TCPStore
 __all__ = ["Monitoring"]
 
 _log = logging.getLogger(__name__)
-_CLIENTS_OF_A_RANK = 3  # the rank, its monitor process, and one that takes the place of that
-_SILENCE = 2  # heartbeat timeouts after which a client counts as gone
+_CLIENTS_OF_A_RANK = 3  # the rank, its monitor process, and one that replaces it
+_SILENCE = 2  # heartbeat timeouts after which a client is taken for dead
 
 
 class Monitoring:
     """The monitor `process` of one call on one rank, and the `store`; a context manager, see the module.
 
-    `state` is that of the call and may change. `stacks` and `sections_fd` are what the monitor process reads the rank's
-    stacks and sections from. Of a newcomer, `place` is where it stands then; None if the job is completed, and did not
-    need it.
+    `state` is that of the call and may change. The monitor process reads the rank's stacks and sections from `stacks`
+    and `sections_fd`. `place` is that of a newcomer; None if the job was completed without it.
     """
 
     def __init__(
@@ -65,9 +64,7 @@ class Monitoring:
         self._state = state
         self._own_server = issubclass(settings.store_factory, TCPStore)
         self._rendezvous = Rendezvous(state.rank or 0, state.world_size, settings.barrier_timeout)
-        self.process = MonitorProcess(
-            self._configuration(stacks.signal_number, sections_fd), stacks_fd=stacks.fd, on_lost=self._process_lost
-        )
+        self.process = MonitorProcess(self._watch_rank(stacks, sections_fd), on_lost=self._process_lost)
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Monitoring:
@@ -116,11 +113,11 @@ class Monitoring:
 
     @property
     def local_host(self) -> str:
-        """The name by which the other ranks reach this machine."""
+        """The name by which the other ranks reach this host."""
         client = getattr(self.store, "client", None)
         return client.local_host if client is not None else os.environ.get("MASTER_ADDR", "127.0.0.1")
 
-    def _configuration(self, stack_signal: int | None, sections_fd: int | None) -> Configure:
+    def _watch_rank(self, stacks: StackReporter, sections_fd: int | None) -> WatchRank:
         state, settings = self._state, self._settings
         assert state.initial_rank is not None
         seconds = {
@@ -130,7 +127,7 @@ class Monitoring:
         seconds["heartbeat_interval_s"] = heartbeat_interval_s(
             seconds["heartbeat_interval_s"], seconds["heartbeat_timeout_s"], state.world_size
         )
-        return Configure(
+        return WatchRank(
             target_pid=os.getpid(),
             initial_rank=state.initial_rank,
             initial_world_size=state.world_size,
@@ -140,7 +137,8 @@ class Monitoring:
             logfile=_of_rank(settings.monitor_process_logfile, state.initial_rank),
             pidfile=_of_rank(settings.monitor_process_pidfile, state.initial_rank),
             log_level=logging.DEBUG,
-            stack_signal=stack_signal,
+            stack_signal=stacks.signal_number,
+            stacks_fd=stacks.fd,
             sections_fd=sections_fd,
         )
 
@@ -156,15 +154,15 @@ class Monitoring:
         elif self._own_server:
             kwargs |= {
                 "access": self._rendezvous.exchange(access),
-                "wait_for_workers": False,  # the barrier does that, and on all ranks
+                "wait_for_workers": False,  # the barrier does that, on all ranks
                 "patience": self._settings.heartbeat_timeout,
             }
-            if self._newcomer is not None:  # the job may be over, and the server gone
+            if self._newcomer is not None:  # the job may be over, and the server may have ended
                 kwargs.setdefault("timeout", self._settings.heartbeat_timeout)
         return self._settings.store_factory(**kwargs)
 
     def _start_server(self, undo: ExitStack) -> ServerProcess:
-        """Rank 0. It ends after all that use it."""
+        """Start the server, which ends after all its clients. Rank 0."""
         settings, state = self._settings, self._state
         server = ServerProcess(
             new_access(settings.store_kwargs.get("host_name"), settings.store_kwargs.get("port")),
@@ -188,7 +186,7 @@ class Monitoring:
     # -- when a monitor process is lost --------------------------------------------------------------------------------
 
     def _process_lost(self, error: Exception) -> None:
-        """Keeper thread: this rank is not watched any more, and must not go on."""
+        """Keeper thread: this rank has no monitor process any more, and must not go on."""
         state = self._state
         record = InterruptionRecord(
             -1 if state.rank is None else state.rank, Interruption.MONITOR_PROCESS_EXCEPTION, str(error)

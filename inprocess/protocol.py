@@ -39,7 +39,7 @@ from inprocess.hooks import Hooks
 from inprocess.joining import Place
 from inprocess.main_thread.async_raise import reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.monitor_process.handle import MonitorProcess
+from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
 from inprocess.process_state import reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog

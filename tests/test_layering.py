@@ -189,6 +189,8 @@ def test_importing_ckpt_is_cheap(heavy: str) -> None:
         "inprocess.coordination",
         "inprocess.monitor_process",
         "inprocess.monitor_process.__main__",  # what a monitor process imports: it must start quickly and stay small
+        "inprocess.monitor_process.node_monitor",
+        "inprocess.monitor_process.rank_monitor",
         "inprocess.protocol",
         "inprocess.rank_assignment",
     ],

@@ -1,18 +1,19 @@
-"""Sections of a training program with time limits, watched by a process beside each rank.
+"""Sections of a training program with time limits, enforced by a process beside each rank.
 
     client = RankMonitorClient()
     client.init_workload_monitoring()
     with client.section("step"): ...
 
-What is open since when is in `inprocess.sections`, which the monitor process of the in-process wrapper shares.
-Importing this package is cheap and never imports torch: the monitor processes use it, too.
+Importing this package is cheap and does not import torch.
 
-    data, config            what crosses between rank, monitor and launcher; the settings
-    timeouts_calc           limits learned from durations
-    rank_monitor_client     the rank's side (`recorder`: each event; `connection`, `link`: to the monitor)
-    rank_monitor_server     the monitor process (`station`, `watched_rank`: one rank in it; `peers`: the others)
+    config, config_cli      the settings, and their command line options
+    data                    values that ranks, monitors and launchers exchange
+    rank_monitor_client     the rank's side; its parts are `recorder`, `client_sections`, `link` and `errors`
+    timeouts_calc           limits learned from durations; `learned_limits`: saved and exchanged
+    rank_monitor_server     starts monitor processes, which are in `inprocess.monitor_process`
     ipc_connector           the launcher's inbox
-    progress_tracker        whether restarts get anywhere
+    progress_tracker        progress between restarts
+    launcher                the command `ckpt_launcher`
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inprocess.fault_tolerance.client_errors import RankMonitorClientError
     from inprocess.fault_tolerance.config import FaultToleranceConfig
     from inprocess.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
+    from inprocess.fault_tolerance.errors import RankMonitorClientError
     from inprocess.fault_tolerance.rank_monitor_client import RankMonitorClient
     from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
-    from inprocess.fault_tolerance.state_machine import (
+    from inprocess.monitor_process.state_machine import (
         InvalidStateTransitionException,
         RankMonitorState,
         RankMonitorStateMachine,
     )
     from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
-_HOMES = {
-    "FaultToleranceConfig": "config",
-    "HeartbeatTimeouts": "data",
-    "InvalidStateTransitionException": "state_machine",
-    "RankMonitorClient": "rank_monitor_client",
-    "RankMonitorClientError": "rank_monitor_client",
-    "RankMonitorServer": "rank_monitor_server",
-    "RankMonitorState": "state_machine",
-    "RankMonitorStateMachine": "state_machine",
-    "SectionTimeouts": "data",
-    "WorkloadAction": "data",
-    "WorkloadControlRequest": "data",
+_DEFINED_IN = {
+    "FaultToleranceConfig": "inprocess.fault_tolerance.config",
+    "HeartbeatTimeouts": "inprocess.fault_tolerance.data",
+    "InvalidStateTransitionException": "inprocess.monitor_process.state_machine",
+    "RankMonitorClient": "inprocess.fault_tolerance.rank_monitor_client",
+    "RankMonitorClientError": "inprocess.fault_tolerance.rank_monitor_client",
+    "RankMonitorServer": "inprocess.fault_tolerance.rank_monitor_server",
+    "RankMonitorState": "inprocess.monitor_process.state_machine",
+    "RankMonitorStateMachine": "inprocess.monitor_process.state_machine",
+    "SectionTimeouts": "inprocess.fault_tolerance.data",
+    "WorkloadAction": "inprocess.fault_tolerance.data",
+    "WorkloadControlRequest": "inprocess.fault_tolerance.data",
 }
 
 __all__ = [
@@ -63,8 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _DEFINED_IN:
+        return getattr(import_module(_DEFINED_IN[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""The settings of section monitoring and of the launcher, and their YAML form; `config_cli` has the command line."""
+"""The settings of section monitoring and of the launcher, also read from YAML; `config_cli` has the command line."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# Settings of other launchers, which files are shared with, and what to do instead. Given as an option they are refused,
-# in a file they are reported.
+# Settings without effect here, for files that are shared with other launchers, and what to do instead. They are refused
+# as command line options, and reported if they are in a file.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "segment": "nodes are not grouped by NVLink domain; use inprocess.rank_assignment.Tree with a key of each",
@@ -50,14 +50,14 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 @dataclass
 class FaultToleranceConfig:
-    """All settings; times in seconds, None for a limit: never late. May be changed until it is handed to somebody.
+    """All settings. Times in seconds; a limit of None: never late. Do not change it once it is in use.
 
-    Two settings are ours. `ladder`: how a section that is late leads to an in-process restart, where there is a
-    wrapper: "limit": at its limit; "progress": not as long as the main thread executes bytecode.
-    `termination_grace_time`: how long a rank may take to end after `rank_termination_signal` before it gets SIGKILL
-    from the launcher's monitor (the wrapper has an argument of that name). ValueError for a value that is invalid.
+    Two settings are our own. `ladder` says when a late section leads to an in-process restart, under the wrapper:
+    "limit": at its limit; "progress": not while the main thread executes bytecode. `termination_grace_time` is how long
+    a rank may take to end after `rank_termination_signal` before the launcher's monitor sends SIGKILL; the wrapper has
+    an argument of that name. ValueError for an invalid value.
 
-    Those in `WITHOUT_EFFECT` are kept as they are, for files that other launchers read, too.
+    Settings in `WITHOUT_EFFECT` are only kept, for files that other launchers also read.
     """
 
     workload_check_interval: float = 5.0
@@ -107,18 +107,18 @@ class FaultToleranceConfig:
 
     @staticmethod
     def from_kwargs(ignore_not_recognized: bool = True, **kwargs: Any) -> FaultToleranceConfig:
-        """Make one of keyword arguments. ValueError for unknown ones, unless they are to be ignored."""
+        """Create one from keyword arguments. ValueError for unknown ones, unless they are to be ignored."""
         known = {item.name for item in fields(FaultToleranceConfig)}
         unknown = sorted(set(kwargs) - known)
         if unknown and not ignore_not_recognized:
-            raise ValueError(f"no settings of section monitoring: {', '.join(unknown)}")
+            raise ValueError(f"unknown settings: {', '.join(unknown)}")
         return FaultToleranceConfig(**{name: value for name, value in kwargs.items() if name in known})
 
     @staticmethod
     def from_yaml_file(cfg_path: str | os.PathLike[str], ignore_not_recognized: bool = True) -> FaultToleranceConfig:
         """Read the first mapping called "fault_tolerance" in a file, at any depth. ValueError if there is none.
 
-        A warning in the log names what has no effect here.
+        A warning in the log names settings that have no effect here.
         """
         found = _read_section(cfg_path)
         if not found:
@@ -128,9 +128,10 @@ class FaultToleranceConfig:
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> FaultToleranceConfig:
-        """Defaults, changed by the file `args.ft_cfg_path` if one is named, changed by each `args.ft_*` not None.
+        """Defaults, overridden by the file `args.ft_cfg_path` if it is given, and by each `args.ft_*` not None.
 
-        The file may lack the section, but must be there: OSError. A warning in the log names what has no effect here.
+        The file need not have the section, but must exist: OSError. A warning in the log names settings that have no
+        effect here.
         """
         path = getattr(args, "ft_cfg_path", None)
         values = dict(_read_section(path) or {}) if path else {}
@@ -143,7 +144,7 @@ class FaultToleranceConfig:
         return FaultToleranceConfig.from_kwargs(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON and YAML know them; `from_kwargs` reads them."""
+        """Return the settings as values of JSON and YAML, which `from_kwargs` reads."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["rank_section_timeouts"] = dict(self.rank_section_timeouts)
         values["rank_termination_signal"] = self.rank_termination_signal.name
@@ -164,7 +165,7 @@ def parse_signal(value: Any) -> signal.Signals:
             text = text if text.startswith("SIG") else f"SIG{text}"
             if text in signal.Signals.__members__:
                 return signal.Signals[text]
-            raise ValueError(f"no signal is called {value!r}")
+            raise ValueError(f"unknown signal {value!r}")
         value = int(text)
     if isinstance(value, int) and not isinstance(value, bool):
         return signal.Signals(value)
@@ -198,7 +199,7 @@ def parse_section_timeouts(value: Any) -> dict[str, float | None]:
 
 
 def convert(name: str, kind: str, value: Any) -> Any:
-    """Return a value in the type of its setting. ValueError if it cannot be."""
+    """Return a value in the type of its setting. ValueError if it has none in that type."""
     if name == "rank_termination_signal":
         return parse_signal(value)
     if name == "log_level":
@@ -233,7 +234,7 @@ def _no(value: Any) -> Any:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a setting that has no effect here asks for nothing."""
+    """Whether a setting without effect here is switched off anyway."""
     return value is None or value is False
 
 

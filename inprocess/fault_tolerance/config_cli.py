@@ -101,7 +101,7 @@ def _restart_policy(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"min-healthy is not available: use {IN_PROCESS}, --ft-min-workers, and inprocess.Wrapper in the workers"
         )
-    raise argparse.ArgumentTypeError(f"{text!r} is no policy; use {ANY_FAILED} or {IN_PROCESS}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a restart policy; use {ANY_FAILED} or {IN_PROCESS}")
 
 
 def _shown(name: str) -> str:

@@ -1,13 +1,11 @@
-"""What rank, monitor and launcher tell each other, as plain values."""
+"""The values that ranks, monitors and launchers exchange."""
 
 from __future__ import annotations
 
 import enum
-import os
-import socket
-import sys
 from dataclasses import dataclass
 
+from inprocess.monitor_process.messages import RankInfo
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = [
@@ -24,34 +22,8 @@ FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR = "FT_RANK_MONITOR_IPC_SOCKET"
 FT_LAUNCHER_IPC_SOCKET_ENV_VAR = "FT_LAUNCHER_IPC_SOCKET"
 
 
-@dataclass(frozen=True)
-class RankInfo:
-    """Which process speaks. `local_rank` is -1 where it is not known."""
-
-    global_rank: int
-    local_rank: int
-    host: str
-    pid: int
-
-    @classmethod
-    def get_for_current_rank(cls) -> RankInfo:
-        """Describe this process: by the default process group if there is one, else by RANK. ValueError without both.
-
-        Does not import torch: where nobody else has, there is no process group.
-        """
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            rank = int(distributed.get_rank())
-        elif (text := os.environ.get("RANK")) is not None:
-            rank = int(text)
-        else:
-            raise ValueError("the rank is not known: there is no default process group, and RANK is not set")
-        local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
-        return cls(rank, local_rank, socket.gethostname(), os.getpid())
-
-
 class WorkloadAction(enum.Enum):
-    """What a rank may ask the launcher for."""
+    """What a rank may ask of the launcher."""
 
     Continue = 0
     ExcludeThisNode = 1
@@ -60,7 +32,7 @@ class WorkloadAction(enum.Enum):
 
 @dataclass(frozen=True)
 class WorkloadControlRequest:
-    """An action, and why."""
+    """What a rank asks of the launcher, and why."""
 
     action: WorkloadAction
     description: str = ""

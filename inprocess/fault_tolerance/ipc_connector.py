@@ -1,4 +1,4 @@
-"""The launcher's inbox: any process of the same user may put objects in it.
+"""The launcher's inbox: any process of the same user may put objects into it.
 
     sender      send(object) ─▶ unix socket ─▶ thread of the owner ─▶ list
                             ◀── ok ──────────
@@ -17,11 +17,11 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from inprocess.fault_tolerance.data import RankInfo, WorkloadAction, WorkloadControlRequest
-from inprocess.fault_tolerance.messages import CODEC, Failed, Item, Message, Ok
+from inprocess.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
 from inprocess.ipc.wakeup import Wakeup
+from inprocess.monitor_process.messages import CODEC, Failed, InboxItem, Message, Ok, RankInfo
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["IpcConnector"]
@@ -33,10 +33,7 @@ _TAG = "__kind__"
 
 
 class IpcConnector:
-    """An inbox at a path of the file system, for any number of senders; one process calls `start_receiving`.
-
-    Thread-safe.
-    """
+    """An inbox at a path, for any number of senders; the process that owns it calls `start_receiving`. Thread-safe."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -46,10 +43,10 @@ class IpcConnector:
         self._wake: Wakeup | None = None
 
     def start_receiving(self) -> None:
-        """Listen, in a thread. RuntimeError if it does already; OSError if the path cannot be had."""
+        """Listen, in a thread. RuntimeError if it is listening already; OSError if it cannot listen at the path."""
         with self._lock:
             if self._thread is not None:
-                raise RuntimeError(f"{self.path} is received from already")
+                raise RuntimeError(f"this object is already receiving at {self.path}")
             listener = unix_sockets.listen(self.path)
             self._wake = Wakeup()
             self._thread = threading.Thread(
@@ -68,12 +65,12 @@ class IpcConnector:
         wake.close()
 
     def send(self, obj: Any) -> None:
-        """Put an object into the inbox, from any process; returns when it is there. Waits 10 s at most.
+        """Put an object into the inbox, from any process; returns when it has arrived. Waits 10 s at most.
 
-        OSError if nobody receives, PacketError for an object that cannot be sent, RuntimeError if it is refused.
+        OSError if no process receives, PacketError for an object that cannot be sent, RuntimeError if it is refused.
         """
         with unix_sockets.connect(self.path, _TIMEOUT_S) as end:
-            send(end, CODEC, Item(_to_json(obj)))
+            send(end, CODEC, InboxItem(_to_json(obj)))
             try:
                 answer = receive(end, CODEC).message
             except EOFError:
@@ -82,18 +79,18 @@ class IpcConnector:
             raise RuntimeError(f"{self.path}: {getattr(answer, 'cause', answer)}")
 
     def fetch_received(self) -> list[Any]:
-        """Return what has come, in order, and forget it."""
+        """Return all received objects in order, and remove them."""
         with self._lock:
             received, self._received = self._received, []
         return received
 
     def peek_received(self) -> list[Any]:
-        """Return what has come, in order; it stays."""
+        """Return all received objects in order, and keep them."""
         with self._lock:
             return list(self._received)
 
     def clear(self) -> None:
-        """Forget what has come."""
+        """Remove all received objects."""
         self.fetch_received()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -135,12 +132,12 @@ class IpcConnector:
             end.close()
 
     def _serve(self, end: socket.socket) -> bool:
-        """Take one packet. False if the connection is over."""
+        """Receive one packet. False if the connection is closed or invalid."""
         try:
             packet = receive(end, CODEC)
             packet.close_fds()
-            answer: Message = Failed("an inbox takes items only")
-            if isinstance(packet.message, Item):
+            answer: Message = Failed("only InboxItem is accepted here")
+            if isinstance(packet.message, InboxItem):
                 answer = self._keep(_decoded(packet.message.value))
             send(end, CODEC, answer)
         except BlockingIOError:
@@ -155,7 +152,7 @@ class IpcConnector:
     def _keep(self, value: Any) -> Message:
         with self._lock:
             if len(self._received) >= _MOST_PENDING:
-                return Failed(f"{_MOST_PENDING} objects wait to be fetched")
+                return Failed(f"the inbox is full: {_MOST_PENDING} objects have not been fetched")
             self._received.append(value)
         return Ok()
 
@@ -187,7 +184,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return the object that `_to_json` described. PacketError if it describes none."""
+    """Return the object that `_to_json` has described. PacketError if the description is invalid."""
     try:
         return _from_json(value)
     except PacketError:
@@ -216,4 +213,4 @@ def _from_json(value: Any) -> Any:
             return HeartbeatTimeouts.from_json(value["value"])
         case "SectionTimeouts":
             return SectionTimeouts.from_json(value["value"])
-    raise PacketError(f"no object of this protocol: {str(value)[:80]}")
+    raise PacketError(f"not an object of this protocol: {str(value)[:80]}")

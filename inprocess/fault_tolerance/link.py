@@ -1,9 +1,9 @@
 """The client's connection to its monitor.
 
-    caller                    request, answered within a few seconds or given up
+    caller                    sends requests, and waits a few seconds for the answer
     thread "monitor-link"     sleeps until the connection breaks; connects again, to the same or another monitor
 
-What is open needs no telling: the new monitor gets the same board. The training never waits for a connection.
+A new monitor gets the same board, so open sections are not announced again. The training never waits for a connection.
 """
 
 from __future__ import annotations
@@ -16,33 +16,102 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
-from inprocess.fault_tolerance import messages
-from inprocess.fault_tolerance.fork_guard import ForkGuard
-from inprocess.fault_tolerance.messages import CODEC
+from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
+from inprocess.fault_tolerance.recorder import ForkGuard
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
+from inprocess.main_thread.stacks import StackReporter
+from inprocess.monitor_process import messages
+from inprocess.monitor_process.messages import CODEC, RankInfo
+from inprocess.sections.board import Board
+from inprocess.sections.gate import SECTION_BOARD_ENV
+from inprocess.sections.making import make_board
 
-__all__ = ["LinkError", "MonitorLink"]
+__all__ = ["LinkError", "MonitorConnection", "MonitorLink"]
 
 _log = logging.getLogger(__name__)
 _REQUEST_TIMEOUT_S = 3.0
-_INIT_TIMEOUT_S = 90.0  # a monitor may wait for the rank before us to be gone
+_INIT_TIMEOUT_S = 90.0  # a monitor may have to wait for the end of the rank before
 _RECONNECT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 
 class LinkError(Exception):
-    """The monitor refuses, or does not answer."""
+    """The monitor refuses a request, or there is no monitor."""
+
+
+class MonitorConnection:
+    """The `board` that a monitor reads, and the `link` to the monitor: None for that of the in-process wrapper."""
+
+    def __init__(self, board: Board, link: MonitorLink | None = None, stacks: StackReporter | None = None) -> None:
+        self.board = board
+        self.link = link
+        self._stacks = stacks
+
+    @classmethod
+    def find(cls, rank_info: RankInfo) -> Self:
+        """Find the board of the wrapper around the calling function, else connect to the monitor's socket.
+
+        LinkError, BoardError, OSError, ValueError.
+        """
+        pid, _, fd = os.environ.get(SECTION_BOARD_ENV, "").partition(":")
+        if pid != str(os.getpid()):
+            return cls._connect(rank_info)
+        board = Board.attach(int(fd))
+        if board.has_live_client():
+            raise LinkError("another client of this process is initialized; shut it down first")
+        return cls(board)
+
+    @classmethod
+    def _connect(cls, rank_info: RankInfo) -> Self:
+        path = os.environ.get(FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR)
+        if path is None:
+            raise LinkError(
+                f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR} is not set: this process was not started by a launcher"
+            )
+        stacks = StackReporter()
+        stacks.install()
+        link = MonitorLink(path, messages.Init(rank_info, stacks.signal_number), stacks.fd)
+        try:
+            board, fd = make_board(FaultToleranceConfig.from_kwargs(**link.open()))
+            board.begin(0, board.stamp())
+            link.attach(fd)
+        except BaseException:
+            _close(link, stacks)
+            raise
+        return cls(board, link, stacks)
+
+    def confirm(self, events: int) -> None:
+        """Wait until the monitor has read the board. LinkError if it has read fewer events than this."""
+        if self.link is not None:
+            self.link.request(messages.Confirm(events))
+
+    def close(self) -> None:
+        """Close the connection; in a forked child only its copies of the descriptors. Idempotent."""
+        _close(self.link, self._stacks)
+
+    def close_copies(self) -> None:
+        """In a forked child: close the descriptors that would keep the connection open."""
+        if self.link is not None:
+            self.link.close_copies()
+
+
+def _close(link: MonitorLink | None, stacks: StackReporter | None) -> None:
+    if link is not None:
+        link.close()
+    if stacks is not None and threading.current_thread() is threading.main_thread():
+        stacks.uninstall()
 
 
 class MonitorLink:
-    """`open` it, tell it the descriptor of the board with `attach`, and `close` it. `request` on any thread.
+    """A connection that is made again when it breaks: `open`, `attach`, then `request` on any thread; `close`.
 
-    `stacks` is the signal number and the descriptor of a `StackReporter`, or None.
+    `stacks_fd` is the descriptor of a `StackReporter`, or None.
     """
 
     def __init__(self, path: str, hello: messages.Init, stacks_fd: int | None) -> None:
@@ -60,16 +129,16 @@ class MonitorLink:
 
     @property
     def connected(self) -> bool:
-        """Whether a monitor is there, as far as is known."""
+        """Whether the connection works, as far as is known."""
         return self._end is not None and not self._broken.is_set()
 
     def open(self) -> dict[str, Any]:
-        """Connect and introduce this rank; returns the settings. LinkError, OSError, PacketError."""
+        """Connect and send `hello`; returns the settings. LinkError, OSError, PacketError."""
         self._end, settings = self._introduce(_INIT_TIMEOUT_S)
         return settings
 
     def attach(self, board_fd: int) -> None:
-        """Hand the board over; keeps the descriptor, and closes it in `close`. LinkError, OSError, PacketError."""
+        """Send the board. Takes ownership of its descriptor. LinkError, OSError, PacketError."""
         self._board_fd = board_fd
         if self._end is None:
             raise LinkError("not connected")
@@ -77,9 +146,9 @@ class MonitorLink:
         self._keeper.start()
 
     def request(self, message: messages.Message) -> bool:
-        """Have a message answered. False if no monitor is there, or it is stuck; that was logged once.
+        """Send a message and wait for the answer. False, and logged once, if the monitor is dead or does not answer.
 
-        LinkError with what the monitor objects to.
+        LinkError if it refuses the request.
         """
         with self._lock:
             end = self._end
@@ -88,7 +157,9 @@ class MonitorLink:
             try:
                 _ask(end, message)
             except (OSError, EOFError, PacketError) as error:
-                _log.warning("the monitor of this rank does not answer; going on without: %s", error or "too slow")
+                _log.warning(
+                    "the monitor of this rank does not answer, going on without it: %s", str(error) or "timeout"
+                )
                 self._broken.set()
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)  # wakes the keeper
@@ -96,7 +167,7 @@ class MonitorLink:
         return True
 
     def close(self) -> None:
-        """Hang up, in the process that has connected; a forked child only closes its copies. Idempotent."""
+        """Close the connection; in a forked child only its copies of the descriptors. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -131,7 +202,7 @@ class MonitorLink:
             end.settimeout(_REQUEST_TIMEOUT_S)
         except EOFError:
             end.close()
-            raise ConnectionError("the monitor hung up") from None
+            raise ConnectionError("the monitor closed the connection") from None
         except BaseException:
             end.close()
             raise
@@ -140,31 +211,31 @@ class MonitorLink:
     def _keep(self) -> None:
         """Keeper thread."""
         while self._wait_broken():
-            _log.warning("the connection to the monitor is lost; connecting again")
+            _log.warning("the connection to the monitor is lost; reconnecting")
             if not self._connect_again():
                 return
 
     def _wait_broken(self) -> bool:
-        """Sleep until the connection breaks; False when `close` was called."""
+        """Sleep until the connection breaks: True; or until `close`: False."""
         end = self._end
         if end is None:
             return False
         poll = select.poll()
-        poll.register(end, select.POLLRDHUP)  # not POLLIN: answers are for those who ask
+        poll.register(end, select.POLLRDHUP)  # not POLLIN: answers are for the threads that send requests
         poll.register(self._wake, select.POLLIN)
         poll.poll()
         self._broken.set()
         return not self._closing
 
     def _connect_again(self) -> bool:
-        """Replace the connection. False if it is refused, if that does not succeed in a minute, or on `close`."""
+        """Replace the connection. False if it is refused, if it does not succeed in a minute, or on `close`."""
         deadline = time.monotonic() + _RECONNECT_S
         pause_s = _FIRST_PAUSE_S
         error: Exception | None = None
         while not self._closing and time.monotonic() < deadline:
             try:
                 self._replace()
-                _log.warning("connected to the monitor again")
+                _log.warning("reconnected to the monitor")
                 return True
             except LinkError as refusal:
                 error = refusal
@@ -175,7 +246,7 @@ class MonitorLink:
                 return False
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if not self._closing:
-            _log.error("no monitor watches this rank any more: %s", error)
+            _log.error("this rank has no monitor any more: %s", error)
         return False
 
     def _replace(self) -> None:
@@ -204,4 +275,6 @@ def _ask(end: socket.socket, message: messages.Message, fds: tuple[int, ...] = (
     answer = packet.message
     if isinstance(answer, messages.Ok):
         return answer.values
-    raise LinkError(answer.cause if isinstance(answer, messages.Failed) else f"an unexpected {type(answer).__name__}")
+    raise LinkError(
+        answer.cause if isinstance(answer, messages.Failed) else f"unexpected answer {type(answer).__name__}"
+    )

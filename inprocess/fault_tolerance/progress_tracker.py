@@ -1,22 +1,25 @@
-"""Whether restarts get anywhere: a job that fails at the same iteration again and again should give up."""
+"""Progress between restarts: a job that fails at the same iteration again and again should give up."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 
 __all__ = ["TrainingProgressTracker"]
 
 _log = logging.getLogger(__name__)
+_STEP = re.compile(r"step_(\d+)\Z")
 
 
 class TrainingProgressTracker:
-    """Compares the iteration number in a checkpoint tracker file between cycles. One process, one thread.
+    """Compares the iteration of the last checkpoint between cycles. One process, one thread.
 
-    The file holds a decimal number, as Megatron's `latest_checkpointed_iteration.txt`; without one the iteration is 0.
-    Without a path, or with `max_no_progress_cycles` of 0, it never gives up.
+    `checkpoint_iteration_file` holds a decimal number, like Megatron's `latest_checkpointed_iteration.txt`, or is a
+    directory with one folder step_N per complete checkpoint. Without a path, or with `max_no_progress_cycles` of 0, it
+    never gives up.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class TrainingProgressTracker:
 
     @classmethod
     def from_config(cls, config: FaultToleranceConfig) -> TrainingProgressTracker:
-        """Make one as the settings say."""
+        """Create one from the settings."""
         return cls(config.checkpoint_iteration_file, config.max_no_progress_cycles, config.min_progress_iterations)
 
     @property
@@ -42,20 +45,23 @@ class TrainingProgressTracker:
         return self._file is not None and self._max_cycles > 0
 
     def read_iteration(self) -> int:
-        """Return the number in the file; 0 if there is none, what is known already if it cannot be read."""
+        """Return the newest step, or the number in the file: 0 if there is none, the last one if it cannot be read."""
         if self._file is None:
             return 0
         try:
+            if os.path.isdir(self._file):
+                found = [_STEP.match(name) for name in os.listdir(self._file)]
+                return max((int(match[1]) for match in found if match), default=0)
             with open(self._file) as file:
                 return int(file.read().strip())
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
-            _log.warning("%s does not tell an iteration: %s", os.fspath(self._file), error)
+            _log.warning("%s has no iteration: %s", os.fspath(self._file), error)
             return getattr(self, "_iteration", 0)
 
     def analyze_previous_cycle(self) -> None:
-        """A cycle has ended without success: count it, or begin to count anew if it has got further."""
+        """Count a cycle that has failed, or start to count anew if it has made progress."""
         iteration = self.read_iteration()
         if iteration - self._iteration >= self._min_iterations:
             self._iteration, self.no_progress_cycles = iteration, 0
@@ -69,5 +75,5 @@ class TrainingProgressTracker:
         )
 
     def should_terminate_early(self) -> bool:
-        """Whether another restart would be in vain."""
+        """Whether to give up: the last cycles have made no progress."""
         return self.enabled and self.no_progress_cycles >= self._max_cycles

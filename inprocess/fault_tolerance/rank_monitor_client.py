@@ -1,10 +1,10 @@
 """The rank's side of section monitoring.
 
     rank_monitor_client   what training code calls
-      recorder            each event: measured, written to shared memory
-      section_context     `with client.section(...)`
-      connection          finds the monitor
-      link                the connection to its process; none where the in-process wrapper's monitor serves
+      recorder            measures each event and writes it to shared memory
+      client_sections     what `section` and `begin_in_background` return
+      link                finds the monitor and connects to it
+      learned_limits      learned limits, saved and exchanged
 
 `init_workload_monitoring` finds the monitor: that of the in-process wrapper around the calling function if it has
 `sections=`, else the one that listens at FT_RANK_MONITOR_IPC_SOCKET.
@@ -20,23 +20,22 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from inprocess.fault_tolerance.background import BackgroundSection
-from inprocess.fault_tolerance.client_errors import (
+from inprocess.fault_tolerance.client_sections import BackgroundSection, SectionContext
+from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR, WorkloadControlRequest
+from inprocess.fault_tolerance.errors import (
     RankMonitorClientError,
     errors,
     exit_after,
     not_initialized,
     raise_error,
 )
-from inprocess.fault_tolerance.config import FaultToleranceConfig
-from inprocess.fault_tolerance.connection import MonitorConnection
-from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR, RankInfo, WorkloadControlRequest
-from inprocess.fault_tolerance.gossip import MaximaGossip
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
-from inprocess.fault_tolerance.limits import learned_state, with_learned
+from inprocess.fault_tolerance.learned_limits import exchange_measured, learned_state, with_learned
+from inprocess.fault_tolerance.link import MonitorConnection
 from inprocess.fault_tolerance.recorder import Forked, Recorder
-from inprocess.fault_tolerance.section_context import SectionContext
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalcError
+from inprocess.monitor_process.messages import RankInfo
 from inprocess.sections.board import Board
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
@@ -44,12 +43,12 @@ __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
 
 class RankMonitorClient:
-    """Names the phases of this rank's training to its monitor.
+    """Tells the phases of this rank's training to its monitor.
 
     Methods may be called from any thread; `init_workload_monitoring` on the main thread, or the monitor cannot read the
-    stacks of this process. They raise `RankMonitorClientError`, and nothing else; so does every method but
-    `load_state_dict` and `send_workload_control_request` before initialization, and in a forked child. None waits for a
-    monitor that is stuck, except for a few seconds once; training goes on unwatched then, and the log says so.
+    stacks of this process. They raise only `RankMonitorClientError`; so does every method except `load_state_dict` and
+    `send_workload_control_request` before initialization and in a forked child. None waits for a monitor that does not
+    answer, except once for a few seconds; the training then goes on without a monitor, and the log says so.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class RankMonitorClient:
         path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
         self._launcher = None if path is None else IpcConnector(path)
         if path is None:
-            self.logger.debug("%s is not set: there is no launcher to ask for anything", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
+            self.logger.debug("%s is not set: control requests cannot be sent", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
 
     @property
     def is_initialized(self) -> bool:
@@ -77,7 +76,7 @@ class RankMonitorClient:
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
-        """Find the monitor, tell it who this is, get the settings. From now on the rank is watched.
+        """Connect to the monitor and get the settings. From now on the rank is watched.
 
         `num_warmup_iters` overrides the setting. Limits are the configured ones, or those loaded, or (in a function
         that the in-process wrapper has restarted) those learned before the restart.
@@ -108,7 +107,7 @@ class RankMonitorClient:
             self._earlier_hook, sys.excepthook = sys.excepthook, exit_after
 
     def shutdown_workload_monitoring(self) -> None:
-        """Leave: the rank is not watched any more. Idempotent; monitoring can be initialized again."""
+        """End monitoring: the rank is not watched any more. Idempotent. It may be initialized again."""
         recorder, self._recorder = self._recorder, None
         connection, self._connection = self._connection, None
         if recorder is not None and recorder.same_process:
@@ -121,7 +120,7 @@ class RankMonitorClient:
             self._earlier_hook = None
 
     def _follow_forks(self) -> None:
-        """Have forked children close their copies of the connection: the end of this process must be seen."""
+        """Have forked children close their copies of the connection: the monitor must notice our end."""
         if self._follows_forks:
             return
         self._follows_forks = True
@@ -154,7 +153,7 @@ class RankMonitorClient:
         if recorder is None:
             not_initialized()
         try:
-            # Under an exception the section has not done its work: nothing to learn from.
+            # With an exception the section has not done its work, so its duration says nothing.
             closed = recorder.close(section, learn=sys.exc_info()[0] is None)
         except (TimeoutsCalcError, Forked) as error:
             raise_error(error)
@@ -164,17 +163,17 @@ class RankMonitorClient:
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of a section.
 
-        One that was entered before an in-process restart closes nothing after it; one that is left by an exception
-        does not count for learning.
+        If it was entered before an in-process restart it closes nothing after it. If it is left by an exception its
+        duration is not learned from.
         """
         return SectionContext(self, name)
 
     def begin_in_background(self, name: str, at_ns: int) -> BackgroundSection | None:
-        """Begin a section that goes on beside training, at this time of CLOCK_MONOTONIC; `end` the result.
+        """Begin a section that goes on beside training, at this time of CLOCK_MONOTONIC. The caller ends the result.
 
-        It counts neither as open nor as the end of a gap, and several of one name may go on. The monitor does nothing
-        when it is late: whoever has begun it asks `left_s`, and ends the work. None for one that is not in the
-        settings, or while the client is not initialized.
+        It is neither an open section nor the end of a gap, and there may be several with one name. The monitor does
+        nothing when it is late: the caller checks `left_s` and ends the work. None if the section is not in the
+        settings, or the client is not initialized.
         """
         recorder = self._recorder
         key = None if recorder is None else recorder.begin_in_background(name, at_ns)
@@ -188,22 +187,22 @@ class RankMonitorClient:
             self._confirm()
 
     def send_heartbeat(self) -> None:
-        """Beat."""
-        with errors("no heartbeat can be sent"):
+        """Send a heartbeat."""
+        with errors("heartbeats cannot be sent"):
             self._initialized().beat()
         if self._acknowledged:
             self._confirm()
 
     def set_iteration(self, iteration: int) -> None:
-        """Say which iteration of training events belong to from now on. Megatron's is known without."""
+        """Set the iteration of training to which events belong from now on. Not needed with Megatron."""
         self._initialized().set_iteration(iteration)
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
     def calculate_and_set_hb_timeouts(self, skip_if_not_ready: bool = False) -> bool:
-        """Collective. Learn both limits of heartbeats, the same on all ranks, and install them.
+        """Collective. Learn both limits of heartbeats and install them, the same on all ranks.
 
-        With too little data: False if that may be skipped, else an error; the same on all ranks.
+        With too little data: False if `skip_if_not_ready`, else an error; the same on all ranks.
         """
         recorder = self._initialized()
         with errors("limits of heartbeats cannot be learned"):
@@ -218,7 +217,7 @@ class RankMonitorClient:
     ) -> bool:
         """Collective. Learn the limits of the selected sections (None: all) and of the gap, and install them.
 
-        With too little data: False if that may be skipped, else an error; the same on all ranks.
+        With too little data: False if `skip_if_not_ready`, else an error; the same on all ranks.
         """
         recorder = self._initialized()
         with errors("limits of sections cannot be learned"):
@@ -227,28 +226,28 @@ class RankMonitorClient:
             return self._learn_sections(recorder, selected_sections, calc_out_of_section, skip_if_not_ready)
 
     def learn_through_store(self, store: Any, checkpoint: int, rank: int, world_size: int) -> bool:
-        """Learn all limits there is data for, without a collective: call it at each checkpoint, with its number.
+        """Learn all limits for which there is data, without a collective. Call it at each checkpoint, with its number.
 
-        What the ranks have measured by a checkpoint is used at a later one, when all are known to have left it in the
-        `store` (of torch, or of the wrapper); so limits become the same everywhere, and nobody waits. True if limits
-        were installed.
+        Values measured by one checkpoint are used at a later one, once all ranks have put theirs into the `store` (of
+        torch, or of the wrapper). So limits become the same on all ranks, and no rank waits. True if limits were
+        installed.
         """
         recorder = self._initialized()
         with errors("limits cannot be learned"):
             recorder.count_running_gap()
-            if not MaximaGossip(store, rank, world_size).exchange(recorder.calc, checkpoint):
+            if not exchange_measured(store, recorder.calc, checkpoint, rank, world_size):
                 return False
             learned = self._learn_hb(recorder, skip=True)
             return self._learn_sections(recorder, None, True, skip=True) or learned
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learned limits, as JSON knows them; equal on all ranks."""
+        """Return the learned limits as JSON values, equal on all ranks."""
         if self.hb_timeouts is None:
             return dict(self._loaded or learned_state(None, None))
         return learned_state(self.hb_timeouts, self.section_timeouts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Install limits an earlier run has learned; before initialization: keep them for it."""
+        """Install limits that an earlier run has learned; before initialization, keep them until then."""
         self._loaded = dict(state)
         if self.is_initialized:
             with errors("limits cannot be loaded"):
@@ -280,10 +279,12 @@ class RankMonitorClient:
     # -- the launcher --------------------------------------------------------------------------------------------------
 
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
-        """Ask the launcher for something; returns when it has got it. It gets the tuple (RankInfo, request)."""
+        """Send a request to the launcher, which gets the tuple (RankInfo, request); returns when it has arrived."""
         if self._launcher is None:
-            raise RankMonitorClientError(f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR} is not set: there is no launcher to ask")
-        with errors("the launcher cannot be asked"):
+            raise RankMonitorClientError(
+                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR} is not set: this process was not started by a launcher"
+            )
+        with errors("the request cannot be sent to the launcher"):
             self._launcher.send((self.rank_info or RankInfo.get_for_current_rank(), req))
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ class RankMonitorClient:
         return self._recorder if self._recorder is not None else not_initialized()
 
     def _confirm(self) -> None:
-        """Have the monitor look at the board, and wait until it has."""
+        """Wait until the monitor has read the board."""
         if self._connection is not None:
-            with errors("the monitor refuses"):
+            with errors("the monitor refuses the update"):
                 self._connection.confirm(self._initialized().events())

@@ -1,38 +1,64 @@
-"""Every event of a rank: measured, and written to the board. The hot path; nothing in here waits for anybody.
+"""Records the events of a rank: measures them and writes them to the board. This is the hot path: nothing waits.
 
-An event that belongs to a past is dropped: of a client that another one has replaced, or of an iteration that the
-in-process wrapper is unwinding, or has ended.
+Events do not count, and are dropped, if they are from a client that another one has replaced, or from an iteration that
+the in-process wrapper is unwinding or has ended.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from inprocess.fault_tolerance.fork_guard import ForkGuard
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalc, TimeoutsCalcError
-from inprocess.sections.board import Board
-from inprocess.sections.layout import FROZEN_AT, GENERATION, LIVE, OFFSET, OWNER_MASK
+from inprocess.sections.board import FROZEN_AT, GENERATION, LIVE, OFFSET, OWNER_MASK, Board
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
-__all__ = ["Forked", "Recorder"]
+__all__ = ["ForkGuard", "Forked", "Recorder"]
 
 _log = logging.getLogger(__name__)
 _NS = 1e-9
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of <linux/mman.h>
 
 
 class Forked(Exception):
-    """This process is a child of the one that is monitored."""
+    """This process was forked from the monitored one."""
+
+
+class ForkGuard:
+    """True in the process that has created it, false in forked children; the price is one read from memory.
+
+    The kernel clears the page in a forked child (MADV_WIPEONFORK), however it was forked: also by C code that runs none
+    of Python's hooks. Where the kernel cannot, the process id is read each time, which is a system call.
+    """
+
+    __slots__ = ("_pid", "_word")
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._word: memoryview | None = None
+        page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            page.madvise(_WIPE_ON_FORK)
+        except OSError:
+            return
+        self._word = memoryview(page)
+        self._word[0] = 1
+
+    def __bool__(self) -> bool:
+        word = self._word
+        return bool(word[0]) if word is not None else os.getpid() == self._pid
 
 
 class Recorder:
-    """Owns the client's words of a board. All methods may be called from any thread, also from signal handlers.
+    """Owns the client's words of a board. All methods may be called from any thread and from signal handlers.
 
-    TimeoutsCalcError for an event that makes no sense; `Forked` in a forked child.
+    TimeoutsCalcError for an invalid event; `Forked` in a forked child.
     """
 
     def __init__(self, board: Board, safety_factor: float, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -45,7 +71,7 @@ class Recorder:
         self._same_process = ForkGuard()
         self._lock = threading.RLock()  # reentrant: a signal handler of the user may close sections
         self._abandoned: set[str] = set()
-        self._background: dict[object, tuple[str, int]] = {}  # name and stamp of what goes on in the background
+        self._background: dict[object, tuple[str, int]] = {}  # sections in the background: name and start
         self._generation = board.claim()
         self._owner = self._generation & OWNER_MASK
         self._iteration_source = _megatron_iteration()
@@ -56,7 +82,7 @@ class Recorder:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def open(self, name: str) -> bool:
-        """A section begins. False if the name is not watched, or the event was dropped."""
+        """Open a section. False if the name is not watched or the event was dropped."""
         slot = self._slots.get(name)
         if slot is None:
             return False
@@ -74,9 +100,9 @@ class Recorder:
         return True
 
     def close(self, name: str, generation: int | None = None, learn: bool = True) -> bool:
-        """A section ends. False if the name is not watched, or the event was dropped.
+        """Close a section. False if the name is not watched or the event was dropped.
 
-        Dropped is also what belongs to another `generation` than this one.
+        The event is also dropped if `generation` is not the present one.
         """
         slot = self._slots.get(name)
         if slot is None:
@@ -101,13 +127,13 @@ class Recorder:
         return True
 
     def close_all(self) -> None:
-        """Every open section ends."""
+        """Close every open section."""
         with self._entered() as current:
             for name in list(self.calc.open_sections) if current else ():
                 self.close(name)
 
     def beat(self) -> None:
-        """A heartbeat."""
+        """Note a heartbeat."""
         with self._entered() as current:
             if current:
                 stamp = self.board.stamp(self._clock_ns)
@@ -115,7 +141,7 @@ class Recorder:
                 self.board.beat(stamp)
 
     def begin_in_background(self, name: str, at_ns: int) -> object | None:
-        """Return what tells `left_in_background` and `end_in_background` which one; None: it is not watched."""
+        """Return a key for `left_in_background` and `end_in_background`; None if the name is not watched."""
         slot = self._slots.get(name)
         if slot is None or not self._same_process:
             return None
@@ -128,7 +154,7 @@ class Recorder:
         return key
 
     def left_in_background(self, key: object) -> float | None:
-        """Return how long it may go on, in seconds; None: for ever, or it belongs to the past."""
+        """Return the seconds that are left; None if there is no limit, or the section does not count any more."""
         if not self._same_process:
             return None
         with self._entered() as current:
@@ -139,7 +165,7 @@ class Recorder:
             return None if limit < 0 else (found[1] + limit - self.board.stamp(self._clock_ns)) * _NS
 
     def end_in_background(self, key: object, taken_s: float | None) -> None:
-        """It is over. None: do not learn from it."""
+        """End the section. It took `taken_s` seconds; None: do not learn from it."""
         if not self._same_process:
             return
         with self._entered() as current:
@@ -148,7 +174,7 @@ class Recorder:
                 return
             name, stamp = found
             self._show_background(name)
-            if taken_s is not None:  # by a clock that does not stand still when ours does
+            if taken_s is not None:  # on a clock that goes on while the section clock is stopped
                 counted_s = (self.board.stamp(self._clock_ns) - stamp) * _NS
                 self.calc.update_on_background(name, max(0.0, min(taken_s, counted_s)))
 
@@ -157,40 +183,40 @@ class Recorder:
         self.board.set_background(self._slots[name], since)
 
     def set_iteration(self, iteration: int) -> None:
-        """From now on events belong to this iteration."""
+        """Set the iteration to which events belong from now on."""
         self.iteration = int(iteration)
         self.board.set_iteration(self.iteration)
 
     @property
     def generation(self) -> int:
-        """What events belong to now: changes with each restart."""
+        """To which generation events belong now. Changes with each restart."""
         return self._generation
 
     @property
     def open_sections(self) -> Collection[str]:
-        """The names of what is open."""
+        """The names of open sections."""
         return tuple(self.calc.open_sections)
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
     def set_limits(self, beats: HeartbeatTimeouts, sections: SectionTimeouts) -> None:
-        """Install limits, for what is open, too."""
+        """Install limits; they also apply to sections that are open."""
         with self._entered():
             self.board.set_limits(beats, sections)
 
     def count_running_gap(self) -> None:
-        """Measure the time since the last close, if nothing is open."""
+        """Count the time since the last section was closed as a gap, if none is open."""
         with self._entered() as current:
             if current:
                 self.calc.update_on_running_gap(self.board.stamp(self._clock_ns) * _NS)
 
     def events(self) -> int:
-        """Return how many events the board has."""
+        """Return how many updates the board has."""
         with self._entered():
             return self.board.events
 
     def detach(self) -> None:
-        """Nothing is watched any more. Idempotent."""
+        """Leave the board: nothing is watched any more. Idempotent."""
         with self._entered():
             self._background.clear()
             if self._words[GENERATION] & OWNER_MASK == self._owner:
@@ -201,13 +227,13 @@ class Recorder:
         """False in a forked child."""
         return bool(self._same_process)
 
-    # -- the past ------------------------------------------------------------------------------------------------------
+    # -- restarts ------------------------------------------------------------------------------------------------------
 
     def _entered(self) -> _Entered:
         return _Entered(self)
 
     def _catch_up(self) -> bool:
-        """Under the lock, the generation has changed: False if events do not count; else begin anew."""
+        """The generation has changed: False if events do not count; else start anew. Under the lock."""
         generation = self._words[GENERATION]
         if generation & OWNER_MASK != self._owner or not generation & LIVE:
             return False
@@ -217,7 +243,7 @@ class Recorder:
         self.calc.restart(begun * _NS)
         self.board.restart(generation, begun)
         self._generation = generation
-        _log.info("another iteration has begun: %s not open any more", sorted(self._abandoned) or "nothing was open;")
+        _log.info("another iteration has begun; sections that were open: %s", sorted(self._abandoned))
         return True
 
     def _ask_iteration(self) -> None:
@@ -227,7 +253,7 @@ class Recorder:
 
 
 class _Entered:
-    """The lock, in the right process. Enters with whether events count."""
+    """The recorder's lock, in the monitored process. Its context is whether events count."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -244,7 +270,7 @@ class _Entered:
 
 
 def _megatron_iteration() -> Callable[[], int | None] | None:
-    """Return what tells Megatron's iteration, if its module of global arguments is loaded."""
+    """Return a function that returns Megatron's iteration, if its module of global arguments is loaded."""
     module = sys.modules.get("megatron.training.global_vars")
     if module is None:
         return None
@@ -252,7 +278,7 @@ def _megatron_iteration() -> Callable[[], int | None] | None:
     def ask() -> int | None:
         try:
             arguments: Any = module.get_args()
-        except Exception:  # asserts that they are set
+        except Exception:  # an AssertionError if they are not set
             return None
         for name in ("curr_iteration", "iteration"):
             value = getattr(arguments, name, None)

@@ -1,12 +1,12 @@
-"""Limits learned from what was measured: a factor above the longest of each kind.
+"""Limits learned from measured durations: a factor above the longest of each kind.
 
-What is measured of a quantity is kept in blocks of 64 values, the largest of each, for the last 32 blocks. From 16
-blocks on the largest block does not count for the factor, so that one slow outlier among thousands of values does not
-make a limit five times as slow; a limit is never below what was seen, though. Blocks that are older are forgotten.
+Of each quantity the largest value of each block of 64 values is kept, for the last 32 blocks; older blocks are
+forgotten. From 16 blocks on, the factor is not applied to the largest block, so that one outlier among thousands of
+values does not make the limit five times as long. A limit is never below a measured value, though:
 
     limit = max(floor, factor * high value, largest value)
 
-Nothing here talks to a monitor. `synchronize_all` is the only thing that needs torch, and imports it.
+Nothing here needs a monitor. Only `synchronize_all` needs torch, and imports it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from inprocess.sections.table import WARMUP
-from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
+from inprocess.sections.timeouts import WARMUP, HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["TimeoutsCalc", "TimeoutsCalcError"]
 
@@ -32,7 +31,7 @@ class TimeoutsCalcError(Exception):
 
 
 class _Largest:
-    """The largest values seen lately; -1: none."""
+    """The largest recent values; -1: none."""
 
     __slots__ = ("_blocks", "_left", "current")
 
@@ -55,17 +54,17 @@ class _Largest:
 
     @property
     def high(self) -> float:
-        """The value a factor is applied to."""
+        """The value to which the factor is applied."""
         if len(self._blocks) < _BLOCKS_TO_TRIM:
             return self.longest
         return sorted((*self._blocks, self.current))[-2]
 
 
 class TimeoutsCalc:
-    """Measures one rank, and computes limits. For one thread at a time. Stamps and results are seconds; stamps are
-    `time.monotonic()` where not given.
+    """Measures the durations of one rank, and computes limits. One thread at a time.
 
-    `floor` is the lowest limit ever computed: very short sections must not get limits that a scheduler can miss.
+    Stamps and results are in seconds; a stamp that is not given is `time.monotonic()`. No limit is below `floor`: a
+    delay of the scheduler must not make a very short section late.
     """
 
     def __init__(
@@ -88,17 +87,17 @@ class TimeoutsCalc:
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def reset_start_time(self, start_time: float | None = None) -> None:
-        """Restart the clock of the first beat."""
+        """Restart the clock of the first heartbeat."""
         self.start_time = time.monotonic() if start_time is None else start_time
 
     def restart(self, stamp: float) -> None:
-        """Forget what is open, without learning from it; everything begins anew at `stamp`. What was learned stays."""
+        """Forget open sections, without learning from them, and start anew at `stamp`. What was measured stays."""
         self.open_sections.clear()
         self.start_time = self._idle_since = stamp
         self._last_beat = None
 
     def update_on_heartbeat(self, stamp: float | None = None) -> None:
-        """Note a beat."""
+        """Note a heartbeat."""
         stamp = time.monotonic() if stamp is None else stamp
         if self._last_beat is None:
             self._initial.add(stamp - self.start_time)
@@ -137,23 +136,23 @@ class TimeoutsCalc:
             self.update_on_section_close(name, stamp)
 
     def update_on_background(self, name: str, seconds: float) -> None:
-        """Note how long a section in the background took. It is neither open nor the end of a gap."""
+        """Note how long a section in the background took. It is neither an open section nor the end of a gap."""
         self._sections[name].add(seconds)
 
     def update_on_running_gap(self, stamp: float | None = None) -> None:
-        """Count the time since the last close although the gap goes on, if nothing is open."""
+        """Count the present gap although it goes on, if no section is open."""
         if not self.open_sections and self._idle_since is not None:
             self._gap.add((time.monotonic() if stamp is None else stamp) - self._idle_since)
 
     # -- agreeing ------------------------------------------------------------------------------------------------------
 
     def measured(self) -> list[float]:
-        """Return what was measured: first beat, beats, gap, sections in order, each high; then each longest."""
+        """Return the high values of first heartbeat, heartbeats, gap and sections, in order; then the longest ones."""
         found = [self._initial, self._beat, self._gap, *self._sections.values()]
         return [item.high for item in found] + [item.longest for item in found]
 
     def agree(self, measured_by_ranks: Iterable[Sequence[float]]) -> None:
-        """Compute limits from the largest of what these ranks have measured. ValueError if they differ in length."""
+        """Compute limits from the largest values of these ranks from now on. ValueError if they differ in length."""
         self._agreed = [max(values) for values in zip(*measured_by_ranks, strict=True)]
 
     def synchronize_all(self) -> None:
@@ -165,7 +164,7 @@ class TimeoutsCalc:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
-            raise TimeoutsCalcError("limits are learned by all ranks together, and there is no process group")
+            raise TimeoutsCalcError("limits are learned by all ranks together, but there is no process group")
         device = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
         values = torch.tensor(self.measured(), dtype=torch.float32, device=device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -174,16 +173,16 @@ class TimeoutsCalc:
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def can_get_hb_timeouts(self) -> bool:
-        """Whether a first beat and another one were seen."""
+        """Whether there were two heartbeats."""
         values = self._values()
         return values["initial"][0] > 0 and values["beat"][0] > 0
 
     def can_get_section_timeouts(
         self, selected_sections: Collection[str] | None = None, calc_out_of_section: bool = True
     ) -> bool:
-        """Whether all that is selected was seen. None selects every section, an empty collection none.
+        """Whether every selected quantity was measured. None selects every section, an empty collection none.
 
-        "warmup" is selected by None only if it was seen: mostly it is the name of a limit alone.
+        None selects "warmup" only if it was measured: usually it only names a limit.
         """
         values = self._values()
         wanted = [("section", name) for name in self._selected(selected_sections, values)]
@@ -205,12 +204,12 @@ class TimeoutsCalc:
         calc_out_of_section: bool = True,
         current: SectionTimeouts | None = None,
     ) -> SectionTimeouts:
-        """Return limits: learned for what is selected, merged if they were learned before; the current ones else.
+        """Return limits: learned ones for what is selected, merged with those learned before; else the current ones.
 
         TimeoutsCalcError if there is too little data.
         """
         if not self.can_get_section_timeouts(selected_sections, calc_out_of_section):
-            raise TimeoutsCalcError("each section that is selected must have been closed once, and a gap been seen")
+            raise TimeoutsCalcError("each selected section must have been closed once, and there must have been a gap")
         current = current or SectionTimeouts(dict.fromkeys(self._sections))
         values = self._values()
         limits = dict(current.section)

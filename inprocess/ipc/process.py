@@ -6,7 +6,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -91,8 +91,10 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([ours, rest]) if rest else ours}
 
 
-def start_module(module: str, *arguments: str, pass_fds: Sequence[int] = (), **pipes: Any) -> subprocess.Popen[bytes]:
-    """Start `python -m module arguments...` in a session of its own, in "/".
+def start_module(
+    module: str, *arguments: str, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None, **pipes: Any
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module arguments...` in a session of its own, in "/", with `env` added to its environment.
 
     Standard streams that `pipes` does not name are connected to /dev/null.
     """
@@ -102,7 +104,7 @@ def start_module(module: str, *arguments: str, pass_fds: Sequence[int] = (), **p
         start_new_session=True,
         pass_fds=pass_fds,
         cwd="/",
-        env=child_environment(),
+        env={**child_environment(), **(env or {})},
         **(streams | pipes),
     )
     return cast("subprocess.Popen[bytes]", process)

@@ -1,18 +1,33 @@
-"""The process beside each rank that outlives it. `handle` is the rank's side, `daemon` the other."""
+"""The process that watches a rank from outside, and outlives it. Started by the rank's wrapper or by a launcher.
+
+    start                           starts and ends the process
+    keeper                          the wrapper's process, replaced when it dies
+    messages                        all messages
+    __main__                        the process: reads the first message, and runs one of two loops
+      rank_monitor                  for a wrapper: the one rank that has started it
+        limits, sibling, stores     progress limits; heartbeats; the store of the job
+      node_monitor                  for a launcher: ranks that connect to its sockets
+        rank_socket, session        connections, and the rank that is watched
+        neighbors, state_machine    other monitors of the node; the phases of a restart, for the log
+      watched                       for both: a process and how it is ended, its sections
+      device_health                 for a launcher's ranks: GPUs and network ports
+
+The process imports no torch.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inprocess.monitor_process.handle import MonitorProcess
+    from inprocess.monitor_process.keeper import MonitorProcess
 
 __all__ = ["MonitorProcess"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "MonitorProcess":
-        from inprocess.monitor_process.handle import MonitorProcess
+        from inprocess.monitor_process.keeper import MonitorProcess
 
         return MonitorProcess
     raise AttributeError(f"module 'inprocess.monitor_process' has no attribute {name!r}")

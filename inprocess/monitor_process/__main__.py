@@ -1,4 +1,4 @@
-"""Start of a monitor process: `python -m inprocess.monitor_process CHANNEL_FD [STACKS_FD]`."""
+"""Entry of a monitor process: `python -m inprocess.monitor_process FD`; the first message on FD says what to watch."""
 
 from __future__ import annotations
 
@@ -9,84 +9,105 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 
-from inprocess.monitor_process.daemon import Daemon
-from inprocess.monitor_process.messages import CODEC, Configure, Failed, MonitorChannel, Started
-from inprocess.monitor_process.target import Target
+from inprocess.monitor_process.messages import CODEC, Failed, MonitorChannel, ServeRanks, Started, WatchRank
 
 _log = logging.getLogger("inprocess.monitor_process")
 
 
 def main(arguments: list[str]) -> int:
-    """Watch one rank until it is done, or dead and spoken for."""
+    """Run the monitor to its end. Returns the exit code."""
     os.chdir("/")
     os.umask(0o077)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # of the rank's terminal or launcher; a monitor ends after its rank
-    end = socket.socket(fileno=int(arguments[0]))
-    stacks_fd = int(arguments[1]) if len(arguments) > 1 else None
-    channel = MonitorChannel(end, CODEC)
-    config = _first_message(channel)
-    if config is None:
-        return 0
-    _log_to(config)
+        signal.signal(number, signal.SIG_IGN)  # meant for the rank or its launcher; a monitor ends after its ranks
+    channel = MonitorChannel(socket.socket(fileno=int(arguments[0])), CODEC)
     try:
-        target = Target(config.target_pid)
-    except ProcessLookupError:
-        return 0
-    try:
-        _write_pidfile(config)
-    except OSError as error:
-        channel.send(Failed(f"cannot write its pid file: {error}"))
+        task = _first_message(channel)
+        if isinstance(task, WatchRank):
+            _watch_rank(task, channel)
+        elif task is not None:
+            _serve_ranks(task, channel)
+    except BaseException as error:
+        _log.exception("the monitor process failed")
+        channel.send(Failed(f"{type(error).__name__}: {error}"))
         return 1
-    channel.send(Started(os.getpid()))
-    try:
-        Daemon(config, channel, target, stacks_fd).run()
-    except BaseException:
-        _log.exception("the monitor process of initial rank %d fails", config.initial_rank)
-        return 1
-    finally:
-        if config.pidfile is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(config.pidfile)
     return 0
 
 
-def _first_message(channel: MonitorChannel) -> Configure | None:
+def _first_message(channel: MonitorChannel) -> WatchRank | ServeRanks | None:
+    """Return what to watch; None if the caller has ended."""
     select.select([channel], [], [])
     try:
         packet = channel.receive()
     except EOFError:
         return None
     message = packet and packet.message
-    if not isinstance(message, Configure):
-        raise TypeError(f"the first message must be Configure, not {type(message).__name__}")
+    if not isinstance(message, WatchRank | ServeRanks):
+        raise TypeError(f"the first message must be WatchRank or ServeRanks, not {type(message).__name__}")
     return message
 
 
-def _log_to(config: Configure) -> None:
-    """Log to a file of our own; without one, nowhere: the standard streams belong to the rank."""
+def _watch_rank(task: WatchRank, channel: MonitorChannel) -> None:
+    from inprocess.monitor_process.rank_monitor import RankMonitor  # each loop imports what the other does not need
+    from inprocess.monitor_process.watched import WatchedProcess
+
+    _log_to_file(task)
+    stacks = None
+    if task.stack_signal is not None and task.stacks_fd is not None:
+        stacks = task.stack_signal, task.stacks_fd
+    try:
+        process = WatchedProcess(task.target_pid, stacks)
+    except ProcessLookupError:
+        return
+    with _pidfile(task.pidfile):
+        channel.send(Started())
+        RankMonitor(task, channel, process).run()
+
+
+def _serve_ranks(task: ServeRanks, channel: MonitorChannel) -> None:
+    from inprocess.monitor_process.node_monitor import NodeMonitor
+
+    logging.basicConfig(
+        level=task.log_level,
+        format=f"%(asctime)s | %(levelname)s | rank monitor {os.getpid()} | %(name)s | %(message)s",
+    )
+    NodeMonitor(task, channel).run()
+
+
+def _log_to_file(task: WatchRank) -> None:
+    """Log to the file in the settings; without one not at all: the standard streams belong to the rank."""
     root = logging.getLogger("inprocess")
     root.propagate = False
-    root.setLevel(config.log_level)
+    root.setLevel(task.log_level)
     handler: logging.Handler = logging.NullHandler()
-    if config.logfile is not None:
-        os.makedirs(os.path.dirname(config.logfile), exist_ok=True)
-        handler = logging.FileHandler(config.logfile)
+    if task.logfile is not None:
+        os.makedirs(os.path.dirname(task.logfile), exist_ok=True)
+        handler = logging.FileHandler(task.logfile)
         handler.setFormatter(
             logging.Formatter(
-                f"%(asctime)s | %(levelname)s | monitor_process | %(name)s | target_pid {config.target_pid} | "
-                f"rank {config.initial_rank} | %(message)s"
+                f"%(asctime)s | %(levelname)s | monitor_process | %(name)s | target_pid {task.target_pid} | "
+                f"rank {task.initial_rank} | %(message)s"
             )
         )
     root.addHandler(handler)
 
 
-def _write_pidfile(config: Configure) -> None:
-    if config.pidfile is not None:
-        os.makedirs(os.path.dirname(config.pidfile), exist_ok=True)
-        with open(config.pidfile, "w") as file:
-            file.write(f"{os.getpid()}\n")
+@contextlib.contextmanager
+def _pidfile(path: str | None) -> Iterator[None]:
+    """Have this process's id in a file."""
+    if path is None:
+        yield
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        file.write(f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 if __name__ == "__main__":

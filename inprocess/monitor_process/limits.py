@@ -1,4 +1,4 @@
-"""The soft and the hard time limit of one rank. No clock, no process: the caller brings both."""
+"""The soft and the hard progress limit of one rank. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Limit", "ProgressLimits"]
 
 
 class Limit(enum.Enum):
-    """Which limit was overrun."""
+    """Which limit has passed."""
 
     SOFT = "soft"
     HARD = "hard"
@@ -21,7 +21,7 @@ class Limit(enum.Enum):
 class ProgressLimits:
     """When a rank without progress is late. Times are monotonic seconds.
 
-    Each limit is reported once until `start` arms both again; `stretch` gives a rank that waits for slower ones longer.
+    Each limit is reported once until `start` arms both again. `stretch` extends the time of a rank that waits.
     """
 
     soft_s: float
@@ -36,18 +36,18 @@ class ProgressLimits:
         self._stretched_hard_s: float | None = None
 
     def start(self, now: float) -> None:
-        """An iteration begins: progress was made now, and nothing was pinged."""
+        """An iteration begins: the last progress is now, and there was no ping."""
         self.armed = True
         self._auto, self._manual = now, None
         self._reported.clear()
         self._stretched_hard_s = None
 
     def update(self, timestamp: Timestamp) -> None:
-        """Take over what the rank said last."""
+        """Set the latest progress of the rank."""
         self._auto, self._manual = timestamp.auto, timestamp.manual
 
     def stretch(self, hard_s: float) -> bool:
-        """Set the hard limit of this iteration, once. False if it was set before."""
+        """Replace the hard limit, once per iteration. False if it was replaced before."""
         if self._stretched_hard_s is not None:
             return False
         self._stretched_hard_s = hard_s
@@ -55,12 +55,12 @@ class ProgressLimits:
         return True
 
     def silent_s(self, now: float) -> float:
-        """Return for how long there has been no progress: automatic, or manual if the rank pings."""
+        """Return for how long there was no progress: of either kind, if the rank pings."""
         times = [time for time in (self._auto, self._manual) if time is not None]
         return now - min(times) if times else 0.0
 
     def next_deadline(self) -> float | None:
-        """Return when `overrun` will have something to say if no progress is made; None for never."""
+        """Return when `overrun` will return a limit if no progress is made; None for never."""
         times = [time for time in (self._auto, self._manual) if time is not None]
         left = [limit_s for limit, limit_s in self._limits() if limit not in self._reported]
         if not (self.armed and self.enabled and times and left):
@@ -68,7 +68,7 @@ class ProgressLimits:
         return min(times) + min(left)
 
     def overrun(self, now: float) -> Limit | None:
-        """Return a limit that is overrun and was not reported before; the soft one first."""
+        """Return a limit that has passed and was not reported before; the soft one first."""
         if not (self.armed and self.enabled):
             return None
         silent_s = self.silent_s(now)

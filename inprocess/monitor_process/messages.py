@@ -1,41 +1,89 @@
-"""The messages between a rank and its monitor process.
+"""The messages between monitor processes, the ranks they watch, the wrapper and the launcher.
 
-Each is one packet (see `inprocess.ipc.packets`). Neither side ever waits until the other reads: a rank must not stop
-because its monitor does.
+    to a monitor, from the process that starts it    WatchRank or ServeRanks; answered by Started or Failed
+      from a rank's wrapper, on the same channel     Connect, IterationStart, Progress, ...; not answered
+    to a monitor's socket, from a rank               Init, Attach, then Confirm
+      from another monitor                           QueryStanding
+    to a monitor's control socket, from a launcher   SetCycle, CloseConnection, Shutdown
+    to a launcher's inbox, from a rank               InboxItem
+
+Each is one packet (see `inprocess.ipc.packets`). Requests to a socket are answered by Ok or Failed. A rank never waits
+until its monitor reads.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from inprocess.ipc.packets import Channel, Codec
-from inprocess.progress_watchdog import Timestamp
 
 __all__ = [
     "CODEC",
-    "Configure",
+    "Attach",
+    "CloseConnection",
+    "Confirm",
     "Connect",
     "DisableSiblingMonitor",
     "DisableTimeouts",
     "EnableTimeouts",
     "Failed",
+    "InboxItem",
+    "Init",
     "IterationStart",
     "Leaving",
     "Message",
     "MonitorChannel",
+    "Ok",
     "Progress",
+    "QueryStanding",
+    "RankInfo",
+    "ServeRanks",
+    "SetCycle",
+    "Shutdown",
     "Started",
-    "Terminate",
+    "WatchRank",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Configure:
-    """The first message: whom to watch, and how. Times in seconds.
+@dataclass(frozen=True)
+class RankInfo:
+    """The identity of a rank's process. `local_rank` is -1 if it is unknown."""
 
-    The stacks of the rank are asked for with signal number `stack_signal`. `sections_fd` is the inherited descriptor of
-    the section board.
+    global_rank: int
+    local_rank: int
+    host: str
+    pid: int
+
+    @classmethod
+    def get_for_current_rank(cls) -> RankInfo:
+        """Describe this process: its rank in the default process group, else RANK. ValueError if there is neither.
+
+        Does not import torch: if it is not imported there is no process group.
+        """
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            rank = int(distributed.get_rank())
+        elif (text := os.environ.get("RANK")) is not None:
+            rank = int(text)
+        else:
+            raise ValueError("the rank is unknown: there is no default process group, and RANK is not set")
+        local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+        return cls(rank, local_rank, socket.gethostname(), os.getpid())
+
+
+# -- the first message and its answers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRank:
+    """Watch the rank of an in-process wrapper, whose process starts the monitor. Times in seconds.
+
+    `stack_signal` makes the rank write its stacks to `stacks_fd`. `sections_fd` is the section board. Both descriptors
+    are inherited.
     """
 
     target_pid: int
@@ -52,42 +100,77 @@ class Configure:
     pidfile: str | None = None
     log_level: int = 10
     stack_signal: int | None = None
+    stacks_fd: int | None = None
     sections_fd: int | None = None
+
+    @property
+    def inherited_fds(self) -> tuple[int, ...]:
+        """The descriptors that the monitor process inherits."""
+        return tuple(fd for fd in (self.stacks_fd, self.sections_fd) if fd is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRanks:
+    """Watch ranks of a launcher, which connect to sockets: one rank at a time at each path. Times in seconds.
+
+    `settings` are given to each rank. `slot_wait_s` is how long a rank waits until the one before it has ended.
+    `neighbors` are the paths of other monitors of the node, which are asked where their ranks are when one is late.
+    """
+
+    paths: list[str]
+    neighbors: list[str]
+    settings: dict[str, Any]
+    slot_wait_s: float
+    check_interval_s: float
+    restart_check_interval_s: float
+    health_check_interval_s: float
+    checks_network_ports: bool
+    termination_signal: int
+    termination_grace_s: float
+    logs_restarts: bool
+    log_level: int
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The monitor's answer: it runs."""
+    """The monitor runs; `control_path` is the socket on which it listens to its launcher."""
 
-    pid: int
+    control_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The monitor's answer: it cannot run."""
+    """The answer to what did not work."""
 
-    message: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    """The answer to a request that worked. To `Init`: the settings. To `QueryStanding`: a `Standing`, or nothing."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """From the wrapper: the call is over. From the launcher: end."""
+
+
+# -- from a wrapper ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """All ranks are there: open the store described by `store`. From `iteration` on they count on this rank."""
+    """All ranks have met: open the store described by `store`. From `iteration` on they count on this rank."""
 
     store: dict[str, Any] = field(repr=False)
     iteration: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """A timestamp of the progress watchdog."""
-
-    auto: float | None
-    manual: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Iteration `iteration` begins on this rank; both timeouts start anew."""
+    """The iteration begins on this rank: both progress limits start anew."""
 
     rank: int
     world_size: int
@@ -95,60 +178,108 @@ class IterationStart:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """The latest timestamps of the progress watchdog."""
+
+    auto: float | None
+    manual: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class DisableSiblingMonitor:
-    """The iteration is over: watch nobody until the next begins."""
+    """The iteration is over: watch no other rank until the next begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class DisableTimeouts:
-    """Ignore soft and hard timeout."""
+    """Ignore both progress limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnableTimeouts:
-    """Watch soft and hard timeout again."""
+    """Enforce both progress limits again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """This rank takes no part any more and has said so itself: nothing is to be said when it ends."""
+    """The rank leaves the job and has told the others itself: do not report its end."""
+
+
+# -- to a monitor's sockets --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Terminate:
-    """The call is over."""
+class Init:
+    """A rank's first message: who it is. With a descriptor, if it writes its stacks there on `stack_signal`.
+
+    `again`: the client was connected before, and the connection broke.
+    """
+
+    rank: RankInfo
+    stack_signal: int | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A rank's second message, with the descriptor of its board."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Read the board, and confirm that it has at least this many events."""
+
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryStanding:
+    """Another monitor's only message: its rank is late and will be killed; where is yours?"""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseConnection:
+    """The launcher has stopped its workers: end the session, for the next worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetCycle:
+    """The launcher's number of the present cycle, for the log."""
+
+    cycle: int
+
+
+# -- to a launcher's inbox ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InboxItem:
+    """An object for a `fault_tolerance.IpcConnector`, as JSON values."""
+
+    value: Any
 
 
 Message = (
-    Configure
+    WatchRank
+    | ServeRanks
     | Started
     | Failed
+    | Ok
+    | Shutdown
     | Connect
-    | Progress
     | IterationStart
+    | Progress
     | DisableSiblingMonitor
     | DisableTimeouts
     | EnableTimeouts
     | Leaving
-    | Terminate
+    | Init
+    | Attach
+    | Confirm
+    | QueryStanding
+    | CloseConnection
+    | SetCycle
+    | InboxItem
 )
-
 MonitorChannel = Channel[Message]
-CODEC: Codec[Message] = Codec(
-    Configure,
-    Started,
-    Failed,
-    Connect,
-    Progress,
-    IterationStart,
-    DisableSiblingMonitor,
-    DisableTimeouts,
-    EnableTimeouts,
-    Leaving,
-    Terminate,
-)
-
-
-def progress_of(timestamp: Timestamp) -> Progress:
-    """Return the message that carries `timestamp`."""
-    return Progress(timestamp.auto, timestamp.manual)
+CODEC: Codec[Message] = Codec(*get_args(Message))

@@ -1,11 +1,11 @@
-"""The sibling monitor: heartbeats, and ranks whose whole node has vanished.
+"""The sibling monitor: heartbeats of monitor processes, to notice nodes that have failed.
 
-The monitor process of each rank stamps a heartbeat, and watches that of the next rank, in the order of ranks, closed to
-a ring. A heartbeat is a number that changes; how long it has not changed is judged by the clock of the watcher alone,
-so the clocks of different hosts are never compared.
+The monitor process of each rank updates a heartbeat and watches that of the next rank, in a ring. A heartbeat is a
+number that changes. Only the watcher's clock tells for how long it has not changed, so clocks of different hosts are
+never compared.
 
-When one stops, the others of the same node have stopped as well, and those who watch them, too. Then all heartbeats are
-watched for half the time limit more, and all that stand still are reported together.
+When a heartbeat stops, the others of the same node have usually stopped, too, and with them their watchers. So all
+heartbeats are then watched for half the time limit more, and all that do not change are reported together.
 
 One thread per iteration, in the monitor process.
 """
@@ -31,16 +31,16 @@ _FEWEST_BEATS = 6  # within the time limit
 
 
 def heartbeat_interval_s(wanted_s: float, timeout_s: float, world_size: int) -> float:
-    """Return how often a rank stamps its heartbeat: less often in a large job, so that the server can keep up.
+    """Return the interval of a rank's heartbeat: longer in a large job, so that the server can keep up.
 
-    `wanted_s`, unless all ranks together would stamp more than 512 times a second; at least six times in `timeout_s`,
-    or as often as wanted.
+    It is `wanted_s`, or longer so that all ranks together send at most 512 heartbeats a second; but it grows no longer
+    than a sixth of `timeout_s`.
     """
     return max(wanted_s, min(world_size / _MOST_BEATS_PER_S, timeout_s / _FEWEST_BEATS))
 
 
 class HeartbeatStore(Protocol):
-    """The part of the store this module uses."""
+    """What this module uses of a store."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -50,18 +50,18 @@ class HeartbeatStore(Protocol):
 
 @dataclass
 class _Seen:
-    """The last value of a heartbeat, and when this process saw it first. Monotonic seconds."""
+    """The last value of a heartbeat, and when this process first read it. Monotonic seconds."""
 
     value: bytes | None
     since: float
 
 
 class SiblingMonitor:
-    """Stamps the heartbeat of `rank` and watches its neighbour, from `start` to `stop`.
+    """Updates the heartbeat of `rank` and watches that of the next rank, from `start` to `stop`.
 
-    `report(ranks)` is called with dense ranks that have been silent for longer than `timeout_s`, each once. With each
-    heartbeat goes a `note()`, for `notes_of_others` on other ranks. `stale()` is called, and this ends, when the others
-    are in a later iteration.
+    `report(ranks)` is called with ranks whose heartbeat has not changed for `timeout_s`, each once. Each heartbeat
+    carries a `note()`, for `notes_of_others` on other ranks. When the others are in a later iteration, `stale()` is
+    called and the thread ends.
     """
 
     def __init__(
@@ -89,22 +89,22 @@ class SiblingMonitor:
         self._thread = threading.Thread(target=self._run, name=f"sibling-{rank}", daemon=True)
 
     def start(self) -> None:
-        """Begin; does not wait for the store."""
+        """Start the thread. Does not wait for the store."""
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """End, after at most one request to the store. Idempotent."""
+        """End the thread, after at most one request to the store. Idempotent."""
         self._stopped.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def notes_of_others(self) -> list[str]:
-        """Return the notes that went with the last heartbeats of all other ranks. Any thread."""
+        """Return the notes of the latest heartbeats of all other ranks. Any thread."""
         keys = [heartbeat_key(rank) for rank in range(self._world_size) if rank != self._rank]
         try:
             beats = [self._store.get(key).decode(errors="replace") for key in keys if self._store.check([key])]
         except StoreError as error:
-            _log.warning("where the other ranks stand is not known: %s", error)
+            _log.warning("the standings of the other ranks are unknown: %s", error)
             return []
         return [beat.partition(" ")[2] for beat in beats]
 
@@ -131,9 +131,9 @@ class SiblingMonitor:
             self._stopped.wait(self._interval_s)
 
     def _look(self, rank: int, seen: _Seen | None) -> _Seen:
-        """Return what is known of a heartbeat. One that was never stamped counts from the first look."""
+        """Read a heartbeat. One that does not exist yet counts from the first time it was read."""
         value: bytes | None = None
-        if seen is not None and seen.value is not None:  # it exists, until the others are far ahead: one request
+        if seen is not None and seen.value is not None:  # it exists unless the others are far ahead: one request
             value = self._store.get_within(heartbeat_key(rank), timedelta(seconds=self._timeout_s))
         elif self._store.check([heartbeat_key(rank)]):
             value = self._store.get(heartbeat_key(rank))
@@ -145,7 +145,7 @@ class SiblingMonitor:
         return time.monotonic() - seen.since >= limit_s
 
     def _silent_ranks(self, certain: int) -> list[int]:
-        """Return all ranks whose heartbeat stands still: watched for half the limit, own heartbeat going on."""
+        """Watch all heartbeats for half the limit, updating our own; return the ranks without a change."""
         others = [r for r in range(self._world_size) if r not in (self._rank, certain) and r not in self._reported]
         first = {rank: self._look(rank, None) for rank in others}
         deadline = time.monotonic() + self._timeout_s / 2

@@ -1,7 +1,7 @@
-"""How a monitor process gets at the store of its rank.
+"""The store of a rank, opened in its monitor process.
 
-Our own server and etcd need no torch. A store of another kind is made again here, from the name of its class and its
-keyword arguments, with torch imported: slower to start, and in more memory.
+Our coordination server and etcd need no torch. A store of another kind is created again in the monitor process, from
+the name of its class and its keyword arguments. That imports torch: it starts more slowly and takes more memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SECONDS = "timedelta_s"
 
 
 def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what `open_store` needs, in JSON's types.
+    """Return what `open_store` needs, as JSON values.
 
-    ValueError if the store cannot be made again in another process.
+    ValueError if the store cannot be created again in another process.
     """
     if hasattr(base_store, "client"):
         document: dict[str, Any] = base_store.client.to_document()
@@ -31,14 +31,14 @@ def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> di
     name = f"{factory.__module__}:{factory.__qualname__}"
     if "<locals>" in name or factory.__module__ == "__main__":
         raise ValueError(
-            f"the monitor process cannot make a store of class {name}: define the class in a module it can import"
+            f"the monitor process cannot create a store of class {name}: define it in a module that can be imported"
         )
     values = {key: {_SECONDS: v.total_seconds()} if isinstance(v, timedelta) else v for key, v in kwargs.items()}
     try:
         json.dumps(values)
     except TypeError as error:
         raise ValueError(
-            f"store_kwargs must be numbers, texts and timedeltas, to reach another process: {error}"
+            f"store_kwargs must be numbers, strings and timedeltas, to be sent to the monitor process: {error}"
         ) from None
     environment = {
         name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ
@@ -47,7 +47,7 @@ def describe_store(base_store: Any, factory: type, kwargs: dict[str, Any]) -> di
 
 
 def open_store(description: dict[str, Any], patience_s: float) -> Any:
-    """Monitor process: open the store that `describe_store` described. It has `close` if there is anything to close."""
+    """Open the store that `describe_store` has described. Monitor process."""
     patience = timedelta(seconds=patience_s)
     if "access" in description:
         return CoordinationStore(Access.from_document(description["access"]), patience=patience)
@@ -69,7 +69,7 @@ def open_store(description: dict[str, Any], patience_s: float) -> Any:
 
 
 def iteration_store(base_store: Any, iteration: int) -> IterationStore:
-    """Return the namespace of an iteration. The same keys for a rank and its monitor process."""
+    """Return the namespace of an iteration: the same keys for a rank and its monitor process."""
     client = getattr(base_store, "client", base_store)
     if getattr(client, "takes_guards", False):
         return cast(IterationStore, Namespace(iteration, client))

@@ -1,12 +1,13 @@
-"""What is open since when, in memory that a rank shares with its monitor, and which deadline is next.
+"""Sections of a rank's program: which are open and since when, in memory shared with a monitor, and their deadlines.
 
-Without process, socket or torch: `inprocess.fault_tolerance` has the rank's client and a monitor process of its own;
-the monitor process of the in-process wrapper watches the same board.
+    timeouts        limits of heartbeats and sections
+    board           the shared memory: its layout, and what the rank writes
+    making          creates a board from the settings
+    gate            the in-process wrapper's part: when events and clocks count
+    board_reader    a consistent copy, for the monitor
+    deadlines       when the monitor must read the board, and what it must do about what is late
+    report          the report on a rank that is late, and the rank that is probably the cause
 
-    timeouts, table        limits, and the deadlines that follow from them; pure
-    layout, board          the memory; the rank's side of it
-    board_reading          the monitor's look at it
-    watch                  when to look, and what to do
-    diagnosis, suspect     what to say about a rank that is late, and which one is the cause
-    gate, embedded         the two sides in the wrapper: its process, and its monitor process
+No process, no socket and no torch. The rank's client is in `inprocess.fault_tolerance`, the monitor process in
+`inprocess.monitor_process`.
 """

@@ -1,18 +1,18 @@
-"""The memory a rank and its monitor share: what is open since when, and how long it may be.
+"""The board: memory shared by a rank and its monitor, with open sections, their start times and their limits.
 
     rank      writes a few words per event; no system call, no wakeup, nothing that could wait for the monitor
-    monitor   reads the words (`board_reading`) when a deadline comes, and once per shortest limit (`watch`)
+    monitor   reads the words (`board_reader`) at each deadline, and once per shortest limit (`deadlines`)
 
-So a monitor that is stuck, stopped or dead costs the rank nothing, and one that takes over finds everything in place.
-The memory is a sealed memfd: nobody can cut it short under the other's hands.
+So a monitor that hangs, is stopped or is dead costs the rank nothing, and one that takes over finds everything in
+place. The memory is a memfd sealed against shrinking: neither process can cut it short while the other uses it.
 
-Words are signed 64 bit. Each is written by one party only: the client of the rank, or the wrapper around it (`gate`).
-Stamps are nanoseconds of the section clock: CLOCK_MONOTONIC, which is one for all processes of a host, less the time
-during which hang protection was off. Zero means "never", a limit of -1 "no limit".
+Words are signed 64 bit. Each has one writer: the client of the rank, or the wrapper around it (`gate`). Stamps are
+nanoseconds of the section clock: CLOCK_MONOTONIC, which all processes of a host share, less the time during which hang
+protection was off. A stamp of 0 means "never", a limit of -1 "no limit".
 
-Words of the client are consistent for a reader when SEQUENCE is even and the same before and after. A client that dies
-or is stopped in the middle leaves it odd; what is read then is right up to one event, because closing first moves
-IDLE_SINCE and then clears the section.
+The client's words are consistent if SEQUENCE is even, and equal before and after reading. A client that dies or is
+stopped within an update leaves it odd; what is read then is wrong by one event at most, because closing a section first
+moves IDLE_SINCE and then clears the section.
 """
 
 from __future__ import annotations
@@ -26,57 +26,53 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from inprocess.sections.layout import (
-    ATTACHED,
-    BEAT,
-    BEAT_LIMIT,
-    BEATS_LEARNED,
-    BEGUN,
-    BLOB_BYTES,
-    CLIENT_GENERATION,
-    CLOSE,
-    COUNTING,
-    EPOCH_SHIFT,
-    FROZEN_AT,
-    GENERATION,
-    IDLE_SINCE,
-    INITIAL_LIMIT,
-    ITERATION,
-    LARGEST_BYTES,
-    LAST_BEAT,
-    LIVE,
-    MAGIC,
-    MAGIC_AT,
-    OFFSET,
-    OPEN,
-    OUT_LEARNED,
-    OUT_LIMIT,
-    OWNER_MASK,
-    RECENT,
-    SECTION_COUNT,
-    SECTIONS,
-    SEQUENCE,
-    STARTED,
-    STEP_AGE,
-    WARMUP_ITERATIONS,
-    WORDS_PER_SECTION,
-    from_ns,
-    to_ns,
-)
-from inprocess.sections.table import STEP
-from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
+from inprocess.sections.timeouts import STEP, HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["Board", "BoardError"]
 
+MAGIC = 0x494E5052_0002
+LARGEST_BYTES = 16 << 20
+(
+    MAGIC_AT,
+    SEQUENCE,
+    GENERATION,  # restart index, the bit LIVE, and which client owns the board; both write it, never at the same time
+    COUNTING,  # wrapper: whether clocks count
+    FROZEN_AT,  # wrapper: the stamp at which the section clock was stopped, or 0
+    OFFSET,  # wrapper: nanoseconds by which the section clock is behind CLOCK_MONOTONIC
+    BEGUN,  # wrapper: when the events of this restart index began to count
+    CLIENT_GENERATION,  # the generation to which the client's words belong
+    ATTACHED,  # whether there is a client
+    STARTED,
+    IDLE_SINCE,
+    LAST_BEAT,
+    STEP_AGE,  # -1 before the first step
+    ITERATION,  # -1 if unknown
+    INITIAL_LIMIT,
+    BEAT_LIMIT,
+    OUT_LIMIT,
+    BEATS_LEARNED,
+    OUT_LEARNED,
+    WARMUP_ITERATIONS,
+    SECTION_COUNT,
+    BLOB_BYTES,
+) = range(22)
+SECTIONS = 32
+WORDS_PER_SECTION = 4  # open since, limit, whether that is learned, in the background since
+RECENT = 64  # events in the ring
+OPEN, CLOSE, BEAT = range(3)
+OWNER_MASK = (1 << 16) - 1
+LIVE = 1 << 16  # events count
+RESTART_SHIFT = 17
+
 
 class BoardError(ValueError):
-    """The memory is not a board, or is of another version, or not sealed."""
+    """The memory is not a board, is one of another version, or is not sealed."""
 
 
 class Board:
-    """A view of the memory, which `making.make_board` makes. Not for several writers at once: callers hold a lock.
+    """A mapping of a board that `making.make_board` has created. Several writers in one process need a lock.
 
-    The mapping lasts until the object is forgotten, or `close`.
+    The memory is unmapped by `close`, or with the object.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -95,9 +91,9 @@ class Board:
             self.names: tuple[str, ...] = tuple(str(name) for name in blob["names"])
             self.config: dict[str, Any] = dict(blob["config"])
         except (ValueError, KeyError, TypeError) as error:
-            raise BoardError(f"the board's description is broken: {error}") from error
+            raise BoardError(f"the board's description is invalid: {error}") from error
         if len(self.names) != self._count:
-            raise BoardError("the board's description is of another size")
+            raise BoardError("the board's description has another number of sections than the board")
         self.slots: dict[str, int] = {n: SECTIONS + WORDS_PER_SECTION * i for i, n in enumerate(self.names)}
         self._step_slot = self.slots.get(STEP, -1)
         self._sequence = self.words[SEQUENCE] & ~1
@@ -106,7 +102,7 @@ class Board:
 
     @classmethod
     def attach(cls, fd: int) -> Board:
-        """Map the board behind a descriptor, which the caller keeps. BoardError if there is none."""
+        """Map the board behind a descriptor, which the caller keeps. BoardError if it is not that of a board."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             size = os.fstat(fd).st_size
@@ -117,7 +113,7 @@ class Board:
             raise BoardError(f"the descriptor is not that of a board: {error}") from error
 
     def close(self) -> None:
-        """Give the mapping up. Idempotent."""
+        """Unmap the memory. Idempotent."""
         self.words.release()
         with contextlib.suppress(BufferError):
             self._memory.close()
@@ -125,13 +121,13 @@ class Board:
     # -- the section clock ---------------------------------------------------------------------------------------------
 
     def stamp(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> int:
-        """Return the section clock's time."""
+        """Return the time of the section clock."""
         return self.words[FROZEN_AT] or clock_ns() - self.words[OFFSET]
 
     # -- the client's side ---------------------------------------------------------------------------------------------
 
     def claim(self) -> int:
-        """A client takes the board over from an earlier one, whose events are dropped from now on. Its generation."""
+        """Take the board over from an earlier client, whose events no longer count. Returns the new generation."""
         words = self.words
         owner = (words[GENERATION] + 1) & OWNER_MASK
         words[GENERATION] = (words[GENERATION] & ~OWNER_MASK) | owner
@@ -139,13 +135,13 @@ class Board:
         return words[GENERATION]
 
     def has_live_client(self) -> bool:
-        """Whether a client is attached whose events count in the present epoch."""
+        """Whether a client is attached whose events count in the present restart index."""
         words = self.words
         same = words[CLIENT_GENERATION] == words[GENERATION]
         return bool(words[ATTACHED]) and same and bool(words[GENERATION] & LIVE)
 
     def restart(self, generation: int, stamp: int) -> None:
-        """Nothing is open any more; everything counts from `stamp`."""
+        """Close everything, without events; all times count from `stamp`."""
         words = self.words
         words[SEQUENCE] = self._sequence + 1
         for slot in self.slots.values():
@@ -158,11 +154,11 @@ class Board:
         words[SEQUENCE] = self._sequence
 
     def detach(self) -> None:
-        """The client has gone: nothing is watched."""
+        """The client leaves: nothing is watched."""
         self.words[ATTACHED] = 0
 
     def open(self, slot: int, stamp: int, iteration: int | None) -> None:
-        """The section with this slot begins."""
+        """Open the section with this slot."""
         words, sequence = self.words, self._sequence
         words[SEQUENCE] = sequence + 1
         if slot == self._step_slot:
@@ -174,7 +170,7 @@ class Board:
         self._sequence = words[SEQUENCE] = sequence + 2
 
     def close_section(self, slot: int, stamp: int) -> None:
-        """The section with this slot ends."""
+        """Close the section with this slot."""
         words, sequence = self.words, self._sequence
         words[SEQUENCE] = sequence + 1
         words[IDLE_SINCE] = stamp
@@ -185,11 +181,11 @@ class Board:
         self._sequence = words[SEQUENCE] = sequence + 2
 
     def set_background(self, slot: int, stamp: int) -> None:
-        """The section with this slot goes on in the background since then; 0: it does not. One word, no event."""
+        """Set since when the section with this slot goes on in the background; 0: it does not. One word, no event."""
         self.words[slot + 3] = stamp
 
     def beat(self, stamp: int) -> None:
-        """A heartbeat."""
+        """Note a heartbeat."""
         words, sequence = self.words, self._sequence
         words[SEQUENCE] = sequence + 1
         words[LAST_BEAT] = stamp
@@ -213,13 +209,13 @@ class Board:
 
     @property
     def events(self) -> int:
-        """How many changes there were so far."""
+        """How many updates there were so far."""
         return self._sequence // 2
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
     def set_limits(self, beats: HeartbeatTimeouts, sections: SectionTimeouts) -> None:
-        """Install limits; they hold for what is open already, too."""
+        """Install limits; they also apply to sections that are open already."""
         words = self.words
         words[SEQUENCE] = self._sequence + 1
         words[INITIAL_LIMIT] = to_ns(beats.initial)
@@ -246,36 +242,46 @@ class Board:
         return beats, sections
 
     def set_warmup(self, iterations: int) -> None:
-        """Override how many iterations the warm-up limit holds."""
+        """Set for how many iterations the warm-up limit applies."""
         self.words[WARMUP_ITERATIONS] = iterations
 
     # -- the wrapper's side --------------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int, stamp: int) -> None:
-        """Events count again, in a new epoch that begins now; what is open of an older one does not."""
+    def begin(self, restart_index: int, stamp: int) -> None:
+        """Let events count from `stamp` on; what was opened under an earlier restart index does not."""
         words = self.words
         words[BEGUN] = stamp
-        words[GENERATION] = epoch << EPOCH_SHIFT | LIVE | (words[GENERATION] & OWNER_MASK)
+        words[GENERATION] = restart_index << RESTART_SHIFT | LIVE | (words[GENERATION] & OWNER_MASK)
         words[COUNTING] = 1
 
     def begun(self) -> int:
-        """Return the stamp at which the epoch began."""
+        """Return the stamp given to `begin`."""
         return self.words[BEGUN]
 
     def drop_events(self) -> None:
-        """Events do not count until `begin`; the clocks of what is open go on."""
+        """Ignore events until `begin`; the clocks of open sections go on."""
         self.words[GENERATION] &= ~LIVE
 
     def stop_counting(self) -> None:
-        """Nothing is watched until `begin`."""
+        """Watch nothing until `begin`."""
         self.drop_events()
         self.words[COUNTING] = 0
 
     def freeze(self, now_ns: int) -> None:
-        """The section clock stands still."""
+        """Stop the section clock."""
         self.words[FROZEN_AT] = now_ns - self.words[OFFSET]
 
     def thaw(self, now_ns: int) -> None:
-        """It goes on where it stood."""
+        """Let the section clock go on from where it was stopped."""
         self.words[OFFSET] = now_ns - self.words[FROZEN_AT]
-        self.words[FROZEN_AT] = 0  # second: in between it still stands
+        self.words[FROZEN_AT] = 0  # last: until then the clock is still stopped
+
+
+def to_ns(seconds: float | None) -> int:
+    """Return the word for a limit in seconds."""
+    return -1 if seconds is None else max(0, round(seconds * 1e9))
+
+
+def from_ns(nanoseconds: int) -> float | None:
+    """Return the limit in a word, in seconds."""
+    return None if nanoseconds < 0 else nanoseconds / 1e9  # divided, so that 60 s are read as 60 s

@@ -1,13 +1,13 @@
 """The in-process wrapper's side of the section board: when events and clocks count.
 
     wrapper               rank's process                         monitor process
-    SectionGate ── makes the board, in memory both inherit ───▶ SectionWatch, in the daemon's loop
+    SectionGate ── makes the board; both have its memory ─────▶ SectionWatch, in the monitor's loop
         │ INPROCESS_SECTION_BOARD=PID:FD
         ▼
-    RankMonitorClient in the wrapped function finds the board of its own process, before it looks for a socket
+    RankMonitorClient in the wrapped function finds the board of its process, before it looks for a socket
 
-The board belongs to the rank, so another monitor process takes over exactly where the last one stood. The variable
-names a process: children, forked or started, do not find a board.
+The board belongs to the rank, so a new monitor process continues exactly where the last one ended. The variable names
+the process: its children, forked or started, do not find a board.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SECTION_BOARD_ENV = "INPROCESS_SECTION_BOARD"  # "PID:FD"
 
 
 class SectionGate:
-    """One per call of a wrapped function. Without settings it has no board, and all methods do nothing.
+    """The board of one call of a wrapped function. Without settings there is no board, and all methods do nothing.
 
-    `begin` and `leave` around the function on the main thread; the others on any thread. None of them waits.
+    `begin` and `leave` enclose the function, on the main thread; the others may be called on any thread. None waits.
     """
 
     def __init__(self, config: SectionSettings | None) -> None:
@@ -42,13 +42,13 @@ class SectionGate:
             self._earlier = os.environ.get(SECTION_BOARD_ENV)
             os.environ[SECTION_BOARD_ENV] = f"{os.getpid()}:{self.fd}"
 
-    def begin(self, epoch: int) -> None:
-        """The function is about to be called: everything counts from now on, and nothing is open."""
+    def begin(self, restart_index: int) -> None:
+        """The function is about to be called: events and clocks count from now on, and no section is open."""
         if self._board is not None:
-            self._board.begin(epoch, self._board.stamp())
+            self._board.begin(restart_index, self._board.stamp())
 
     def interrupt(self) -> None:
-        """The function is being unwound: its events do not count any more; the clocks of what is open go on."""
+        """The function is being unwound: its events do not count any more; the clocks of open sections go on."""
         if self._board is not None:
             self._board.drop_events()
 
@@ -58,21 +58,21 @@ class SectionGate:
             self._board.stop_counting()
 
     def freeze(self) -> None:
-        """Stop the clocks, until `thaw` was called as often."""
+        """Stop the clocks until `thaw` has been called as often."""
         with self._lock:
             self._freezes += 1
             if self._board is not None and self._freezes == 1:
                 self._board.freeze(time.monotonic_ns())
 
     def thaw(self) -> None:
-        """Let the clocks go on where they stood."""
+        """Let the clocks go on from where they were stopped."""
         with self._lock:
             self._freezes -= 1
             if self._board is not None and self._freezes == 0:
                 self._board.thaw(time.monotonic_ns())
 
     def close(self) -> None:
-        """Nothing is watched; a client made from now on finds what it would have found before. Idempotent."""
+        """Watch nothing, and restore the variable for clients that are made later. Idempotent."""
         self.leave()
         fd, self.fd = self.fd, None
         if fd is None:

@@ -1,4 +1,4 @@
-"""A board out of the settings."""
+"""Creates a board from the settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from inprocess.sections import layout as at
+from inprocess.sections import board as at
 from inprocess.sections.board import Board
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
@@ -17,7 +17,7 @@ __all__ = ["SectionSettings", "configured_limits", "make_board"]
 
 
 class SectionSettings(Protocol):
-    """What a board is made of; `fault_tolerance.FaultToleranceConfig` has it."""
+    """The settings that a board needs; `fault_tolerance.FaultToleranceConfig` has them."""
 
     rank_section_timeouts: dict[str, float | None]
     rank_out_of_section_timeout: float | None
@@ -29,13 +29,13 @@ class SectionSettings(Protocol):
 
 
 def configured_limits(config: SectionSettings) -> tuple[HeartbeatTimeouts, SectionTimeouts]:
-    """Return the limits of the settings."""
+    """Return the limits in the settings."""
     beats = HeartbeatTimeouts(config.initial_rank_heartbeat_timeout, config.rank_heartbeat_timeout)
     return beats, SectionTimeouts(config.rank_section_timeouts, config.rank_out_of_section_timeout)
 
 
 def make_board(config: SectionSettings) -> tuple[Board, int]:
-    """Return a board for these settings, with their limits, and its descriptor, which the caller closes."""
+    """Create a board with the limits in these settings. Returns it with its descriptor, which the caller closes."""
     fd = _memory(list(config.rank_section_timeouts), config.to_dict(), config.num_warmup_iterations)
     try:
         board = Board.attach(fd)
@@ -47,7 +47,7 @@ def make_board(config: SectionSettings) -> tuple[Board, int]:
 
 
 def _memory(names: Sequence[str], config: Mapping[str, Any], num_warmup_iterations: int) -> int:
-    """Return the descriptor of a board without activity and limits. OSError."""
+    """Return the descriptor of a new board without activity and limits. OSError."""
     blob = json.dumps({"names": list(names), "config": dict(config)}).encode()
     count = len(names)
     size = 8 * (at.SECTIONS + at.WORDS_PER_SECTION * count + 2 * at.RECENT) + len(blob)

@@ -1,4 +1,4 @@
-"""Limits of heartbeats and sections, as users and monitors tell them each other."""
+"""Limits of heartbeats and sections, as users read and save them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["HeartbeatTimeouts", "SectionTimeouts"]
+__all__ = ["STEP", "WARMUP", "HeartbeatTimeouts", "SectionTimeouts"]
+
+STEP = "step"  # the section whose limit may be another one in the first iterations
+WARMUP = "warmup"  # the name under which that limit is configured
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class HeartbeatTimeouts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> HeartbeatTimeouts:
-        """Read `to_json`; what is missing or unknown does not matter."""
+        """Read what `to_json` returned; missing and unknown keys are accepted."""
         return cls(
             _seconds(values.get("initial")),
             _seconds(values.get("subsequent")),
@@ -38,9 +41,9 @@ class HeartbeatTimeouts:
 
 @dataclass(frozen=True)
 class SectionTimeouts:
-    """Seconds a section, by name, and the time outside all of them may take; None: never late.
+    """Seconds that each section, by name, and the time outside all sections may take; None: never late.
 
-    `calculated_sections` (any collection; kept as a set) and `is_out_of_section_calculated` tell what was learned.
+    `calculated_sections` (any collection; kept as a set) and `is_out_of_section_calculated` say what was learned.
     """
 
     section: Mapping[str, float | None] = field(default_factory=dict)
@@ -73,7 +76,7 @@ class SectionTimeouts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SectionTimeouts:
-        """Read `to_json`; what is missing or unknown does not matter."""
+        """Read what `to_json` returned; missing and unknown keys are accepted."""
         return cls(
             {str(name): _seconds(limit) for name, limit in dict(values.get("section") or {}).items()},
             _seconds(values.get("out_of_section")),

@@ -22,11 +22,11 @@ from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, RestartIndex, StoreServer
 from inprocess.exception import InternalError
-from inprocess.monitor_process.handle import MonitorProcess
+from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_process.limits import Limit, ProgressLimits
-from inprocess.monitor_process.messages import Configure
+from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.stores import iteration_store
-from inprocess.monitor_process.target import Target
+from inprocess.monitor_process.watched import WatchedProcess
 from inprocess.progress_watchdog import Timestamp
 from tests.support import LeakCheck, is_gone
 
@@ -90,10 +90,10 @@ class Job:
             "termination_grace_s": 5.0,
             "interval_s": 1.0,
         }
-        config = Configure(
+        task = WatchRank(
             target_pid=pid, initial_rank=initial_rank, initial_world_size=world_size, **(seconds | options)
         )
-        monitor = MonitorProcess(config, on_lost=self.lost.append)
+        monitor = MonitorProcess(task, on_lost=self.lost.append)
         monitor.start()
         self.stack.callback(monitor.shutdown)
         return monitor
@@ -174,7 +174,7 @@ def test_the_hard_limit_asks_first(job: Job) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_who_does_not_listen_is_killed(job: Job, stopped: bool) -> None:
+def test_a_rank_that_does_not_end_is_killed(job: Job, stopped: bool) -> None:
     rank = job.rank(DEAF)
     if stopped:
         rank.process.send_signal(signal.SIGSTOP)
@@ -192,11 +192,11 @@ def test_a_stopped_rank_is_asked_and_continued(job: Job) -> None:
     assert rank.process.stdout.read() == "asked\n"
 
 
-def test_who_waits_for_others_gets_more_time(job: Job, tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_others_gets_more_time(job: Job, tmp_path: Path) -> None:
     rank, log = job.rank(), tmp_path / "log"
     job.agreement(2).arrive_at_end(0)
     job.monitor(rank, 0, 2, soft_timeout_s=0.1, hard_timeout_s=0.2, barrier_timeout_s=0.8, logfile=str(log))
-    eventually(lambda: "stands at the iteration barrier; its hard limit is 0.8 s" in log.read_text(), "more time")
+    eventually(lambda: "waits at the iteration barrier; its hard limit is 0.8 s" in log.read_text(), "more time")
     assert rank.process.poll() is None
     rank.process.wait(LONG_S)
 
@@ -226,7 +226,7 @@ def test_limits_by_themselves() -> None:
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_rank_is_reported_on_its_behalf(job: Job) -> None:
+def test_a_death_is_reported(job: Job) -> None:
     rank = job.rank()
     monitor = job.monitor(rank, 1, 2, interval_s=60.0)
     rank.process.kill()
@@ -243,7 +243,7 @@ def test_a_dead_rank_is_reported_on_its_behalf(job: Job) -> None:
     eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
 
 
-def test_nothing_is_said_about_a_rank_that_has_left(job: Job) -> None:
+def test_the_end_of_a_rank_that_has_left_is_not_reported(job: Job) -> None:
     rank = job.rank()
     monitor = job.monitor(rank)
     monitor.leave()
@@ -344,7 +344,7 @@ def test_pid_file_and_log_file(job: Job, tmp_path: Path) -> None:
     assert fields[1:6] == [
         "ERROR",
         "monitor_process",
-        "inprocess.monitor_process.daemon",
+        "inprocess.monitor_process.rank_monitor",
         f"target_pid {rank.process.pid}",
         "rank 0",
     ]
@@ -405,17 +405,17 @@ def test_idle_it_costs_next_to_nothing(job: Job) -> None:
     assert after.user + after.system - before.user - before.system <= 0.05
 
 
-def test_a_target_is_a_process_not_a_number() -> None:
+def test_a_watched_process_is_not_a_number() -> None:
     child = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.DEVNULL)
-    target = Target(child.pid)
+    target = WatchedProcess(child.pid)
     assert not target.gone
     assert not target.wait_gone(0.01)
     child.kill()
     assert target.wait_gone(LONG_S)
     child.wait()
     assert target.gone
-    target.send(signal.SIGKILL)  # nobody there, and nobody else is hit
+    target.send(signal.SIGKILL)  # no process, and no other process is hit
     target.close()
     target.close()
     with pytest.raises(ProcessLookupError):
-        Target(child.pid)
+        WatchedProcess(child.pid)

@@ -1,22 +1,21 @@
 """`ckpt_launcher`: torchrun, with a monitor process beside each worker and restarts that all nodes agree on.
 
-    ckpt_launcher, one per node                             monitor processes, one per local rank
-      command, options   the command line of torchrun ─┐      started once, before the first workers; they outlive
-      agent              one cycle after the other     │      workers, and are started again when they die
-        monitors  ───────────────────────────────────────▶
-        workers          stop sequence, by events     ─────▶ workers, each in a session of its own
-        leftovers        what workers leave behind
-        survivors        who goes on when others have failed (policy "in-process"); `replacement`: one more worker
-        signals          what the launcher is told
-        control          what ranks ask for          ◀────── FT_LAUNCHER_IPC_SOCKET
-        progress         whether checkpoints advance
-        gpu_memory       whether the GPUs are free again
-        verdict          whether another cycle follows
-      rendezvous         who is in the next cycle: torch's handlers, made fit for restarts
-        meeting          what the nodes of one cycle tell each other, in the rendezvous's store
+    ckpt_launcher, one per node
+      command, options   the command line: torchrun's, and ours
+      agent              runs one cycle after the other
+        cycle            how a cycle ends, and whether another follows
+        monitors         monitor processes, one per local rank: started before the first workers; they outlive workers,
+                         and are started again when they die
+        workers          worker processes, each in a session of its own: started, stopped, replaced
+        leftovers        processes and GPU memory that workers leave behind
+        survivors        policy "in-process": workers that go on when others have failed
+        inboxes          signals to the launcher, and requests of ranks (FT_LAUNCHER_IPC_SOCKET)
+      rendezvous         which nodes are in the next cycle: torch's handlers, adapted for restarts
+        meeting          what the nodes of one cycle tell each other, in the store of the rendezvous
 
-A cycle: rendezvous, workers, until all have ended with 0 or one has not; then everything of the cycle is ended on all
-nodes. The main thread does everything; it sleeps until a worker or monitor ends or a signal comes.
+A cycle is a rendezvous and the workers after it, until all have ended with 0 or one has failed. Then everything of the
+cycle is ended on all nodes. The main thread does everything; it sleeps until a worker or monitor ends, or a signal
+arrives.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` by default) to its end; returns the exit code. On the main thread."""
+    """Launch as the command line (default: `sys.argv`) says; returns the exit code. Main thread."""
     from inprocess.fault_tolerance.launcher.command import run  # importing this package stays cheap
 
     return run(argv)

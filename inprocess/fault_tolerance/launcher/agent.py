@@ -1,4 +1,4 @@
-"""The launcher's loop over cycles: torch's agent starts workers and numbers them; what happens when is decided here."""
+"""The launcher's loop over cycles. Torch's agent starts and numbers the workers; everything else is decided here."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR
+from inprocess.fault_tolerance.launcher.cycle import CycleEnd, LauncherResources, decide
+from inprocess.fault_tolerance.launcher.inboxes import Interrupted
 from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_survivors
-from inprocess.fault_tolerance.launcher.meeting import Meeting, MeetingError, StoreLost
-from inprocess.fault_tolerance.launcher.outcome import CycleEnd, Outcome
-from inprocess.fault_tolerance.launcher.parts import Parts
-from inprocess.fault_tolerance.launcher.replacement import start_worker
-from inprocess.fault_tolerance.launcher.signals import Interrupted
+from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting, MeetingError, StoreLost
 from inprocess.fault_tolerance.launcher.survivors import Survivors
-from inprocess.fault_tolerance.launcher.verdict import decide
-from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, wait_readable
+from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
 from inprocess.joining import JOIN, JOINED_FILE
 
 __all__ = ["LauncherAgent"]
@@ -37,31 +34,31 @@ _MEMBERSHIP_INTERVAL_S = 1.0  # torch's handler asks the store no more often
 
 
 class LauncherAgent(LocalElasticAgent):
-    """One node's agent. `run_job` once, on the main thread; nothing of torch's own loop is used."""
+    """The agent of one node. Call `run_job` once, on the main thread; torch's own loop is not used."""
 
-    def __init__(self, spec: WorkerSpec, parts: Parts, **torchs: Any) -> None:
+    def __init__(self, spec: WorkerSpec, resources: LauncherResources, **torchs: Any) -> None:
         super().__init__(spec, **torchs)
-        self._parts = parts
+        self._resources = resources
         self._workers = WorkerProcesses({})
         self._survivors: Survivors | None = None
         self._cycle = 0
-        self._is_polled = not isinstance(spec.entrypoint, str)  # functions hand their results over before they end
+        self._is_polled = not isinstance(spec.entrypoint, str)  # functions send their results before they end
 
     @property
     def entrypoint_name(self) -> str:
         """What the workers run."""
         return str(self._worker_group.spec.get_entrypoint_name())
 
-    def run_job(self) -> Outcome:
-        """Run cycles until the job is over for this node. Workers and what they left behind are gone then."""
-        rounds = self._parts.rounds
-        outcome: Outcome | None = None
+    def run_job(self) -> LauncherExit:
+        """Run cycles until the job is over for this node. Workers and what they have left behind have ended then."""
+        rounds = self._resources.rounds
+        outcome: LauncherExit | None = None
         try:
             while outcome is None:
                 outcome = self._meet() or self._run_cycle()
             return outcome
         except StoreLost as error:
-            return Outcome(1, f"the node that hosts the rendezvous is gone: {error}")
+            return LauncherExit(1, f"the node that hosts the rendezvous does not answer: {error}")
         finally:
             self._end_workers()
             self._shutdown()
@@ -72,9 +69,9 @@ class LauncherAgent(LocalElasticAgent):
 
     # -- a cycle -------------------------------------------------------------------------------------------------------
 
-    def _run_cycle(self) -> Outcome | None:
+    def _run_cycle(self) -> LauncherExit | None:
         """Return how this launcher ends; None if another cycle follows."""
-        meeting = self._parts.rounds.meeting
+        meeting = self._resources.rounds.meeting
         assert meeting is not None
         self._start(meeting)
         end = self._watch(meeting)
@@ -84,47 +81,49 @@ class LauncherAgent(LocalElasticAgent):
         if end.outcome is not None:
             return end.outcome
         _log.warning("cycle %d is over: %s", self._cycle, end.reason)
-        outcome = decide(self._parts, meeting, end, self._cycle, self._worker_group.spec.max_restarts)
+        outcome = decide(self._resources, meeting, end, self._cycle, self._worker_group.spec.max_restarts)
         if outcome is None:
-            self._parts.gpu_memory.wait_free()
+            self._resources.gpu_memory.wait_free()
             self._cycle += 1
         return outcome
 
-    def _meet(self) -> Outcome | None:
-        """Be part of the next cycle, however long that takes. An outcome if there is none for this node."""
-        rounds, group = self._parts.rounds, self._worker_group
+    def _meet(self) -> LauncherExit | None:
+        """Join the next cycle, however long that takes. Returns an outcome if there is none for this node."""
+        rounds, group = self._resources.rounds, self._worker_group
         earlier = rounds.meeting
         while True:
             try:
-                with self._parts.signals.raising():
+                with self._resources.signals.raising():
                     self._rendezvous(group)
                     assert rounds.meeting is not None
                     self._cycle = rounds.meeting.agree_on_cycle(self._cycle)
                 break
             except MeetingError as error:
-                _log.warning("meeting again: %s", error)
+                _log.warning("joining the rendezvous again: %s", error)
             except Interrupted as interrupted:
                 rounds.leave()
-                return Outcome(128 + interrupted.number, f"{interrupted.number.name} while waiting for other nodes")
+                return LauncherExit(
+                    128 + interrupted.number, f"{interrupted.number.name} while waiting for other nodes"
+                )
             except RendezvousGracefulExitError:
-                return Outcome(0, "this spare node was not needed")
+                return LauncherExit(0, "this spare node was not needed")
             except RendezvousClosedError:
                 return self._closed(earlier)
             except RendezvousTimeoutError:
-                return Outcome(1, "there are not enough nodes for another cycle")
+                return LauncherExit(1, "there are not enough nodes for another cycle")
             except RendezvousError as error:
                 raise StoreLost(str(error)) from error
         self._remaining_restarts = group.spec.max_restarts - self._cycle
         return None
 
-    def _closed(self, earlier: Meeting | None) -> Outcome:
+    def _closed(self, earlier: Meeting | None) -> LauncherExit:
         if earlier is None:
-            return Outcome(0, "the job is over; this node was not needed")
-        return earlier.stopped() or Outcome(1, "the rendezvous was closed")
+            return LauncherExit(0, "the job is over; this node was not needed")
+        return earlier.stopped() or LauncherExit(1, "the rendezvous was closed")
 
     def _start(self, meeting: Meeting) -> None:
         group = self._worker_group
-        self._parts.monitors.begin_cycle(self._cycle)
+        self._resources.monitors.begin_cycle(self._cycle)
         _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
         for local_rank, pid in self._start_workers(group).items():
             group.workers[local_rank].id = pid
@@ -133,20 +132,20 @@ class LauncherAgent(LocalElasticAgent):
         torchs_close = self._pcontext._close
 
         def close(death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-            workers.stop(self._parts.options.workers_stop_timeout_s)
-            torchs_close(death_sig, 1)  # files and what else is torch's; the workers are gone
+            workers.stop(self._resources.options.workers_stop_timeout_s)
+            torchs_close(death_sig, 1)  # closes files and the like; the workers have ended
 
-        # Torch stops the other workers itself, with a timeout of its own, as soon as it is asked how they are.
+        # When torch is asked for the workers' state it stops the others itself, with a timeout of its own.
         setattr(self._pcontext, "_close", close)  # noqa: B010 - a method is replaced
         group.state = WorkerState.HEALTHY
-        options = self._parts.options
+        options = self._resources.options
         if options.leaves_survivors:
             self._survivors = Survivors(
                 workers,
                 group.workers,
                 meeting,
                 fewest=options.min_workers,
-                silence_s=self._parts.rounds.silence_s,
+                silence_s=self._resources.rounds.silence_s,
                 error_files=self._pcontext.error_files,
                 replace=self._replace_worker,
                 most_replacements=options.max_replacements,
@@ -163,22 +162,22 @@ class LauncherAgent(LocalElasticAgent):
         return joined
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
-        """Torch's agent calls this when it has made the variables of the workers: ours are added."""
+        """Add our variables to those of the workers. Torch's agent calls this when it has made them."""
         for local_rank, env in envs.items():
-            env.update(self._parts.inbox.environment)
-            env.update(self._parts.monitors.environment(local_rank))
+            env.update(self._resources.inbox.environment)
+            env.update(self._resources.monitors.environment(local_rank))
         super()._setup_local_watchdog(envs)
 
     def _watch(self, meeting: Meeting) -> CycleEnd:
-        """Wait for whatever comes first. Monitors that end are replaced meanwhile."""
+        """Wait for the end of the cycle. Monitors that end are replaced meanwhile."""
         is_done = False
         membership_s = time.monotonic()
         while True:
             self._wait(None if meeting.nodes == 1 and not self._is_polled else self._worker_group.spec.monitor_interval)
-            number = self._parts.signals.take()
+            number = self._resources.signals.take()
             if number is not None:
                 return self._end_gracefully(number, meeting, is_done)
-            self._parts.monitors.restart_ended()
+            self._resources.monitors.restart_ended()
             if not is_done:
                 end = self._look()
                 if end is not None and end.is_ours:
@@ -188,7 +187,7 @@ class LauncherAgent(LocalElasticAgent):
                     meeting.report_done()
             try:
                 if is_done and meeting.all_done():
-                    return CycleEnd("success", Outcome(0, self._success(), ends_job=True))
+                    return CycleEnd("success", LauncherExit(0, self._success(), ends_job=True))
                 if meeting.has_words():
                     return self._told(meeting)
                 if self._survivors is not None:
@@ -197,15 +196,15 @@ class LauncherAgent(LocalElasticAgent):
                         return end
                 elif meeting.nodes > 1 and not is_done and time.monotonic() >= membership_s:
                     membership_s = time.monotonic() + _MEMBERSHIP_INTERVAL_S
-                    if self._parts.rounds.num_nodes_waiting() > 0:
-                        return CycleEnd("a node is gone and a spare waits", is_ours=True)
+                    if self._resources.rounds.num_nodes_waiting() > 0:
+                        return CycleEnd("a node has left and a spare waits", is_ours=True)
             except (StoreLost, RendezvousError) as error:
                 if is_done:
-                    return CycleEnd("success", Outcome(0, "all workers of this node have ended with 0"))
+                    return CycleEnd("success", LauncherExit(0, "all workers of this node have ended with 0"))
                 raise StoreLost(str(error)) from error
 
     def _wait(self, timeout_s: float | None) -> None:
-        wait_readable([self._parts.signals.fd, *self._parts.monitors.fds, *self._workers.fds], timeout_s)
+        wait_readable([self._resources.signals.fd, *self._resources.monitors.fds, *self._workers.fds], timeout_s)
 
     def _look(self) -> CycleEnd | None:
         """Return how the workers of this node have ended, `is_ours` if the cycle has failed; None while they run."""
@@ -233,26 +232,26 @@ class LauncherAgent(LocalElasticAgent):
         return CycleEnd(f"another node says: {meeting.restart_reason()}")
 
     def _end_gracefully(self, number: signal.Signals, meeting: Meeting, is_done: bool) -> CycleEnd:
-        """The launcher got a signal: the workers get it, too, and time to end by themselves."""
-        options = self._parts.options
+        """Pass a signal to the launcher on to the workers, and give them time to end by themselves."""
+        options = self._resources.options
         wait_s = options.term_timeout_s if number == signal.SIGTERM else options.workers_stop_timeout_s
-        _log.warning("%s: workers get it, and %g s to end", number.name, wait_s)
+        _log.warning("%s is passed on to the workers, which have %g s to end", number.name, wait_s)
         self._workers.signal(number)
         deadline = time.monotonic() + wait_s
         end: CycleEnd | None = None
         failed_before = self._failed()
         while not is_done and end is None and (left_s := deadline - time.monotonic()) > 0:
             self._wait(min(left_s, self._worker_group.spec.monitor_interval) if self._is_polled else left_s)
-            if self._parts.signals.take() is not None:  # somebody gets impatient
+            if self._resources.signals.take() is not None:  # a second signal shortens the wait
                 deadline = min(deadline, time.monotonic() + options.workers_stop_timeout_s)
-            self._parts.monitors.restart_ended()
+            self._resources.monitors.restart_ended()
             end = self._look()
         if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
             if not is_done:
                 meeting.report_done()
             is_over = self._wait_for_others(meeting, deadline)
-            return CycleEnd("done", Outcome(0, f"{number.name}: the workers have ended with 0", ends_job=is_over))
-        outcome = Outcome(128 + number, f"{number.name}: not all workers have ended with 0")
+            return CycleEnd("done", LauncherExit(0, f"{number.name}: the workers have ended with 0", ends_job=is_over))
+        outcome = LauncherExit(128 + number, f"{number.name}: not all workers have ended with 0")
         return CycleEnd(outcome.reason, outcome, is_ours=meeting.nodes > 1)
 
     def _failed(self) -> int:
@@ -260,31 +259,31 @@ class LauncherAgent(LocalElasticAgent):
         return 0 if self._survivors is None else len(self._survivors.failures)
 
     def _wait_for_others(self, meeting: Meeting, deadline: float) -> bool:
-        """Wait until the workers of all nodes have ended well. False if that does not happen."""
+        """Wait until the workers of all nodes have ended with 0. False if that does not happen."""
         while not meeting.all_done():
             if meeting.has_words() or time.monotonic() >= deadline:
                 return False
-            wait_readable([self._parts.signals.fd], self._worker_group.spec.monitor_interval)
-            if self._parts.signals.take() is not None:
+            wait_readable([self._resources.signals.fd], self._worker_group.spec.monitor_interval)
+            if self._resources.signals.take() is not None:
                 return False
         return True
 
     def _end_workers(self) -> None:
-        """End the workers and what they left behind, whatever state they are in. Idempotent."""
+        """End the workers and what they have left behind, in any state. Idempotent."""
         if not self._workers.pids:
             return
         workers, self._workers = self._workers, WorkerProcesses({})
         self._survivors = None
-        workers.stop(self._parts.options.workers_stop_timeout_s)
+        workers.stop(self._resources.options.workers_stop_timeout_s)
         if self._pcontext is not None:
             self._pcontext.close()
         workers.close()
         end_leftovers(workers.pids.values())
-        if self._parts.options.config.check_remaining_processes:
+        if self._resources.options.config.check_remaining_processes:
             log_survivors(
-                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._parts.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
+                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
             )
-        self._parts.monitors.end_cycle()
+        self._resources.monitors.end_cycle()
 
 
 def _describe(result: RunResult) -> str:

@@ -1,4 +1,4 @@
-"""The command: from the command line to an exit code."""
+"""The command `ckpt_launcher`: from the command line to an exit code."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.launcher.api import LaunchConfig
 
 from inprocess.fault_tolerance.launcher.agent import LauncherAgent
-from inprocess.fault_tolerance.launcher.control import ControlInbox
-from inprocess.fault_tolerance.launcher.gpu_memory import GpuMemory
+from inprocess.fault_tolerance.launcher.cycle import LauncherResources
+from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, Interrupted, SignalInbox
+from inprocess.fault_tolerance.launcher.leftovers import GpuMemory
+from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
-from inprocess.fault_tolerance.launcher.outcome import Outcome
-from inprocess.fault_tolerance.launcher.parts import Parts
-from inprocess.fault_tolerance.launcher.progress import CheckpointProgress
 from inprocess.fault_tolerance.launcher.rendezvous import Rounds, rounds_over
-from inprocess.fault_tolerance.launcher.signals import Interrupted, SignalInbox
+from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
 __all__ = ["run"]
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 600.0
-# Torch catches the signals in this list by raising an exception wherever its code is, also between the start of one
-# worker and the next. Ours are events; so it gets one that nobody sends.
+# Torch raises an exception for each signal in this list, wherever its code is, also between the starts of two workers.
+# Here signals are events, so torch gets a signal that is never sent.
 _SIGNALS_FOR_TORCH = "SIGRTMAX"
 
 
@@ -45,7 +44,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     config, command, arguments = torchrun.config_from_args(args)
     try:
         outcome = record(_launch)(options, config, command, arguments)
-    except ChildFailedError as error:  # `record` has kept what the worker left about its failure
+    except ChildFailedError as error:  # `record` has kept the worker's error file
         _log.error("%s", error)
         return 1
     if outcome is None:  # a worker function has called sys.exit(0)
@@ -55,8 +54,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     return outcome.code
 
 
-def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, arguments: list[str]) -> Outcome:
-    """Everything between the command line and the exit code. ChildFailedError if workers' failures end the job."""
+def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, arguments: list[str]) -> LauncherExit:
+    """Create what the agent needs, and run it. ChildFailedError if workers' failures end the job."""
     with ExitStack() as stack:
         signals = stack.enter_context(SignalInbox.of_names(config.signals_to_handle))
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_FOR_TORCH
@@ -67,19 +66,19 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             with signals.raising():
                 rounds = _rounds(config)
         except Interrupted as interrupted:
-            return Outcome(128 + interrupted.number, f"{interrupted.number.name} before the first rendezvous")
-        parts = Parts(
+            return LauncherExit(128 + interrupted.number, f"{interrupted.number.name} before the first rendezvous")
+        resources = LauncherResources(
             options=options,
             rounds=rounds,
             monitors=monitors,
             inbox=inbox,
             signals=signals,
-            progress=CheckpointProgress.from_config(options.config),
+            progress=TrainingProgressTracker.from_config(options.config),
             gpu_memory=GpuMemory(options.config),
         )
         agent = LauncherAgent(
             _known(WorkerSpec, _spec(config, rounds, command, arguments)),
-            parts,
+            resources,
             logs_specs=config.logs_specs,
             start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
@@ -135,6 +134,6 @@ def _spec(config: LaunchConfig, rounds: Rounds, command: Any, arguments: list[st
 
 
 def _known(kind: Any, values: dict[str, Any]) -> Any:
-    """Make one of the fields that this version of torch knows."""
+    """Create an object from the fields that this version of torch has."""
     names = {item.name for item in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in names})

@@ -1,9 +1,9 @@
-"""What workers leave running when they have ended.
+"""Processes and GPU memory that workers leave behind when they have ended.
 
-Every worker leads a session of its own. What belongs to that session when the worker is gone (processes of data
-loaders, shells, whatever else was forked) is in the way of the next cycle and is ended. A process that has begun a
-session of its own outlives its parent on purpose: writers of checkpoints, which finish a save that was staged and then
-end by themselves. Those are only named in the log.
+Every worker leads a session of its own. Processes that are still in that session after the worker has ended (data
+loaders, shells, other forks) would disturb the next cycle and are ended. A process with a session of its own outlives
+its parent on purpose, like the writers of checkpoints, which finish a staged save and then end by themselves. Such
+processes are only named in the log.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.launcher.workers import wait_readable
 
-__all__ = ["end_leftovers", "log_survivors"]
+__all__ = ["GpuMemory", "end_leftovers", "log_survivors"]
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0
 _KILL_S = 10.0
+_QUERY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -35,25 +40,25 @@ class _Process:
 
 
 def end_leftovers(sessions: Collection[int], grace_s: float = _GRACE_S) -> list[str]:
-    """End all processes of these sessions: SIGTERM, `grace_s`, SIGKILL. Returns their names and numbers.
+    """End all processes of these sessions: SIGTERM, `grace_s`, SIGKILL. Returns their names and ids.
 
-    The leaders must have ended. Returns when the processes are gone; after 10 s in any case, then the log says so.
+    The leaders must have ended. Returns when the processes have ended, or after 10 s, with an error in the log.
     """
     found = _members(sessions)
     if not found:
         return []
     names = [f"{process.name} ({process.pid})" for process in found]
-    _log.warning("left behind by workers, and ended now: %s", ", ".join(names))
+    _log.warning("ending processes that workers have left behind: %s", ", ".join(names))
     _signal_and_wait(sessions, signal.SIGTERM, grace_s)
     _signal_and_wait(sessions, signal.SIGKILL, _KILL_S)
     remaining = _members(sessions)
     if remaining:
-        _log.error("cannot be ended: %s", ", ".join(f"{p.name} ({p.pid})" for p in remaining))
+        _log.error("these processes cannot be ended: %s", ", ".join(f"{p.name} ({p.pid})" for p in remaining))
     return names
 
 
 def log_survivors(marker: str) -> list[str]:
-    """Name in the log what still runs and was started with this NAME=VALUE in its environment."""
+    """Log the processes that still run and were started with this NAME=VALUE in their environment."""
     found = []
     wanted = marker.encode()
     for process in _processes():
@@ -61,12 +66,12 @@ def log_survivors(marker: str) -> list[str]:
             if not process.is_zombie and wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                 found.append(f"{process.name} ({process.pid})")
     if found:
-        _log.info("of the workers that have ended, these processes go on: %s", ", ".join(found))
+        _log.info("processes of ended workers that still run: %s", ", ".join(found))
     return found
 
 
 def _signal_and_wait(sessions: Collection[int], number: signal.Signals, timeout_s: float) -> None:
-    """Send a signal to the members, and again to those forked in between for SIGKILL, until there are none."""
+    """Send a signal to all members, and to those forked meanwhile, until there are none or the time is over."""
     deadline = time.monotonic() + timeout_s
     signalled: set[int] = set()
     while (members := _members(sessions)) and (left_s := deadline - time.monotonic()) > 0:
@@ -87,7 +92,7 @@ def _signal_and_wait(sessions: Collection[int], number: signal.Signals, timeout_
 
 
 def _open(process: _Process) -> int | None:
-    """Return a descriptor of the process that was seen, not of a later one with its number."""
+    """Return a descriptor of this process, not of a later one with the same id."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
@@ -113,6 +118,56 @@ def _read(pid: int) -> _Process | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    name, _, rest = text.partition(" (")[2].rpartition(") ")  # the name may hold anything, also parentheses
+    name, _, rest = text.partition(" (")[2].rpartition(") ")  # the name may contain anything, also parentheses
     values = rest.split()
     return _Process(pid, int(values[3]), name, values[0] in "ZX")
+
+
+class GpuMemory:
+    """Waits until the driver has freed the memory of ended processes: what was in use before the first workers counts.
+
+    For the GPUs in CUDA_VISIBLE_DEVICES, or all, by nvidia-smi. Without it, or without a GPU, it never waits.
+    """
+
+    def __init__(self, config: FaultToleranceConfig) -> None:
+        self._timeout_s = config.gpu_memory_reclaim_timeout
+        self._tolerance_mb = config.gpu_memory_tolerance_mb
+        self._interval_s = config.gpu_memory_poll_interval
+        self._tool = shutil.which("nvidia-smi")
+        self._before = self._used_mb()
+
+    def wait_free(self) -> bool:
+        """Wait until no GPU has more memory in use than before, plus the tolerance. False, with a warning, on timeout.
+
+        Blocks the calling thread. The driver has no event for this, so it polls every `gpu_memory_poll_interval`.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while self._before:
+            used = self._used_mb()
+            full = {gpu: mb for gpu, mb in used.items() if mb > self._before.get(gpu, 0.0) + self._tolerance_mb}
+            if not full:
+                return True
+            if time.monotonic() >= deadline:
+                _log.warning("after %g s there is still GPU memory in use, in MiB: %s", self._timeout_s, full)
+                return False
+            threading.Event().wait(min(self._interval_s, max(0.0, deadline - time.monotonic())))
+        return True
+
+    def _used_mb(self) -> dict[str, float]:
+        if self._tool is None:
+            return {}
+        command = [self._tool, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            if not visible.strip():
+                return {}
+            command.append(f"--id={visible}")
+        try:
+            answer = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
+            )
+            pairs = [line.split(",") for line in answer.stdout.splitlines() if line.strip()]
+            return {gpu.strip(): float(used) for gpu, used in pairs}
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            _log.debug("the memory in use on GPUs is unknown: %s", error)
+            return {}

@@ -1,45 +1,57 @@
 """What the launchers of one cycle tell each other, in the store of its rendezvous.
 
-    cycle/<node>   which cycle the node takes it for: 0 if it is new, else one more than its last; the largest counts
-    words          how many of these two were said:
-      restart        workers of a node have failed: all end theirs and meet again
+    cycle/<node>   the number of this cycle on the node: 0 if it is new, else one more than its last; the largest counts
+    words          how many of these two were announced:
+      restart        workers of a node have failed: all nodes end theirs and meet again
       stop           the job is over, with this exit code
-    done           how many nodes' workers have ended well
+    done           how many nodes' workers have all ended with 0
     lost           how many workers have failed and were left behind, less those replaced (policy "in-process")
-    replacements   how many processes were started in the place of workers that were lost (policy "in-process")
-    alive/<node>   counts up for as long as the node's launcher lives (policy "in-process")
-    over/<node>    not 0: the node is among those that are done, by itself or because it does not answer
-    left           how many nodes know that it is over
+    replacements   how many processes were started in place of lost workers (policy "in-process")
+    alive/<node>   incremented while the node's launcher runs (policy "in-process")
+    over/<node>    not 0: the node counts as done, by itself or because it does not answer
+    left           how many nodes know that the job is over
 
-Of several nodes that say the same word, the first counts, so all read the same. Values are JSON.
+If several nodes announce the same word the first one counts, so all nodes read the same. Values are JSON.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inprocess.fault_tolerance.launcher.outcome import Outcome
-
-__all__ = ["Meeting", "MeetingError", "StoreLost"]
+__all__ = ["LauncherExit", "Meeting", "MeetingError", "StoreLost"]
 
 _POLL_S = 0.05
 _AGREE_TIMEOUT_S = 60.0
 
 
 class StoreLost(Exception):
-    """The store of the rendezvous does not answer: its host has ended."""
+    """The store of the rendezvous does not answer: the process that hosts it has ended."""
 
 
 class MeetingError(Exception):
-    """A node that has joined the rendezvous is not in it any more; the others have to meet again."""
+    """A node that has joined the rendezvous has left it; the others must meet again."""
+
+
+@dataclass(frozen=True)
+class LauncherExit:
+    """How a launcher ends: exit code, a reason for the log, and its workers' failures (torch's, by rank) if they count.
+
+    `ends_job`: no node goes on, so no node may join the rendezvous any more.
+    """
+
+    code: int
+    reason: str
+    failures: Mapping[int, Any] = field(default_factory=dict)
+    ends_job: bool = False
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """One cycle's, as the node with number `node` of `nodes` sees it. Any thread; `StoreLost` from all but `leave`."""
+    """The shared state of one cycle, seen by node `node` of `nodes`. Any thread. All methods but `leave`: StoreLost."""
 
     store: Any
     node: int
@@ -48,7 +60,7 @@ class Meeting:
     def agree_on_cycle(self, mine: int) -> int:
         """Return the number of this cycle, the same on all nodes.
 
-        Waits for them, a minute at most, and not if a node wants to meet again: MeetingError.
+        Waits for them, a minute at most. MeetingError if a node does not come, or has asked for a restart.
         """
         if self.nodes == 1:
             return mine
@@ -62,57 +74,57 @@ class Meeting:
         return max(int(json.loads(self._ask("get", key))) for key in keys)
 
     def ask_restart(self, reason: str) -> None:
-        """Have all nodes end their workers and meet again."""
+        """Ask all nodes to end their workers and meet again."""
         self._say("restart", {"reason": reason})
 
-    def stop(self, outcome: Outcome) -> Outcome:
-        """End the job. Returns what counts: this outcome, or that of the node that was first."""
+    def stop(self, outcome: LauncherExit) -> LauncherExit:
+        """End the job. Returns the exit that counts: this one, or that of the first node that ended the job."""
         self._say("stop", {"code": outcome.code, "reason": outcome.reason})
         return self.stopped() or replace(outcome, ends_job=True)
 
     def has_words(self) -> bool:
-        """Whether anybody has asked for a restart or the end. One round trip."""
+        """Whether a node has announced a restart or the end. One round trip."""
         return self.nodes > 1 and int(self._ask("add", "words", 0)) > 0
 
     def restart_reason(self) -> str | None:
-        """Return why all meet again; None if nobody has asked."""
+        """Return the reason of the restart; None if no node has asked for one."""
         said = self._said("restart")
         return None if said is None else str(said["reason"])
 
-    def stopped(self) -> Outcome | None:
+    def stopped(self) -> LauncherExit | None:
         """Return how the job ends; None if it goes on."""
         said = self._said("stop")
-        return None if said is None else Outcome(int(said["code"]), str(said["reason"]), ends_job=True)
+        return None if said is None else LauncherExit(int(said["code"]), str(said["reason"]), ends_job=True)
 
     def report_done(self) -> None:
-        """The workers of this node have ended well. Once per node."""
+        """Report that the workers of this node have ended with 0. Once per node."""
         if self.nodes > 1:
             self._count_done(self.node)
 
     def all_done(self) -> bool:
-        """Whether the workers of all nodes have ended well."""
+        """Whether the workers of all nodes have ended with 0."""
         return self.nodes == 1 or int(self._ask("add", "done", 0)) >= self.nodes
 
     def report_lost(self, count: int) -> int:
-        """So many workers more have failed and are left behind. Returns how many that are, of all nodes."""
+        """Report that `count` more workers have failed and are left behind. Returns the sum of all nodes."""
         return int(self._ask("add", "lost", count))
 
     def number_replacement(self) -> int:
-        """Return a number for a process that replaces a worker: 0 for the first of all nodes, then 1, ..."""
+        """Return the number of a replacement worker: 0 for the first of all nodes, then 1, ..."""
         return int(self._ask("add", "replacements", 1)) - 1
 
     def say_alive(self) -> None:
-        """Count up for `alive`."""
+        """Increment this node's count for `alive`."""
         self._ask("add", f"alive/{self.node}", 1)
 
     def alive(self) -> dict[int, int]:
-        """Return the counts of the other nodes that are not done. One round trip for each node."""
+        """Return the counts of the other nodes that are not done. Up to two round trips per node."""
         others = [node for node in range(self.nodes) if node != self.node]
         waiting = [node for node in others if int(self._ask("add", f"over/{node}", 0)) == 0]
         return {node: int(self._ask("add", f"alive/{node}", 0)) for node in waiting}
 
     def give_up(self, node: int) -> bool:
-        """Take a node for done that does not answer. False if another node was first, or it has ended well."""
+        """Count a node that does not answer as done. False if another node was first, or it was done."""
         return self._count_done(node)
 
     def _count_done(self, node: int) -> bool:
@@ -122,7 +134,7 @@ class Meeting:
         return True
 
     def leave(self, timeout_s: float) -> None:
-        """Wait until all nodes have come to the end, or for `timeout_s`: this one may be the host of the store."""
+        """Wait at most `timeout_s` until all nodes know of the end: this process may host the store."""
         if self.nodes == 1:
             return
         deadline = time.monotonic() + timeout_s
@@ -132,11 +144,11 @@ class Meeting:
                 time.sleep(_POLL_S)
                 count = int(self._ask("add", "left", 0))
         except StoreLost:
-            return  # others were faster
+            return  # its host has left first
 
     def _say(self, word: str, value: dict[str, Any]) -> None:
         self._ask("compare_set", word, "", json.dumps(value))
-        self._ask("add", "words", 1)  # after the word: whoever sees the count finds it
+        self._ask("add", "words", 1)  # after the word: a node that sees the count finds the word
 
     def _said(self, word: str) -> dict[str, Any] | None:
         if not self._ask("check", [word]):
@@ -147,5 +159,5 @@ class Meeting:
     def _ask(self, method: str, *args: Any) -> Any:
         try:
             return getattr(self.store, method)(*args)
-        except RuntimeError as error:  # torch's errors of stores and of the network
+        except RuntimeError as error:  # torch's errors of stores and the network
             raise StoreLost(str(error)) from error

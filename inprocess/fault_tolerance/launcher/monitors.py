@@ -1,4 +1,4 @@
-"""The monitor processes of a node, one per local rank, over all cycles."""
+"""The monitor processes of a node: one per local rank, for all cycles."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
-from inprocess.fault_tolerance.monitor_handle import MonitorControl, MonitorHandle
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError
+from inprocess.monitor_process.start import MonitorControl, MonitorHandle
 
 __all__ = ["RankMonitors"]
 
@@ -22,10 +22,10 @@ _FAULTS = (OSError, EOFError, PacketError)
 
 
 class RankMonitors:
-    """Monitors of so many local ranks. One thread; they end with this process at the latest.
+    """The monitors of `count` local ranks. One thread. They end with this process at the latest.
 
-    RuntimeError when one does not start. `fds` become readable when a monitor has ended: call `restart_ended` then.
-    Its path is the same afterwards, and the worker connects to it by itself.
+    RuntimeError if one does not start. `fds` become readable when a monitor has ended: call `restart_ended` then. The
+    new monitor has the same path, and the worker reconnects by itself.
     """
 
     def __init__(self, config: FaultToleranceConfig, count: int) -> None:
@@ -41,15 +41,15 @@ class RankMonitors:
         return [handle.sentinel for handle in self._handles]
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """Return the variable by which the worker with this local rank finds its monitor."""
+        """Return the environment variable by which the worker with this local rank finds its monitor."""
         return {FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR: self._paths[local_rank]}
 
     def begin_cycle(self, cycle: int) -> None:
-        """Start those that do not run, and tell all which cycle begins."""
+        """Start monitors that do not run, and tell all of them which cycle begins."""
         self._cycle = cycle
         self.restart_ended()
         if not self._handles:
-            with ThreadPoolExecutor(len(self._paths)) as pool:  # each takes a while to start, mostly waiting
+            with ThreadPoolExecutor(len(self._paths)) as pool:  # each start is mostly waiting
                 started = [pool.submit(self._start, local_rank) for local_rank in range(len(self._paths))]
             self._handles = [future.result() for future in started if future.exception() is None]
             for future in started:
@@ -57,28 +57,30 @@ class RankMonitors:
         self._tell(lambda control: control.set_cycle(cycle))
 
     def end_cycle(self) -> None:
-        """The workers have ended: their connections are closed, so that the next find room."""
+        """The workers have ended: have monitors close their connections, for the next workers."""
         self._tell(lambda control: control.close_worker_connection())
 
     def restart_ended(self) -> None:
-        """Start another monitor in the place of each that has ended."""
+        """Start a new monitor in place of each that has ended."""
         for local_rank, handle in enumerate(self._handles):
             if not handle.is_alive():
-                _log.error("the monitor of local rank %d has ended (%s); starting another", local_rank, handle.exitcode)
+                _log.error(
+                    "the monitor of local rank %d has ended (%s); starting a new one", local_rank, handle.exitcode
+                )
                 handle.close()
                 self._handles[local_rank] = self._start(local_rank)
                 with contextlib.suppress(*_FAULTS):
                     self._handles[local_rank].control.set_cycle(self._cycle)
 
     def close(self) -> None:
-        """End them all. Idempotent."""
+        """End all monitors. Idempotent."""
         handles, self._handles = self._handles, []
         for handle in handles:
-            handle.terminate()  # all at once, then wait for each
+            handle.terminate()  # all at once, then wait for each of them
         for handle in handles:
             handle.close()
         for path in self._paths:
-            unix_sockets.remove_socket(path)  # one that was killed has left its own behind
+            unix_sockets.remove_socket(path)  # a monitor that was killed leaves its socket behind
 
     def _start(self, local_rank: int) -> MonitorHandle:
         return RankMonitorServer.run_in_subprocess(

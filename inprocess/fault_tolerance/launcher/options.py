@@ -1,4 +1,4 @@
-"""The command line: that of torchrun, the options of the launcher, one option per setting."""
+"""The command line: torchrun's options, the launcher's, and one per setting of `FaultToleranceConfig`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_REPLACEMENTS = 8
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What is ours on the command line; times in seconds."""
+    """The options that torchrun does not have. Times in seconds."""
 
     config: FaultToleranceConfig
     workers_stop_timeout_s: float
@@ -45,7 +45,7 @@ class LauncherOptions:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LauncherOptions]:
-    """Read the command line: torchrun's values, completed as torchrun does, and ours.
+    """Parse the command line: torchrun's values, completed as torchrun does, and ours.
 
     SystemExit with 2 and a message for what is invalid or not available, with 0 after --help.
     """
@@ -139,8 +139,10 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
 
 
 def _complete(args: argparse.Namespace, default_port: Any) -> None:
-    """What torchrun's own entry point does between parsing and launching. Older ones have a port by default, and two
-    jobs on a node would both take it."""
+    """Complete the values as torchrun's entry point does between parsing and launching.
+
+    Older releases have a default port, which two jobs on a node would both use.
+    """
     fewest, most = torchrun.parse_min_max_nnodes(args.nnodes)
     says_nothing = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port == default_port
     if args.standalone or (says_nothing and most == 1):
@@ -150,4 +152,4 @@ def _complete(args: argparse.Namespace, default_port: Any) -> None:
     if args.rdzv_backend == "static" and fewest != most:
         raise ValueError("spare nodes (--nnodes=MIN:MAX) need a dynamic rendezvous: --rdzv-backend=c10d")
     if not 0 < fewest <= most:
-        raise ValueError(f"--nnodes={args.nnodes} makes no sense")
+        raise ValueError(f"--nnodes={args.nnodes} is invalid")

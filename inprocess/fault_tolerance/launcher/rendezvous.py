@@ -1,8 +1,8 @@
-"""Torch's rendezvous handlers, made fit for restarts of the whole job.
+"""Torch's rendezvous handlers, adapted for restarts of the whole job.
 
-`DynamicRounds` wraps the dynamic ones (c10d, etcd-v2). With as many nodes as the job needs in a round, torch keeps the
-others waiting without disturbing the round, and lets them in when one of the round leaves or its heartbeat stops: these
-are the hot spares. `StaticRounds` wraps the static one, which knows one round only, and lets all nodes meet again.
+`DynamicRounds` wraps the dynamic ones (c10d, etcd-v2). When a round has as many nodes as the job needs, torch keeps the
+others waiting without disturbing the round, and admits them when a node leaves or its heartbeat stops: these are the
+hot spares. `StaticRounds` wraps the static one, which has only one round, and lets all nodes meet again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["DynamicRounds", "Rounds", "StaticRounds", "rounds_over"]
 _PREFIX = "inprocess.fault_tolerance"
 _POLL_S = 0.1
 _SILENCE_S = 15.0
-_SPARES_NOTICE_S = 2.5  # they look every second
+_SPARES_NOTICE_S = 2.5  # they check every second
 
 
 class Rounds(RendezvousHandler):
-    """A handler of torch's that leaves the `meeting` of the round it has made; None before the first. One thread."""
+    """A handler of torch's with the `meeting` of its latest round; None before the first. One thread."""
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self.inner = inner
         self.meeting: Meeting | None = None
-        self.silence_s = _SILENCE_S  # a node that has not answered for so long is gone
+        self.silence_s = _SILENCE_S  # a node that has not answered for this long is lost
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
@@ -49,15 +49,15 @@ class Rounds(RendezvousHandler):
         return bool(self.inner.use_agent_store)
 
     def is_closed(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Whether no node may join any more."""
         return bool(self.inner.is_closed())
 
     def set_closed(self) -> None:
-        """Let nobody in any more."""
+        """Let no node join any more."""
         self.inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait for the next round because one of this round is gone."""
+        """Return how many nodes wait for the next round because a node of this round has left."""
         return int(self.inner.num_nodes_waiting())
 
     def get_run_id(self) -> str:
@@ -65,7 +65,7 @@ class Rounds(RendezvousHandler):
         return self.inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """Let nobody in any more, and stop heartbeats. False if the backend is gone."""
+        """Let no node join any more, and stop heartbeats. False if the backend does not answer."""
         return bool(self.inner.shutdown())
 
     def leave(self) -> None:
@@ -73,16 +73,16 @@ class Rounds(RendezvousHandler):
 
 
 class DynamicRounds(Rounds):
-    """Over `DynamicRendezvousHandler`."""
+    """Rounds of a `DynamicRendezvousHandler`."""
 
     def __init__(self, inner: RendezvousHandler, has_spares: bool) -> None:
         super().__init__(inner)
         self._has_spares = has_spares
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next round when there are enough nodes. Raises what torch raises; a spare may wait for long."""
-        # Torch keeps the address of the first round's store for workers, even when another node has become the first,
-        # and the address is that of a machine that is gone.
+        """Return the next round when there are enough nodes. Torch's errors. A spare may wait indefinitely."""
+        # Torch keeps the address of the first round's store for workers, even if another node is the first one now and
+        # the address is that of a node that has failed.
         if hasattr(self.inner, "_bootstrap_store_info"):
             self.inner._bootstrap_store_info = None
         info = self.inner.next_rendezvous()
@@ -90,14 +90,14 @@ class DynamicRounds(Rounds):
         return info
 
     def shutdown(self) -> bool:
-        """See base class. Where spares may wait, stays until they have seen it: the store may be hosted here."""
+        """See base class. If spares may wait, it returns when they have noticed: the store may be hosted here."""
         ended = super().shutdown()
         if ended and self._has_spares:
             time.sleep(_SPARES_NOTICE_S)
         return ended
 
     def leave(self) -> None:
-        """See base class. If torch's handler has changed, room is made when the heartbeat has been missed."""
+        """See base class. Without torch's internals, the spare is admitted when the heartbeat has been missed."""
         from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
         inner: Any = self.inner
@@ -107,10 +107,10 @@ class DynamicRounds(Rounds):
 
 
 class StaticRounds(Rounds):
-    """Over `StaticTCPRendezvous`: node k is always node k.
+    """Rounds of a `StaticTCPRendezvous`: node k is always node k.
 
-    A launcher that was started again in the place of one that has died joins the round after the current one, and asks
-    the others to come there. `timeout_s` is how long a node waits for the others.
+    A launcher that replaces one that has died joins the round after the present one, and asks the others to join it,
+    too. `timeout_s` is how long a node waits for the others.
     """
 
     def __init__(self, inner: StaticTCPRendezvous, timeout_s: float) -> None:
@@ -119,10 +119,10 @@ class StaticRounds(Rounds):
         self._next = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next round when all nodes have come.
+        """Return the next round when all nodes have joined.
 
-        RendezvousClosedError when the job has ended meanwhile, RendezvousTimeoutError when a node does not come,
-        StoreLost when node 0 is gone.
+        RendezvousClosedError if the job has ended meanwhile, RendezvousTimeoutError if a node does not join, StoreLost
+        if node 0 does not answer.
         """
         first = self.inner.next_rendezvous()
         deadline = time.monotonic() + self._timeout_s
@@ -145,7 +145,7 @@ class StaticRounds(Rounds):
         return int(store.get(key)) if store.check([key]) else 0
 
     def _join(self, base: Any, meeting: Meeting, number: int, earlier: Meeting | None, deadline: float) -> bool:
-        """Wait for all. False if this round is not for us: a predecessor of this launcher was in it."""
+        """Wait for all nodes. False if this round is not for this launcher: one that it replaces was in it."""
         if meeting.store.add(f"joined/{meeting.node}", 1) > 1:
             meeting.ask_restart(f"node {meeting.node} has been started again")
             return False
@@ -158,7 +158,7 @@ class StaticRounds(Rounds):
             if earlier is not None and earlier.stopped() is not None:
                 raise RendezvousClosedError
             if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"not all of {meeting.nodes} nodes come")
+                raise RendezvousTimeoutError(f"not all {meeting.nodes} nodes have joined")
             time.sleep(_POLL_S)
         return not meeting.has_words()
 

@@ -1,13 +1,13 @@
 """The restart policy "in-process": a worker that fails is left behind, the others go on.
 
-    a worker ends     with 0: it has done its work
-                      else: it is lost; when fewer than --ft-min-workers of the job are left, the cycle has failed
-                      else a process is started in its place, at most --ft-max-replacements times on a node
-    all have ended    the node has done its part; when all nodes have, that is success
+    a worker ends with 0          it is done
+    a worker ends otherwise       it is lost; if fewer than --ft-min-workers of the job are left, the cycle has failed,
+                                  else a replacement is started, at most --ft-max-replacements times per node
+    all workers have ended        the node is done; when all nodes are, the job has succeeded
 
-The others have to go on by themselves: an `inprocess.Wrapper` in them restarts without the rank that is lost. The
-wrapper in the replacement joins them at the restart after that; only then it counts as a worker that is left, and how
-it ends matters. A node whose launcher does not answer any more is lost with all its workers.
+The other workers must go on by themselves: their `inprocess.Wrapper` restarts without the lost rank. The wrapper in the
+replacement joins them at the next restart; only then does it count as a worker that is left, and does its exit code
+matter. A node whose launcher does not answer any more is lost with all its workers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from inprocess.fault_tolerance.launcher.cycle import CycleEnd
 from inprocess.fault_tolerance.launcher.leftovers import end_leftovers
 from inprocess.fault_tolerance.launcher.meeting import Meeting
-from inprocess.fault_tolerance.launcher.outcome import CycleEnd
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
 
 __all__ = ["Survivors"]
@@ -33,12 +33,12 @@ _ALIVE_INTERVAL_S = 1.0
 
 
 class Survivors:
-    """The workers of this node in one cycle, and how many are left of all nodes'. For the launcher's thread.
+    """The workers of this node in one cycle, and how many of all nodes are left. For the launcher's thread.
 
-    All methods raise StoreLost. `fewest` is how many workers of the job must be left; a node that has not answered for
-    `silence_s` is lost. `error_files` is where torch's workers leave what has ended them, by local rank.
-    `replace(local_rank, number)` starts the process that is the `number`-th replacement of the job in the place of one
-    that has ended, and returns the path of the file that this makes when it has joined; at most `most_replacements`.
+    All methods raise StoreLost. `fewest` is how many workers of the job must be left. A node that has not answered for
+    `silence_s` is lost. `error_files` are those of torch's workers, by local rank. `replace(local_rank, number)` starts
+    the `number`-th replacement of the job, and returns the path of a file that exists once it has joined; it is called
+    at most `most_replacements` times.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Survivors:
         self._replace = replace
         self._replacements_left = most_replacements
         self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
-        self._is_complete = False  # a worker has ended with 0, so nothing restarts any more
+        self._is_complete = False  # a worker has ended with 0, so there is no restart any more
         self._clock = clock
         self._next_check_s = clock()
-        self._seen: dict[int, tuple[int, float]] = {}  # node -> its count, and when that was new
+        self._seen: dict[int, tuple[int, float]] = {}  # node -> its count, and when that changed
 
     def look(self) -> CycleEnd | None:
-        """Return how the cycle ends on this node; None while workers run. Ends what workers that failed left behind."""
+        """Return how the cycle ends on this node; None while workers run. Ends what failed workers have left behind."""
         ended = sorted(self._processes.take_ended().items())
         self._count_joined()
         lost = [(local_rank, code) for local_rank, code in ended if code != 0 and local_rank not in self._waiting]
@@ -102,30 +102,32 @@ class Survivors:
         if self._replacements_left == 0 or self._world_size == 1 or self._is_complete:
             return
         if not self._processes.fds and self._meeting.nodes == 1:
-            return  # there is nobody to join
+            return  # there is no worker to join
         self._replacements_left -= 1
         try:
             self._waiting[local_rank] = self._replace(local_rank, self._meeting.number_replacement())
         except OSError as error:
-            _log.error("no process can be started in the place of local rank %d: %s", local_rank, error)
+            _log.error("no replacement can be started for local rank %d: %s", local_rank, error)
             return
-        _log.warning("a process takes the place of local rank %d; it joins at the next restart", local_rank)
+        _log.warning("a replacement for local rank %d is started; it joins at the next restart", local_rank)
 
     def _end_waiting(self) -> None:
-        """Nobody needs those who wait any more; they have done nothing yet."""
+        """End replacements that have not joined: they are not needed any more, and have done nothing yet."""
         for local_rank in list(self._waiting):
             self._processes.kill(local_rank)
             end_leftovers([self._processes.pids[local_rank]])
 
     def _count_joined(self) -> None:
-        """Replacements that have joined are workers like others."""
+        """Count replacements that have joined as workers that are left."""
         for local_rank in [local_rank for local_rank, path in self._waiting.items() if os.path.exists(path)]:
             del self._waiting[local_rank]
             self._meeting.report_lost(-1)
 
     def watch_nodes(self, is_waiting: bool) -> CycleEnd | None:
-        """Say that this node lives, once a second, and notice nodes that do not: on the first node, and where
-        `is_waiting` for the others is all that is left to do. Returns the end of the cycle if too few are left.
+        """Report that this node is alive, once a second, and notice nodes that are not.
+
+        They are noticed by the first node, and by nodes that only wait for the others (`is_waiting`). Returns the end
+        of the cycle if too few workers are left.
         """
         now = self._clock()
         if self._meeting.nodes == 1 or now < self._next_check_s:

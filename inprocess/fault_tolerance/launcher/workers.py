@@ -1,30 +1,34 @@
-"""The worker processes of a cycle: their ends as events, and the sequence that stops them."""
+"""The worker processes of a cycle: how they end, are stopped, and are replaced."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import select
 import signal
 import time
 from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["WorkerProcesses", "wait_readable"]
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+
+__all__ = ["WorkerProcesses", "start_worker", "wait_readable"]
 
 _log = logging.getLogger(__name__)
 _KILL_WAIT_S = 30.0
 
 
 class WorkerProcesses:
-    """Children of this process, by local rank. They are looked at, not reaped: that is their owner's. One thread.
+    """Children of this process, by local rank. Their ends are read, not reaped: their owner does that. One thread.
 
-    Descriptors are open until `close`, so that a signal never reaches another process with the same number.
+    Descriptors are open until `close`, so a signal never reaches another process with the same id.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = dict(pids)
-        self.starts = dict.fromkeys(pids, 1)  # how many processes there were, by local rank
+        self.starts = dict.fromkeys(pids, 1)  # how many processes were started, by local rank
         self._running: dict[int, int] = {}  # local rank -> process descriptor
         for local_rank, pid in pids.items():
             with contextlib.suppress(ProcessLookupError):  # reaped already
@@ -32,11 +36,11 @@ class WorkerProcesses:
 
     @property
     def running(self) -> set[int]:
-        """Local ranks of those whose end was not taken yet."""
+        """Local ranks of workers whose end was not taken yet."""
         return set(self._running)
 
     def replace(self, local_rank: int, pid: int) -> None:
-        """Watch this child in the place of one that has ended."""
+        """Watch this child in place of one that has ended."""
         self._running[local_rank] = os.pidfd_open(pid)
         self.pids[local_rank] = pid
         self.starts[local_rank] += 1
@@ -47,7 +51,7 @@ class WorkerProcesses:
         return list(self._running.values())
 
     def take_ended(self) -> dict[int, int]:
-        """Return how workers have ended since the last call: negative for a signal, by local rank."""
+        """Return exit codes since the last call, by local rank; negative for a signal."""
         codes = {}
         for local_rank, fd in list(self._running.items()):
             if wait_readable([fd], 0):
@@ -57,34 +61,34 @@ class WorkerProcesses:
         return codes
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to those that run: to themselves, not to what they have started."""
+        """Send a signal to running workers, not to processes that they have started."""
         for fd in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, number)
 
     def kill(self, local_rank: int) -> None:
-        """Kill one, if it runs; its end is still to be taken."""
+        """Kill one worker, if it runs; `take_ended` still returns it."""
         fd = self._running.get(local_rank)
         if fd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM, so many seconds for all together, SIGKILL. When it returns all have ended, or the log says so."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`. When it returns all have ended, or the log has an error."""
         self.take_ended()
         if not self._running:
             return
         self.signal(signal.SIGTERM)
-        self.signal(signal.SIGCONT)  # one that is stopped can end only when it runs
+        self.signal(signal.SIGCONT)  # a stopped process can end only when it runs
         if self._wait(timeout_s):
             return
-        _log.warning("workers %s do not end in %g s and are killed", self._named(), timeout_s)
+        _log.warning("workers %s have not ended within %g s and are killed", self._named(), timeout_s)
         self.signal(signal.SIGKILL)
         if not self._wait(_KILL_WAIT_S):
             _log.error("workers %s cannot be killed: they hang in the kernel", self._named())
 
     def close(self) -> None:
-        """Let go of them. Idempotent."""
+        """Close the descriptors. Idempotent."""
         for fd in self._running.values():
             os.close(fd)
         self._running = {}
@@ -100,8 +104,46 @@ class WorkerProcesses:
         return ", ".join(f"{local_rank} (pid {self.pids[local_rank]})" for local_rank in sorted(self._running))
 
 
+def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variables: Mapping[str, str]) -> int:
+    """Start a worker's command again in place of one that has ended; returns the process id. Main thread.
+
+    `context` is torch's `SubprocessContext`, `workers` watches its processes. The new process gets the environment of
+    the earlier one, changed by `variables`. If output goes to a file, that of the new process goes to another file
+    beside it, with a number appended.
+
+    RuntimeError if the worker still runs, OSError if the process cannot be started.
+    """
+    if local_rank in workers.running:
+        raise RuntimeError(f"worker {local_rank} (pid {workers.pids[local_rank]}) still runs")
+    earlier = context.subprocess_handlers[local_rank]
+    earlier.proc.wait()
+    for output in (earlier._stdout, earlier._stderr):
+        if output is not None:
+            output.close()
+    number = workers.starts[local_rank]
+    options: dict[str, Any] = {}
+    if "numa_options" in inspect.signature(get_subprocess_handler).parameters:  # since torch 2.9
+        options["numa_options"] = context._numa_options
+    handler = get_subprocess_handler(
+        entrypoint=context.entrypoint,
+        args=context.args[local_rank],
+        env={**context.envs[local_rank], **variables},
+        stdout=_file(context.stdouts[local_rank], number),
+        stderr=_file(context.stderrs[local_rank], number),
+        local_rank_id=local_rank,
+        **options,
+    )
+    context.subprocess_handlers[local_rank] = handler
+    workers.replace(local_rank, handler.proc.pid)
+    return int(handler.proc.pid)
+
+
+def _file(path: str, number: int) -> str:
+    return f"{path}.{number}" if path else path
+
+
 def wait_readable(fds: list[int], timeout_s: float | None) -> list[int]:
-    """Return those that are readable, after `timeout_s` (None: no limit) at the latest; negative ones are left out."""
+    """Return readable descriptors, after `timeout_s` (None: no limit) at the latest; negative ones are ignored."""
     poll = select.poll()
     for fd in fds:
         if fd >= 0:
@@ -110,7 +152,7 @@ def wait_readable(fds: list[int], timeout_s: float | None) -> list[int]:
 
 
 def _code(fd: int) -> int:
-    """How the process has ended, which stays for its parent to be told. 0 if the parent was told already."""
+    """Return the exit code without reaping the process; 0 if it was reaped already."""
     try:
         found = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -67,7 +67,9 @@ class Launcher:
         return psutil.Process(self.pid).children(recursive=True)
 
     def monitors(self) -> list[psutil.Process]:
-        return [child for child in self.children() if "rank_monitor_server" in " ".join(child.cmdline())]
+        """Those that it has started itself; wrappers in workers have their own."""
+        children = psutil.Process(self.pid).children()
+        return [child for child in children if "inprocess.monitor_process" in child.cmdline()]
 
     def die_with_workers(self) -> None:
         """As when the power of a node fails."""

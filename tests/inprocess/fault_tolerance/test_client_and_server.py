@@ -16,12 +16,11 @@ from inprocess.fault_tolerance import (
     RankMonitorClientError,
     WorkloadAction,
     WorkloadControlRequest,
-    messages,
 )
-from inprocess.fault_tolerance.data import RankInfo
 from inprocess.fault_tolerance.ipc_connector import IpcConnector
-from inprocess.fault_tolerance.messages import CODEC
 from inprocess.ipc.packets import MAX_BYTES, PacketError, receive, send
+from inprocess.monitor_process import messages
+from inprocess.monitor_process.messages import CODEC, RankInfo
 from tests.inprocess.fault_tolerance.workers import Node
 from tests.support import LeakCheck
 
@@ -277,11 +276,11 @@ def test_two_clients_wait_for_each_other(node: Node) -> None:
         except RankMonitorClientError as error:
             say(error)
     """
-    assert "has not gone" in node.worker(script).line()
+    assert "has not ended" in node.worker(script).line()
     assert not node.reports()
     first.process.kill()  # while its section is open
     assert node.worker(script).line() == "in"
-    assert "goes within section(s) ['a']" in node.log()
+    assert "ends with open section(s) ['a']" in node.log()
 
 
 def test_a_forked_child_neither_speaks_nor_holds_the_place(node: Node) -> None:
@@ -323,7 +322,7 @@ def test_a_forked_child_neither_speaks_nor_holds_the_place(node: Node) -> None:
         os.kill(int(child), signal.SIGKILL)
 
 
-RUBBISH = [
+INVALID = [
     b"\xff\xff\xff\xff",
     b"\x80\x04\x95pickle",
     b"{}",
@@ -332,17 +331,19 @@ RUBBISH = [
     b'["Confirm", {"events": 1}]',
     b'["Confirm", {"events": true}]',
     b'["Attach", {}]',
+    b'["Shutdown", {}]',  # of the launcher
+    b'["Leaving", {}]',  # of a wrapper
     b"[" * 50_000,
     b"x" * (MAX_BYTES + 1),
 ]
 
 
-def test_rubbish_costs_only_its_sender(client: RankMonitorClient, node: Node) -> None:
-    for rubbish in RUBBISH:
+def test_an_invalid_message_costs_only_its_sender(client: RankMonitorClient, node: Node) -> None:
+    for message in INVALID:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
             end.settimeout(20)
             end.connect(node.path)
-            end.send(rubbish)
+            end.send(message)
             while end.recv(1000):  # an answer perhaps, then the end
                 pass
     client.load_state_dict(LEARNED)  # answered by the same monitor
@@ -460,7 +461,7 @@ def test_control_requests_reach_the_launcher(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.settimeout(20)
         end.connect(path)
-        end.send(b"\x80\x04rubbish")
+        end.send(b"\x80\x04invalid")
         assert not end.recv(100)
     (info, got), *rest = inbox.peek_received()
     assert (info.global_rank, got, rest) == (3, request, objects)
@@ -509,7 +510,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(node: Node, before: 
     began = time.monotonic()
     assert worker.wait() == -signal.SIGKILL
     assert time.monotonic() - began < 10
-    assert "has not ended 0.5 s after SIGTERM" in node.wait_log("sending SIGKILL.*").group()
+    assert "not ended 0.5 s after SIGTERM" in node.wait_log("sending SIGKILL.*").group()
     assert node.worker("client.init_workload_monitoring(); say('in')").line() == "in"
 
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from inprocess.fault_tolerance import HeartbeatTimeouts, SectionTimeouts, WorkloadAction
-from inprocess.fault_tolerance.data import RankInfo
+from inprocess.monitor_process.messages import RankInfo
 from tests.support import run_ranks
 
 

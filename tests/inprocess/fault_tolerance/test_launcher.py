@@ -77,7 +77,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_stop_timeout(job: Job
     launcher = job.one_node(script, "--workers-stop-timeout=0.5", ranks=2)
     assert launcher.wait() == 0
     assert "workers 1 (pid" in launcher.log()
-    assert "do not end in 0.5 s and are killed" in launcher.log()
+    assert "have not ended within 0.5 s and are killed" in launcher.log()
 
 
 GRACEFUL = """
@@ -138,8 +138,8 @@ def test_what_a_worker_leaves_behind_is_ended_but_not_what_has_a_session_of_its_
     launcher = job.one_node(script, "--ft-check-remaining-processes=true")
     assert launcher.wait() == 0
     assert job.events().splitlines() == ["cycle 1 rank 0 False False True"]
-    assert "left behind by workers, and ended now" in launcher.log()
-    assert "these processes go on" in launcher.log()
+    assert "ending processes that workers have left behind" in launcher.log()
+    assert "processes of ended workers that still run" in launcher.log()
     (writer,) = job.left()
     assert os.getsid(writer.pid) == writer.pid
 

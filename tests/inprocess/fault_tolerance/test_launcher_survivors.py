@@ -11,8 +11,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
-from inprocess.fault_tolerance.launcher.replacement import start_worker
-from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, wait_readable
+from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
 from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job
 from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
 from tests.support.selection import full_only

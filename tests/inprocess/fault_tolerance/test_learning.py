@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from inprocess.fault_tolerance.gossip import MaximaGossip
+from inprocess.fault_tolerance.learned_limits import exchange_measured
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalc
 from tests.support import run_ranks
@@ -69,18 +69,21 @@ class _Store:
         return all(key in self.values for key in keys)
 
 
-def test_gossip_uses_an_earlier_checkpoint_that_all_have_written_for() -> None:
+def test_an_exchange_uses_an_earlier_checkpoint_with_values_of_all_ranks() -> None:
     store = _Store()
     calcs = [TimeoutsCalc(["a"], start_time=0.0) for _ in range(2)]
     for rank, calc in enumerate(calcs):
         calc.update_on_section_open("a", 1.0)
         calc.update_on_section_close("a", 2.0 + rank)
-    ranks = [MaximaGossip(store, rank, 2) for rank in range(2)]
-    assert not ranks[0].exchange(calcs[0], 1)
-    assert not ranks[0].exchange(calcs[0], 2)  # rank 1 has not written for 1
-    assert not ranks[1].exchange(calcs[1], 1)
-    assert ranks[1].exchange(calcs[1], 2)
-    assert ranks[0].exchange(calcs[0], 3)
+
+    def exchange(rank: int, checkpoint: int) -> bool:
+        return exchange_measured(store, calcs[rank], checkpoint, rank, 2)
+
+    assert not exchange(0, 1)
+    assert not exchange(0, 2)  # rank 1 has not written for 1
+    assert not exchange(1, 1)
+    assert exchange(1, 2)
+    assert exchange(0, 3)
     limits = [calc.get_section_timeouts(["a"], False) for calc in calcs]
     assert limits[0] == limits[1]
     assert limits[0].section["a"] == 10.0
@@ -96,10 +99,18 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
         assert not tracker.should_terminate_early()
         tracker.analyze_previous_cycle()
     assert tracker.should_terminate_early()
-    file.write_text("rubbish")
+    file.write_text("not a number")
     tracker.analyze_previous_cycle()
     assert tracker.should_terminate_early()
     file.write_text("6")
     tracker.analyze_previous_cycle()
     assert not tracker.should_terminate_early()
     assert not TrainingProgressTracker(None).should_terminate_early()
+
+
+def test_progress_of_a_checkpoint_root(tmp_path: Path) -> None:
+    tracker = TrainingProgressTracker(str(tmp_path))
+    assert tracker.read_iteration() == 0
+    for name in ("step_3", "step_12", "step_20.tmp"):
+        (tmp_path / name).mkdir()
+    assert tracker.read_iteration() == 12

@@ -7,11 +7,10 @@ import pytest
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.recorder import Recorder
 from inprocess.sections.board import Board
-from inprocess.sections.board_reading import read_board
+from inprocess.sections.board_reader import Activity, Limits, read_board
+from inprocess.sections.deadlines import AlarmAction, SectionWatch, deadlines
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import make_board
-from inprocess.sections.table import Activity, Limits, deadlines
-from inprocess.sections.watch import SectionWatch, Step
 
 NS = 1_000_000_000
 
@@ -30,19 +29,19 @@ class Rank:
         self.recorder = Recorder(self.board, 5.0, clock_ns=lambda: self.now)
         self.watch = SectionWatch(self.board, grace_s=grace_s, is_alive=lambda _: self.alive)
 
-    def after(self, seconds: float) -> Step | None:
+    def after(self, seconds: float) -> AlarmAction | None:
         """Let time pass, as the loop of a monitor would: it looks when it is due."""
         end = self.now + round(seconds * NS)
         looks = 0
         if self.watch.next_look_s is None and (alarm := self.watch.look(self.now)) is not None:
-            return alarm.step
+            return alarm.action
         while self.watch.next_look_s is not None and self.watch.next_look_s * NS <= end:
             self.now = max(self.now + 1, round(self.watch.next_look_s * NS))
             alarm = self.watch.look(self.now)
             looks += 1
             assert looks < 10_000
             if alarm is not None:
-                return alarm.step
+                return alarm.action
         self.now = end
         return None
 
@@ -107,7 +106,7 @@ def test_what_opens_unseen_is_late_in_time() -> None:
     rank.recorder.close("long")
     rank.recorder.open("short")
     opened = rank.now
-    assert rank.after(10.0) is Step.KILL
+    assert rank.after(10.0) is AlarmAction.KILL
     assert 0.3 <= (rank.now - opened) / NS <= 0.31
 
 
@@ -119,16 +118,16 @@ def test_a_change_of_limits_holds_for_what_is_open() -> None:
     rank.recorder.set_limits(beats, type(sections)({"a": 11.0}))
     rank.watch.look(rank.now)  # as after every message
     assert rank.after(0.99) is None
-    assert rank.after(0.02) is Step.KILL
+    assert rank.after(0.02) is AlarmAction.KILL
 
 
 def test_a_rank_that_stays_late_is_killed_again_at_each_check() -> None:
     rank = Rank(rank_section_timeouts={"a": 1.0})
     rank.recorder.open("a")
-    assert rank.after(1.01) is Step.KILL
+    assert rank.after(1.01) is AlarmAction.KILL
     for _ in range(3):  # SectionWatch(repeat_s=5.0)
         assert rank.after(4.98) is None
-        assert rank.after(0.03) is Step.KILL
+        assert rank.after(0.03) is AlarmAction.KILL
     rank.recorder.close("a")
     assert rank.after(100.0) is None
 
@@ -142,7 +141,7 @@ def test_the_wall_clock_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     rank.recorder.beat()
     with_background = rank.recorder.begin_in_background("a", rank.now)
     rank.recorder.open("a")
-    assert rank.after(2.0) is Step.KILL
+    assert rank.after(2.0) is AlarmAction.KILL
     rank.recorder.close("a")
     rank.recorder.end_in_background(with_background, 1.0)
     assert rank.recorder.calc.can_get_section_timeouts(["a"], False)
@@ -152,16 +151,16 @@ def test_the_ladder() -> None:
     rank = Rank(grace_s=2.0, rank_section_timeouts={"a": 1.0})
     rank.recorder.open("a")
     start = rank.now
-    assert rank.after(5.0) is Step.RESTART
+    assert rank.after(5.0) is AlarmAction.RESTART
     assert (rank.now - start) / NS == pytest.approx(1.0, abs=0.01)
-    assert rank.after(5.0) is Step.KILL
+    assert rank.after(5.0) is AlarmAction.KILL
     assert (rank.now - start) / NS == pytest.approx(3.0, abs=0.01)
 
 
 def test_the_ladder_ends_with_what_was_late() -> None:
     rank = Rank(grace_s=2.0, rank_section_timeouts={"a": 1.0, "b": None})
     rank.recorder.open("a")
-    assert rank.after(5.0) is Step.RESTART
+    assert rank.after(5.0) is AlarmAction.RESTART
     rank.recorder.close("a")
     rank.recorder.open("b")
     assert rank.after(50.0) is None
@@ -171,9 +170,9 @@ def test_a_monitor_that_looks_late_still_restarts_first_and_gives_the_rank_its_t
     rank = Rank(grace_s=2.0, rank_section_timeouts={"a": 1.0})
     rank.recorder.open("a")
     rank.now += 100 * NS
-    assert rank.after(0.1) is Step.RESTART
+    assert rank.after(0.1) is AlarmAction.RESTART
     assert rank.after(1.9) is None
-    assert rank.after(0.2) is Step.KILL
+    assert rank.after(0.2) is AlarmAction.KILL
 
 
 def test_a_rank_that_executes_bytecode_may_be_slow() -> None:
@@ -182,7 +181,7 @@ def test_a_rank_that_executes_bytecode_may_be_slow() -> None:
     rank.recorder.open("a")
     assert rank.after(20.0) is None
     rank.alive = False
-    assert rank.after(0.3) is Step.RESTART
+    assert rank.after(0.3) is AlarmAction.RESTART
 
 
 def test_a_restart_begins_anew_and_drops_what_is_old() -> None:
@@ -190,7 +189,7 @@ def test_a_restart_begins_anew_and_drops_what_is_old() -> None:
     beats, sections = rank.board.limits()
     rank.recorder.set_limits(beats, type(sections)({"a": 1.5, "b": 1.0}, 3.0, {"a"}))
     rank.recorder.open("a")
-    assert rank.after(5.0) is Step.RESTART
+    assert rank.after(5.0) is AlarmAction.RESTART
     rank.board.drop_events()  # unwinding
     assert rank.recorder.close("a") is False
     assert rank.recorder.open("b") is False
@@ -204,8 +203,8 @@ def test_a_restart_begins_anew_and_drops_what_is_old() -> None:
     assert rank.after(1.4) is None
     assert rank.recorder.close("a") is True
     assert rank.after(2.9) is None
-    assert rank.after(0.2) is Step.RESTART
-    assert read_board(rank.board, rank.now).epoch == 1
+    assert rank.after(0.2) is AlarmAction.RESTART
+    assert read_board(rank.board, rank.now).restart_index == 1
 
 
 def test_a_hang_before_the_first_event_after_a_restart_is_seen() -> None:
@@ -214,7 +213,7 @@ def test_a_hang_before_the_first_event_after_a_restart_is_seen() -> None:
     rank.board.stop_counting()
     rank.board.begin(1, rank.now)
     assert rank.after(2.9) is None
-    assert rank.after(0.2) is Step.KILL
+    assert rank.after(0.2) is AlarmAction.KILL
 
 
 def test_a_new_client_takes_over_after_a_restart() -> None:
@@ -237,7 +236,7 @@ def test_a_frozen_clock_stands_still() -> None:
     assert rank.after(500.0) is None
     rank.board.thaw(rank.now)
     thawed = rank.now
-    assert rank.after(5.0) is Step.KILL
+    assert rank.after(5.0) is AlarmAction.KILL
     assert (rank.now - thawed) / NS == pytest.approx(0.1, abs=0.02)
 
 
@@ -256,7 +255,7 @@ def test_a_writer_that_stops_in_the_middle_is_read() -> None:
     rank = Rank(rank_section_timeouts={"a": 1.0})
     rank.recorder.open("a")
     rank.board.words[1] += 1  # odd: in the middle of an event
-    assert rank.after(2.0) is Step.KILL
+    assert rank.after(2.0) is AlarmAction.KILL
 
 
 def test_a_gate_without_settings_does_nothing() -> None:
@@ -285,7 +284,7 @@ def test_what_goes_on_in_the_background_is_neither_open_nor_the_end_of_a_gap() -
     assert recorder.open_sections == ()
     recorder.end_in_background(key, 1.5)
     assert rank.after(0.99) is None
-    assert rank.after(0.02) is Step.KILL  # 3 s after "step", whatever was in between
+    assert rank.after(0.02) is AlarmAction.KILL  # 3 s after "step", whatever was in between
     assert _background(rank) == {}
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from inprocess import CallWrapper, Wrapper
-from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, messages
-from inprocess.sections.suspect import Standing, Suspect, in_collective, root_suspect
+from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient
+from inprocess.monitor_process import messages
+from inprocess.sections.report import Standing, Suspect, in_collective, root_suspect
 from tests.inprocess.fault_tolerance.launching import Job
 from tests.inprocess.fault_tolerance.test_with_wrapper import PATIENT, hang
 from tests.inprocess.fault_tolerance.workers import Node, Worker
@@ -23,14 +24,14 @@ def stands(rank: int, moved_at: float, *sections: str, iteration: int | None = N
     return Standing(rank, iteration, sections, moved_at, seen_at, "host", 1000.0)
 
 
-def test_who_stands_still_since_before_all_others() -> None:
+def test_the_rank_whose_last_event_is_the_earliest() -> None:
     ranks = [stands(0, 5.0, "step"), stands(1, 2.0, "checkpoint"), stands(2, 5.2, "step", "sum")]
-    expected = Suspect(1, "in 'checkpoint', and stands still since 3.000 s before all others, which are in 'step'")
+    expected = Suspect(1, "in 'checkpoint', its last event 3.000 s before those of all others, which are in 'step'")
     for own in ranks:  # whoever is late first
         assert root_suspect(own, [other for other in ranks if other is not own]) == expected
 
 
-def test_who_is_missing_from_what_all_others_are_in() -> None:
+def test_the_rank_that_is_missing_from_the_section_of_the_others() -> None:
     ranks = [stands(0, 5.0, "step", "all_reduce"), stands(1, 4.5, "step"), stands(2, 5.0, "step", "all_reduce")]
     found = root_suspect(ranks[0], ranks[1:])
     assert found is not None
@@ -38,7 +39,7 @@ def test_who_is_missing_from_what_all_others_are_in() -> None:
     assert found.why.endswith("others, which are in 'all_reduce'")
 
 
-def test_who_is_not_in_the_collective_of_the_others() -> None:
+def test_the_rank_that_is_not_in_the_collective_of_the_others() -> None:
     waiting, working = (replace(stands(rank, 5.0, "step"), waits=rank == 0) for rank in range(2))
     assert root_suspect(waiting, [working]) == root_suspect(working, [waiting])
     found = root_suspect(waiting, [working])
@@ -51,13 +52,13 @@ def test_who_is_not_in_the_collective_of_the_others() -> None:
     assert in_collective('File "/torch/distributed/distributed_c10d.py"') is True
 
 
-def test_who_is_in_an_earlier_iteration_whatever_the_clocks_say() -> None:
+def test_the_rank_in_an_earlier_iteration_whatever_the_clocks_say() -> None:
     ranks = [stands(0, 5.0, "step", iteration=8), stands(1, 9.0, iteration=7), stands(2, 5.0, "step", iteration=8)]
     assert root_suspect(ranks[0], ranks[1:]) == Suspect(1, "outside all sections of iteration 7, while others are in 8")
 
 
 @pytest.mark.parametrize("moved_at", [(5.0, 5.05), (5.0, 5.2, 5.5), (5.0,)])
-def test_nobody_is_named_who_does_not_stand_out(moved_at: tuple[float, ...]) -> None:
+def test_without_a_clear_difference_there_is_no_suspect(moved_at: tuple[float, ...]) -> None:
     ranks = [stands(rank, at, "step") for rank, at in enumerate(moved_at)]
     assert root_suspect(ranks[-1], ranks[:-1]) is None
 
@@ -214,13 +215,13 @@ def test_a_launcher_names_the_rank_that_is_missing_from_a_collective(job: Job) -
 
 
 def test_a_monitor_that_watches_nobody_says_so(node: Node) -> None:
-    from inprocess.fault_tolerance.messages import CODEC
     from inprocess.ipc import unix_sockets
     from inprocess.ipc.packets import receive, send
+    from inprocess.monitor_process.messages import CODEC
 
     node.monitor()
     with unix_sockets.connect(node.path, 10.0) as end:
-        send(end, CODEC, messages.Look())
+        send(end, CODEC, messages.QueryStanding())
         assert receive(end, CODEC).message == messages.Ok({})
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, RankMonitorClientError
-from inprocess.monitor_process.handle import MonitorProcess
+from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.sections.gate import SECTION_BOARD_ENV
 from tests.inprocess.restarting import seconds
 from tests.support import rank_values
@@ -144,8 +144,10 @@ def test_without_hang_protection_the_clocks_stand_still() -> None:
 
 
 def test_another_monitor_process_goes_on_with_the_same_board() -> None:
+    """The section is late before the new process has started."""
+
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 1.0}), **PATIENT)
+        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 0.2}), **PATIENT)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration == 0:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from inprocess.fault_tolerance import FaultToleranceConfig
-from inprocess.fault_tolerance.monitor_handle import MonitorHandle
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
+from inprocess.monitor_process.start import MonitorHandle
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _PROLOGUE = """

@@ -1,92 +1,94 @@
-"""The monitor process of one rank: it watches the rank from outside, ends it when it hangs, and speaks for it when it
-is dead.
+"""The monitor that a rank's wrapper starts: it ends the rank when it hangs, and reports its death to the others.
 
-    one thread      Daemon.run: messages of the rank, its death, its time limits; talks to the store
+    one thread      RankMonitor.run: messages of the rank, its death, its time limits; requests to the store
     per iteration   SiblingMonitor: heartbeats
 
-It is a process of its own, started from scratch: no torch, no CUDA context, no lock and no socket of the rank is in it.
+The rank, and with it the whole job, goes on when its monitor dies: the wrapper starts a new one (`keeper`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from inprocess.agreement import Agreement, IterationStore, depart
 from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
 from inprocess.exception import RestartError, StaleViewError
-from inprocess.main_thread.stacks import read_stacks
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.limits import Limit, ProgressLimits
-from inprocess.monitor_process.messages import Message, MonitorChannel
+from inprocess.monitor_process.messages import Message, MonitorChannel, WatchRank
 from inprocess.monitor_process.sibling import SiblingMonitor
 from inprocess.monitor_process.stores import iteration_store, open_store
-from inprocess.monitor_process.target import Target
+from inprocess.monitor_process.watched import WatchedProcess, WatchedSections
 from inprocess.progress_watchdog import Timestamp
-from inprocess.sections.embedded import EmbeddedSections
-from inprocess.sections.watch import Step
+from inprocess.sections.deadlines import AlarmAction
+from inprocess.sections.report import Standing
 
-__all__ = ["Daemon"]
+__all__ = ["RankMonitor"]
 
 _log = logging.getLogger(__name__)
-_STACKS_TIMEOUT_S = 2.0  # of a machine that is busy; a process that cannot answer at all costs no time
+_STACKS_TIMEOUT_S = 2.0  # for a busy machine; a process that cannot answer at all is not waited for
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Position:
-    """Where the rank is, as far as its monitor knows."""
+    """The rank's present iteration, as far as its monitor knows."""
 
     rank: int
     world_size: int | None
     iteration: int
 
 
-@dataclass
-class Daemon:
-    """The loop of a monitor process."""
+class RankMonitor:
+    """The loop of the process. `channel` is the connection to the rank, `process` the rank's."""
 
-    config: messages.Configure
-    channel: MonitorChannel
-    target: Target
-    stacks_fd: int | None = None
-    _store: Any = None
-    _position: _Position | None = None
-    _sibling: SiblingMonitor | None = None
-    _leaving: bool = False
-    _done: bool = False
-    _heard_at: float = 0.0
-    _left_behind: bool = False
-    _cut_off_since: float | None = None
-    _limits: ProgressLimits = field(init=False)
-    _sections: EmbeddedSections = field(init=False)
-
-    def __post_init__(self) -> None:
-        config = self.config
+    def __init__(self, config: WatchRank, channel: MonitorChannel, process: WatchedProcess) -> None:
+        self.config = config
+        self.channel = channel
+        self.process = process
+        self._store: Any = None
+        self._position: _Position | None = None
+        self._sibling: SiblingMonitor | None = None
+        self._leaving = False
+        self._done = False
+        self._last_progress_at = 0.0  # when the rank last sent its timestamps
+        self._left_behind = False  # the others are in a later iteration, and go on without this rank
+        self._cut_off_since: float | None = None  # when the store was lost
         self._limits = ProgressLimits(config.soft_timeout_s, config.hard_timeout_s)
-        grace_s = config.hard_timeout_s - config.soft_timeout_s
-        self._sections = EmbeddedSections(config.sections_fd, grace_s, config.soft_timeout_s / 2, self._limits.silent_s)
+        self._sections: WatchedSections | None = None
+        if config.sections_fd is not None:
+            grace_s = config.hard_timeout_s - config.soft_timeout_s  # from the restart of all ranks to the end of this
+            self._sections = WatchedSections(
+                config.sections_fd,
+                grace_s=grace_s,
+                repeat_s=grace_s,
+                is_alive=lambda now: self._limits.silent_s(now) < config.soft_timeout_s / 2,
+            )
+            os.close(config.sections_fd)
 
     def run(self) -> None:
-        """Watch until the rank says that the call is over, or is dead and spoken for."""
+        """Watch until the call is over, or the rank is dead and its death is reported."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
-        poll.register(self.target, select.POLLIN)
+        poll.register(self.process, select.POLLIN)
         with ExitStack() as stack:
             stack.callback(self._close)
             channel_open = True
             while not self._done:
                 ready = dict(poll.poll(self._pause_s() * 1000))
                 if channel_open and self.channel.fileno() in ready and not self._read_messages():
-                    poll.unregister(self.channel)  # the death of the rank will follow, if it is not only its channel
+                    poll.unregister(self.channel)  # the death of the rank usually follows
                     channel_open = False
-                if self.target.fileno() in ready and not self._done:
-                    self._target_died()
+                if self.process.fileno() in ready and not self._done:
+                    self._handle_death()
                 elif self._belongs_to_the_job():
                     self._check_sections()
                     self._check_limits()
@@ -94,7 +96,7 @@ class Daemon:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _read_messages(self) -> bool:
-        """Handle all messages there are. False if there will be no more."""
+        """Handle all messages that have arrived. False if the channel is closed."""
         try:
             while not self._done and (packet := self.channel.receive()) is not None:
                 self._handle(packet.message)
@@ -107,7 +109,7 @@ class Daemon:
             _log.debug("%s", message)
         match message:
             case messages.Progress(auto, manual):
-                self._heard_at = time.monotonic()
+                self._last_progress_at = time.monotonic()
                 self._limits.update(Timestamp(auto, manual))
             case messages.Connect(description, iteration):
                 self._connect(description, iteration)
@@ -121,16 +123,16 @@ class Daemon:
                 self._limits.enabled = True
             case messages.Leaving():
                 self._leaving = True
-            case messages.Terminate():
+            case messages.Shutdown():
                 self._done = True
             case _:
-                _log.error("a %s is not for a monitor process", type(message).__name__)
+                _log.error("unexpected message %s", type(message).__name__)
 
     def _connect(self, description: dict[str, Any], iteration: int) -> None:
         if self._store is not None:
             self._store.close()
         self._store = open_store(description, self.config.heartbeat_timeout_s)
-        if self._position is None:  # from here on the others count on this rank
+        if self._position is None:  # from now on the others count on this rank
             self._position = _Position(self.config.initial_rank, None, iteration)
             self._limits.start(time.monotonic())
 
@@ -146,10 +148,15 @@ class Daemon:
             interval_s=self.config.heartbeat_interval_s,
             timeout_s=self.config.heartbeat_timeout_s,
             report=lambda ranks: self._report_unresponsive(position, ranks),
-            note=lambda: self._sections.note(position.rank),
-            stale=lambda: self._look_if_left_behind(position.iteration),
+            note=lambda: self._note(position.rank),
+            stale=lambda: self._check_left_behind(position.iteration),
         )
         self._sibling.start()
+
+    def _note(self, rank: int) -> str:
+        """Return on one line where the rank is, for the reports of other monitors. Sibling thread."""
+        standing = None if self._sections is None else self._sections.standing(rank)
+        return "" if standing is None else json.dumps(standing.to_json())
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +169,7 @@ class Daemon:
         return Agreement(self._store_of(iteration), iteration, world_size)
 
     def _record(self, record: InterruptionRecord) -> None:
-        """Report a fault of this rank, or of another one."""
+        """Report a fault of this rank."""
         if self._position is None or self._store is None:
             _log.error("a fault before the first iteration cannot be reported: %s", record)
             return
@@ -171,7 +178,7 @@ class Daemon:
         self._attempt(lambda: agreement.interrupt(record), "the fault is not reported")
 
     def _report_unresponsive(self, position: _Position, ranks: list[int]) -> None:
-        """Sibling thread: other ranks are silent; leave the iteration on their behalf."""
+        """Sibling thread: other ranks have no heartbeat; report that, and leave the iteration on their behalf."""
         agreement = Agreement(self._store_of(position.iteration), position.iteration, position.world_size)
         for rank in ranks:
             summary = f"no heartbeat for {self.config.heartbeat_timeout_s:g} s"
@@ -183,8 +190,8 @@ class Daemon:
         for identity in identities:
             agreement.arrive_at_end(identity)
 
-    def _look_if_left_behind(self, iteration: int) -> None:
-        """Any thread: the others are in a later iteration than this one. Did they go on without this rank?"""
+    def _check_left_behind(self, iteration: int) -> None:
+        """Any thread: the others are in a later iteration than this; find out whether they go on without this rank."""
         with contextlib.suppress(RestartError):
             self._left_behind |= self._agreement(iteration).was_left_behind(self.config.initial_rank)
 
@@ -194,9 +201,9 @@ class Daemon:
             self._sibling = None
 
     def _belongs_to_the_job(self) -> bool:
-        """Whether this rank still has the store, and is up with the others. If not, it is ended.
+        """Whether this rank still has the store, and takes part in the present iteration. If not, it is ended.
 
-        A rank that is cut off ends itself; one that is stuck is ended here, some time later.
+        A rank that has lost the store ends itself; one that is stuck is ended here, some time later.
         """
         failure = getattr(self._store, "failure", None)
         if failure is None and not self._left_behind:
@@ -207,14 +214,15 @@ class Daemon:
             _log.error("%s", failure or "the others went on without this rank")
             self._cut_off_since = now
         if self._left_behind or now - self._cut_off_since > self.config.heartbeat_timeout_s / 2:
-            self.target.kill(0.0 if self._left_behind else self.config.termination_grace_s)
+            self.process.end(0.0 if self._left_behind else self.config.termination_grace_s)
             self._done = True
         return False
 
     # -- time limits ---------------------------------------------------------------------------------------------------
 
     def _pause_s(self) -> float:
-        deadlines = [at for at in (self._limits.next_deadline(), self._sections.next_look_s) if at is not None]
+        next_look_s = None if self._sections is None else self._sections.next_look_s
+        deadlines = [at for at in (self._limits.next_deadline(), next_look_s) if at is not None]
         return max(0.0, min([self.config.interval_s, *(at - time.monotonic() for at in deadlines)]))
 
     def _check_limits(self) -> None:
@@ -224,62 +232,63 @@ class Daemon:
             return
         silent = f"no progress for {self._limits.silent_s(time.monotonic()):.1f} s"
         if limit is Limit.SOFT:
-            # A rank that can still say something reports its stacks itself: to be asked can be its end.
-            stacks = self._stacks() if self._is_mute() else ""
+            # A rank that still responds reports its stacks itself: it may not survive being asked for them.
+            stacks = self._stacks() if self._is_unresponsive() else ""
             self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, silent, stacks))
             return
         agreement, initial_rank = self._agreement(position.iteration), self.config.initial_rank
-        waits_for_others = self._attempt(lambda: agreement.is_at_end(initial_rank), "where the rank is, is not known")
+        waits_for_others = self._attempt(lambda: agreement.is_at_end(initial_rank), "the rank's position is unknown")
         if waits_for_others and self._limits.stretch(self.config.barrier_timeout_s):
-            _log.info("the rank stands at the iteration barrier; its hard limit is %g s", self.config.barrier_timeout_s)
+            _log.info("the rank waits at the iteration barrier; its hard limit is %g s", self.config.barrier_timeout_s)
             return
         self._kill(position, silent, self._stacks())
 
     def _check_sections(self) -> None:
-        """The ladder of a section that is late: restart all ranks, then end this one."""
-        alarm, position = self._sections.look(), self._position
-        if alarm is None or position is None:
+        """For a section that is late: restart all ranks; if it is still late after that, end this one."""
+        sections, position = self._sections, self._position
+        if sections is None or position is None or position.world_size is None:
+            return  # no iteration has begun, as far as is known: an alarm would be lost
+        alarm = sections.look()
+        if alarm is None:
             return
-        notes = self._sibling.notes_of_others() if self._sibling is not None else []
-        report = self._sections.report(alarm, self.target.pid, position.rank, self._stacks, notes)[:DETAIL_CHARS]
-        if alarm.step is Step.RESTART:
+        others = _standings(self._sibling.notes_of_others() if self._sibling is not None else [])
+        report = sections.report(alarm, self.process.pid, position.rank, self._stacks, others)[:DETAIL_CHARS]
+        if alarm.action is AlarmAction.RESTART:
             self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, alarm.summary, report))
         else:
             self._kill(position, alarm.summary, report)
 
     def _kill(self, position: _Position, summary: str, detail: str) -> None:
         agreement, initial_rank = self._agreement(position.iteration), self.config.initial_rank
-        self._attempt(lambda: agreement.mark_departed(initial_rank), "the rank is killed without a word")
+        self._attempt(lambda: agreement.mark_departed(initial_rank), "the others do not know that the rank is killed")
         self._record(InterruptionRecord(position.rank, Interruption.HARD_TIMEOUT, summary, detail))
-        _log.error("killing process %d of rank %d", self.target.pid, position.rank)
-        if not self.target.kill(self.config.termination_grace_s):
-            _log.critical("process %d cannot be killed; the others go on without it", self.target.pid)
-        self._target_died()
+        _log.error("killing process %d of rank %d", self.process.pid, position.rank)
+        if not self.process.end(self.config.termination_grace_s):
+            _log.critical("process %d cannot be killed; the others go on without it", self.process.pid)
+        self._handle_death()
 
-    def _is_mute(self) -> bool:
-        """Whether not even the watchdog thread of the rank says something: its GIL is held, or it is stopped."""
-        return time.monotonic() - self._heard_at > self.config.soft_timeout_s / 2
+    def _is_unresponsive(self) -> bool:
+        """Whether not even the rank's watchdog thread sends messages: its GIL is held, or it is stopped."""
+        return time.monotonic() - self._last_progress_at > self.config.soft_timeout_s / 2
 
     def _stacks(self) -> str:
         """Return the stacks of all threads of the rank; empty if it does not answer."""
-        if self.config.stack_signal is None or self.stacks_fd is None:
-            return ""
-        text = read_stacks(self.target.pid, self.config.stack_signal, self.stacks_fd, _STACKS_TIMEOUT_S)
+        text = self.process.read_stacks(_STACKS_TIMEOUT_S)
         if text:
-            _log.error("stacks of process %d:\n%s", self.target.pid, text)
+            _log.error("stacks of process %d:\n%s", self.process.pid, text)
         return text[:DETAIL_CHARS]
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _target_died(self) -> None:
-        """Speak for the dead rank, unless the call was over, or the rank left by itself."""
-        self._read_messages()  # what it said last
+    def _handle_death(self) -> None:
+        """Report the death and leave the iteration for the rank, unless the call was over or it has left itself."""
+        self._read_messages()  # its last ones
         position = self._position
         if self._done or self._leaving or position is None or self._store is None:
             self._done = True
             return
-        _log.error("process %d of rank %d has died", self.target.pid, position.rank)
-        summary = f"process {self.target.pid} (initial rank {self.config.initial_rank}) died"
+        _log.error("process %d of rank %d has died", self.process.pid, position.rank)
+        summary = f"process {self.process.pid} (initial rank {self.config.initial_rank}) died"
         record = InterruptionRecord(position.rank, Interruption.TERMINATED, summary)
         self._attempt(
             lambda: depart(
@@ -289,19 +298,19 @@ class Daemon:
                 [record],
                 self.config.barrier_timeout_s,
             ),
-            "the rank could not be spoken for to the end",
+            "the death of the rank is not reported completely",
         )
         self._stop_sibling()
         self._done = True
 
     def _attempt(self, act: Callable[[], object], otherwise: str) -> object:
-        """Do something at the store; without a store the rank must be watched all the same."""
+        """Do something that needs the store; log if it fails, because the rank must be watched without a store, too."""
         try:
             return act()
         except StaleViewError as error:
             _log.error("%s: %s", otherwise, error)
             if self._position is not None:
-                self._look_if_left_behind(self._position.iteration)
+                self._check_left_behind(self._position.iteration)
             return None
         except RestartError as error:
             _log.error("%s: %s", otherwise, error)
@@ -312,4 +321,13 @@ class Daemon:
         if self._store is not None:
             self._store.close()
         self.channel.close()
-        self.target.close()
+        self.process.close()
+
+
+def _standings(notes: Iterable[str]) -> list[Standing]:
+    """Return the standings in the notes of other ranks, without those that are empty or invalid."""
+    found = []
+    for note in notes:
+        with contextlib.suppress(ValueError):
+            found.append(Standing.from_json(json.loads(note)))
+    return found

@@ -1,4 +1,4 @@
-"""The one error of the client, and what becomes it; and the end of a rank that fails."""
+"""The client's one error, how other errors are converted to it, and the exception hook."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FAULTS = (TimeoutsCalcError, LinkError, BoardError, OSError, EOFError, ValueErr
 
 
 class RankMonitorClientError(Exception):
-    """What was asked of the client makes no sense, or there is no monitor; the text has the cause."""
+    """A call to the client is invalid, or there is no monitor; the text has the cause."""
 
 
 @contextlib.contextmanager
 def errors(what: str) -> Iterator[None]:
-    """Make everything that is expected to fail in here a RankMonitorClientError that begins with `what`."""
+    """Convert expected errors to a RankMonitorClientError whose text begins with `what`."""
     try:
         yield
     except RankMonitorClientError:
@@ -35,24 +35,24 @@ def errors(what: str) -> Iterator[None]:
     except Forked as error:
         raise_error(error)
     except _FAULTS as error:
-        raise RankMonitorClientError(f"{what}: {error or type(error).__name__}") from error
+        raise RankMonitorClientError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def raise_error(error: Exception) -> NoReturn:
-    """Raise what became of a faulty event."""
+    """Raise the error of an event as a RankMonitorClientError."""
     if isinstance(error, Forked):
-        text = "this process was forked from the one that is monitored; only that one may name its sections"
+        text = "this process was forked from the monitored one; only the monitored process may use the client"
         raise RankMonitorClientError(text) from error
     raise RankMonitorClientError(str(error)) from error
 
 
 def not_initialized() -> NoReturn:
-    """Say that it is too early."""
+    """Raise the error of a call before initialization."""
     raise RankMonitorClientError("monitoring is not initialized; call init_workload_monitoring first")
 
 
 def exit_after(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    """Excepthook: end at once, without waiting for threads of libraries that a broken program never ends."""
+    """Exception hook: end the process at once, without waiting for threads that a failed program never ends."""
     text = "".join(traceback.format_exception(kind, error, tb))
     logging.getLogger(__name__).critical("this rank fails:\n%s", text)
     with contextlib.suppress(Exception):

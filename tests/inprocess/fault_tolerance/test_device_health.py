@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inprocess.fault_tolerance import FaultToleranceConfig, side_checks
-from inprocess.fault_tolerance.side_checks import SideChecks
+from inprocess.monitor_process import device_health
+from inprocess.monitor_process.device_health import DeviceHealth
 
 
 class Gpu:
@@ -28,26 +28,23 @@ def _with(monkeypatch: pytest.MonkeyPatch, gpu: Any) -> None:
             raise gpu
         yield gpu
 
-    monkeypatch.setattr(side_checks, "open_gpu", opened)
-
-
-CONFIG = FaultToleranceConfig(node_health_check_interval=0.01, enable_nic_monitor=True)
+    monkeypatch.setattr(device_health, "open_gpu", opened)
 
 
 def test_a_defect_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, told = Gpu(), threading.Event()
     _with(monkeypatch, gpu)
-    checks = SideChecks(CONFIG, 0, told.set)
-    assert checks.defect is None
+    health = DeviceHealth(0, 0.01, True, told.set)
+    assert health.defect is None
     gpu.found = ["it fell off the bus"]
     assert told.wait(30)
-    assert checks.defect == "it fell off the bus"
-    checks.stop()
+    assert health.defect == "it fell off the bus"
+    health.stop()
 
 
 def test_without_a_gpu_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu, local_rank in ((None, 0), (RuntimeError("no driver"), 0), (Gpu(), -1)):
         _with(monkeypatch, gpu)
-        checks = SideChecks(CONFIG, local_rank, lambda: None)
-        assert checks._thread is None
-        checks.stop()
+        health = DeviceHealth(local_rank, 0.01, True, lambda: None)
+        assert health._thread is None
+        health.stop()

@@ -1,4 +1,4 @@
-"""The phases of a launcher's restart as one monitor sees them, for an outer log reader. Observes; decides nothing.
+"""The phases of a launcher's restart, as one monitor sees them: logged for external readers, and nothing else.
 
 UNINITIALIZED ─▶ INITIALIZE ◀──────────────────────────┐ (message: no change)
                      │ connection lost                  │
@@ -50,17 +50,17 @@ _WORDS: dict[RankMonitorState, tuple[str, str | None]] = {
 
 
 class InvalidStateTransitionException(Exception):
-    """There is no way from the present state to that one."""
+    """The present state has no transition to that one."""
 
 
 class TakesEvents(Protocol):
-    """What the machine needs of a logger."""
+    """The method that the machine needs of a logger."""
 
     def log_restarter_event(self, message: str) -> Any: ...
 
 
 class RestarterLog:
-    """Passes restart events on to an ordinary logger, on the one monitor of the node that is to print them."""
+    """Passes restart events on to an ordinary logger, on the one monitor of a node that is to log them."""
 
     def __init__(self, logger: Any, prints: bool) -> None:
         self._logger = logger
@@ -81,45 +81,45 @@ class RankMonitorStateMachine:
 
     @property
     def state(self) -> RankMonitorState:
-        """Where it stands."""
+        """The present state."""
         return self._state
 
     def is_restarting(self) -> bool:
-        """Whether a connection was lost and none has come since."""
+        """Whether a connection was lost and there was none since."""
         return self._state in _HANDLING
 
     def can_transition_to(self, state: RankMonitorState) -> bool:
-        """Whether `transition_to` would accept it."""
+        """Whether `transition_to` would accept the state."""
         return state in _NEXT[self._state]
 
     def transition_to(self, state: RankMonitorState) -> None:
-        """Go there, and log it. InvalidStateTransitionException if there is no way."""
+        """Change the state, and log that. InvalidStateTransitionException if there is no such transition."""
         if not self.can_transition_to(state):
-            raise InvalidStateTransitionException(f"there is no way from {self._state.name} to {state.name}")
+            raise InvalidStateTransitionException(f"no transition from {self._state.name} to {state.name}")
         self._state = state
         word, stage = _WORDS[state]
         line = f"[NestedRestarter] name=[InJob] state={word}"
         self._logger.log_restarter_event(line if stage is None else f"{line} stage={stage}")
 
     def handle_heartbeat_msg(self) -> None:
-        """A rank has beaten. AssertionError when all is over."""
+        """A rank has sent a heartbeat. AssertionError in a final state."""
         self._handle_message("heartbeat")
 
     def handle_section_msg(self) -> None:
-        """A rank has opened or closed a section. AssertionError when all is over."""
+        """A rank has opened or closed a section. AssertionError in a final state."""
         self._handle_message("section event")
 
     def handle_ipc_connection_lost(self) -> None:
-        """The rank has gone; a second time without a sign of life in between, the restart has failed."""
+        """The rank has disconnected. The second time without a message in between, the restart has failed."""
         if self._state in (_S.INITIALIZE, _S.HANDLING_COMPLETED):
             self.transition_to(_S.HANDLING_START)
         elif self._state in _HANDLING:
             self.transition_to(_S.ABORTED)
 
     def periodic_restart_check(self) -> None:
-        """A restart still goes on. AssertionError if there is none."""
+        """A restart is still going on. AssertionError if there is none."""
         if self._state not in _HANDLING:
-            raise AssertionError(f"no restart goes on in {self._state.name}")
+            raise AssertionError(f"there is no restart in {self._state.name}")
         self.transition_to(_S.HANDLING_PROCESSING)
 
     def handle_signal(self) -> None:

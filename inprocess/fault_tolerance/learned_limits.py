@@ -1,19 +1,31 @@
-"""Learned limits as a dictionary that is saved, and back."""
+"""Learned limits: saved in a dictionary, and agreed on by all ranks through a store.
+
+Without a collective, at checkpoints:
+
+    checkpoint n      every rank puts what it has measured into the store under n, and goes on
+    a later one       every rank uses the newest earlier checkpoint for which all ranks have done so
+
+No rank waits. Ranks that call it with the same number use the same values, except while a slow rank has not come to an
+earlier checkpoint yet: then some use older values until the next one.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalc
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
-__all__ = ["learned_state", "with_learned"]
+__all__ = ["exchange_measured", "learned_state", "with_learned"]
 
 _KEY = "current_timeouts"
+_CHECKPOINTS_BACK = 3
 
 
 def learned_state(beats: HeartbeatTimeouts | None, sections: SectionTimeouts | None) -> dict[str, Any]:
-    """Return what was learned, and nothing else, as JSON knows it."""
+    """Return the learned limits, and nothing else, as JSON values."""
     current: dict[str, Any] = {}
     if beats is not None and beats.were_calculated:
         current["heartbeat"] = beats.to_json()
@@ -29,9 +41,9 @@ def learned_state(beats: HeartbeatTimeouts | None, sections: SectionTimeouts | N
 def with_learned(
     beats: HeartbeatTimeouts, sections: SectionTimeouts, state: Mapping[str, Any]
 ) -> tuple[HeartbeatTimeouts, SectionTimeouts]:
-    """Return these limits with those of `learned_state` in place of them; names that are not known are left out.
+    """Return these limits, replaced where `learned_state` has others; unknown names are ignored.
 
-    ValueError for a state that holds something else than numbers.
+    ValueError if the state is not that of `learned_state`.
     """
     current = state.get(_KEY) or {}
     try:
@@ -41,7 +53,7 @@ def with_learned(
         if current.get("section"):
             sections = _with_sections(sections, SectionTimeouts.from_json(current["section"]))
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"not the state of limits: {error}") from error
+        raise ValueError(f"not a state of learned limits: {error}") from error
     return beats, sections
 
 
@@ -56,3 +68,21 @@ def _with_sections(sections: SectionTimeouts, loaded: SectionTimeouts) -> Sectio
         {*sections.calculated_sections, *names},
         sections.is_out_of_section_calculated or gap,
     )
+
+
+def exchange_measured(store: Any, calc: TimeoutsCalc, checkpoint: int, rank: int, world_size: int) -> bool:
+    """Put what `calc` has measured into the store; have it use what all ranks had measured by an earlier checkpoint.
+
+    `store` has `set`, `get` and `check`, like torch's. False if no earlier checkpoint has values of all ranks.
+    """
+    store.set(_key(checkpoint, rank), json.dumps(calc.measured()))
+    for earlier in range(checkpoint - 1, max(-1, checkpoint - 1 - _CHECKPOINTS_BACK), -1):
+        keys = [_key(earlier, rank) for rank in range(world_size)]
+        if store.check(keys):
+            calc.agree([json.loads(store.get(key)) for key in keys])
+            return True
+    return False
+
+
+def _key(checkpoint: int, rank: int) -> str:
+    return f"section limits/{checkpoint}/{rank}"
