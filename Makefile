@@ -61,8 +61,8 @@ docs: $(VENV)/.installed-docs
 wheel: $(VENV)/.installed-release
 	$(BIN)/python -m tools.release.build_wheel
 
-# PyPI's torch for x86-64 is the CUDA build, 3 GB with what it needs; it runs on a CPU, too. UV_TORCH_BACKEND=cpu takes
-# the CPU build from PyTorch's own index.
+# PyPI has torch for x86-64 as the CUDA build only: a download of 3 GB with what it needs, which works without a GPU, too.
+# UV_TORCH_BACKEND=cpu takes the CPU build from PyTorch's own index.
 OLDEST := .venv-oldest
 
 test-oldest: $(OLDEST)/.installed
@@ -70,7 +70,7 @@ test-oldest: $(OLDEST)/.installed
 
 $(OLDEST)/.installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	$(BIN)/python -m uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
+	$(BIN)/python -m uv venv --quiet --clear --seed --python $(BIN)/python $(OLDEST)
 	$(BIN)/python -m uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[test,tools]'
 	touch $@
 
