@@ -1,21 +1,37 @@
-"""Check that the documents of a step are consistent: every element of every tensor is stored exactly once."""
+"""Read the documents of a step, and check that every element of every tensor is stored exactly once."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ckpt.errors import CheckpointCorruptError
+from ckpt.loading.index import CheckpointIndex, StoredTensor, parse_index
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, tile_exactly
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import PACK_DIRECTORY
 
-if TYPE_CHECKING:
-    from ckpt.loading.index import CheckpointIndex, StoredTensor
+__all__ = ["Inconsistency", "all_tensors", "find_inconsistencies", "read_index"]
 
-__all__ = ["Inconsistency", "all_tensors", "find_inconsistencies"]
+
+def read_index(path: str) -> CheckpointIndex:
+    """Read the metadata of the published step in directory `path`, and check that they are consistent.
+
+    Every element of every tensor is then in exactly one box, and every alias has a target; only the bytes of the arrays
+    remain to be checked. Nothing but two regular files of the step is opened.
+
+    Raises CheckpointNotFoundError, FormatVersionError (before anything else is checked), CheckpointCorruptError,
+    StorageError.
+    """
+    index = parse_index(path)
+    for problem in find_inconsistencies(index):
+        what = "" if problem.tensor is None else f"tensor {problem.tensor}: "
+        where = os.path.join(path, problem.file)
+        raise CheckpointCorruptError(f"{where} is damaged: {what}{problem.message}; restore from another step or copy")
+    return index
 
 
 @dataclass(frozen=True, slots=True)

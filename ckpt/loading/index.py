@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StateError, StorageError
-from ckpt.loading.consistency import find_inconsistencies
 from ckpt.native import crc32c
 from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import MAX_DIMENSIONS, ArrayMeta
@@ -35,7 +34,6 @@ __all__ = [
     "key_path",
     "parse_index",
     "rank_of",
-    "read_index",
     "sizes",
     "whole_number",
 ]
@@ -97,23 +95,6 @@ class CheckpointIndex:
         """Return the tensor at `path`, or at the path it is an alias of; with a `rank`, that rank's own one."""
         path = self.aliases.get(path, path)
         return self.tensors.get(path) if rank is None else self.per_rank_tensors.get(path, {}).get(rank)
-
-
-def read_index(path: str) -> CheckpointIndex:
-    """Read the metadata of the published step in directory `path`, and check that they are consistent.
-
-    Every element of every tensor is then in exactly one box, and every alias has a target; only the bytes of the arrays
-    remain to be checked. Nothing but two regular files of the step is opened.
-
-    Raises CheckpointNotFoundError, FormatVersionError (before anything else is checked), CheckpointCorruptError,
-    StorageError.
-    """
-    index = parse_index(path)
-    for problem in find_inconsistencies(index):
-        what = "" if problem.tensor is None else f"tensor {problem.tensor}: "
-        where = os.path.join(path, problem.file)
-        raise CheckpointCorruptError(f"{where} is damaged: {what}{problem.message}; restore from another step or copy")
-    return index
 
 
 def parse_index(path: str) -> CheckpointIndex:

@@ -11,8 +11,9 @@ from typing import Any, Self
 import numpy as np
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError
+from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import Fetch
-from ckpt.loading.index import CheckpointIndex, StoredTensor, read_index
+from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.root import CheckpointRoot

@@ -22,8 +22,9 @@ from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError
 from ckpt.loading.all_or_none import Alone, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
+from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
-from ckpt.loading.index import CheckpointIndex, read_index
+from ckpt.loading.index import CheckpointIndex
 from ckpt.loading.match import Match, Read, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.state_update import StateUpdate

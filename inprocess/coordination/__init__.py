@@ -10,8 +10,8 @@ Alternatively both use `etcd.EtcdClient` and an etcd cluster; that module is imp
 from __future__ import annotations
 
 from inprocess.coordination.client import CoordinationStore, StoreClient
-from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.namespace import Guard, Namespace, RestartIndex
+from inprocess.coordination.mixin import Guard, StoreMixin
+from inprocess.coordination.namespace import Namespace, RestartIndex
 from inprocess.coordination.server import StoreServer
 from inprocess.coordination.wire import Access
 

@@ -17,8 +17,7 @@ from datetime import timedelta
 from typing import Any, Self
 
 from inprocess.coordination.connection import ClientConnection, RefusedError, Silence
-from inprocess.coordination.mixin import StoreMixin, few, in_bytes
-from inprocess.coordination.namespace import NO_GUARD, Guard
+from inprocess.coordination.mixin import NO_GUARD, Guard, StoreMixin, few, in_bytes
 from inprocess.coordination.wire import (
     Access,
     Frame,

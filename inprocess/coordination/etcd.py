@@ -46,8 +46,7 @@ from inprocess.coordination.etcd_messages import (
     read,
     suffix,
 )
-from inprocess.coordination.mixin import StoreMixin, few, in_bytes
-from inprocess.coordination.namespace import NO_GUARD, Guard
+from inprocess.coordination.mixin import NO_GUARD, Guard, StoreMixin, few, in_bytes
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
 

@@ -7,12 +7,12 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inprocess.attribution import InterruptionRecord, compact_ranks
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreTimeoutError
 
-__all__ = ["StoreMixin", "few", "in_bytes"]
+__all__ = ["NO_GUARD", "Guard", "StoreMixin", "few", "in_bytes"]
 
 _INTERRUPTED = "interrupted"
 _RECORDS = "interruption_records"
@@ -78,6 +78,16 @@ if TYPE_CHECKING:
 
 else:
     _Operations = object
+
+
+class Guard(NamedTuple):
+    """A condition of requests: as long as `key` has this `value`. Otherwise they end with StaleViewError."""
+
+    key: str
+    value: str
+
+
+NO_GUARD = Guard("", "")
 
 
 class StoreMixin(_Operations):

@@ -5,29 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from inprocess.coordination.mixin import StoreMixin
+from inprocess.coordination.mixin import Guard, StoreMixin
 from inprocess.exception import StaleViewError
 
 if TYPE_CHECKING:
     from inprocess.coordination.client import StoreClient
     from inprocess.coordination.etcd import EtcdClient
 
-__all__ = ["NO_GUARD", "Guard", "Namespace", "PrefixView", "RestartIndex"]
+__all__ = ["Namespace", "PrefixView", "RestartIndex"]
 
 _RESTART_INDEX = "restart_index"
 _STARTED = "started_ms"
-
-
-class Guard(NamedTuple):
-    """A condition of requests: as long as `key` has this `value`. Otherwise they end with StaleViewError."""
-
-    key: str
-    value: str
-
-
-NO_GUARD = Guard("", "")
 
 
 class RestartIndex:

@@ -18,9 +18,10 @@ import os
 import sys
 import weakref
 from collections.abc import Collection, Mapping
+from types import TracebackType
 from typing import Any
 
-from inprocess.fault_tolerance.client_sections import BackgroundSection, SectionContext
+from inprocess.fault_tolerance.background_section import BackgroundSection
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR, WorkloadControlRequest
 from inprocess.fault_tolerance.errors import (
@@ -297,3 +298,32 @@ class RankMonitorClient:
         if self._connection is not None:
             with errors("the monitor refuses the update"):
                 self._connection.confirm(self._initialized().events())
+
+
+class SectionContext:
+    """The context that `RankMonitorClient.section` returns."""
+
+    __slots__ = ("_client", "_generation", "_name")
+
+    def __init__(self, client: RankMonitorClient, name: str) -> None:
+        self._client = client
+        self._name = name
+        self._generation: int | None = None
+
+    def __enter__(self) -> None:
+        recorder = self._client._initialized()
+        self._client.start_section(self._name)
+        self._generation = recorder.generation
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        recorder = self._client._recorder
+        if recorder is None:  # shut down within the section
+            return
+        try:
+            closed = recorder.close(self._name, self._generation, learn=kind is None)
+        except (TimeoutsCalcError, Forked) as problem:
+            if error is None:
+                raise_error(problem)
+            return  # the error that ends the section matters more
+        if closed and self._client._acknowledged:
+            self._client._confirm()

@@ -9,8 +9,7 @@ from itertools import count
 
 from inprocess.coordination.client import StoreClient, _Call
 from inprocess.coordination.connection import ClientConnection
-from inprocess.coordination.mixin import StoreMixin
-from inprocess.coordination.namespace import Guard
+from inprocess.coordination.mixin import Guard, StoreMixin
 from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode, fresh_nonce
 from inprocess.exception import StaleViewError, StoreError, StoreTimeoutError
 

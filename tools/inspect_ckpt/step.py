@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from ckpt.loading.consistency import all_tensors
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_index
+from ckpt.loading.consistency import all_tensors, read_index
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary
 from ckpt.native import crc32c
 from ckpt.paths import display
 from ckpt.planning.boxes import Box

@@ -1,52 +1,16 @@
-"""What `RankMonitorClient.section` and `RankMonitorClient.begin_in_background` return."""
+"""A section that goes on beside training: what `RankMonitorClient.begin_in_background` returns."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING
 
-from inprocess.fault_tolerance.errors import raise_error
-from inprocess.fault_tolerance.recorder import Forked, Recorder
-from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalcError
+from inprocess.fault_tolerance.recorder import Recorder
 from inprocess.monitor_process.messages import RankInfo
 from inprocess.sections.board_reader import read_board
 from inprocess.sections.deadlines import Alarm, AlarmAction, Deadline
 from inprocess.sections.report import report_alarm
 
-if TYPE_CHECKING:
-    from inprocess.fault_tolerance.rank_monitor_client import RankMonitorClient
-
-__all__ = ["BackgroundSection", "SectionContext"]
-
-
-class SectionContext:
-    """The context that `RankMonitorClient.section` returns."""
-
-    __slots__ = ("_client", "_generation", "_name")
-
-    def __init__(self, client: RankMonitorClient, name: str) -> None:
-        self._client = client
-        self._name = name
-        self._generation: int | None = None
-
-    def __enter__(self) -> None:
-        recorder = self._client._initialized()
-        self._client.start_section(self._name)
-        self._generation = recorder.generation
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        recorder = self._client._recorder
-        if recorder is None:  # shut down within the section
-            return
-        try:
-            closed = recorder.close(self._name, self._generation, learn=kind is None)
-        except (TimeoutsCalcError, Forked) as problem:
-            if error is None:
-                raise_error(problem)
-            return  # the error that ends the section matters more
-        if closed and self._client._acknowledged:
-            self._client._confirm()
+__all__ = ["BackgroundSection"]
 
 
 class BackgroundSection:
