@@ -150,7 +150,7 @@ def test_parameters_that_differ_can_be_a_warning(tmp_path: Path) -> None:
     (line,) = first[3]  # once, though two steps had them
     assert "step 2: ranks have different values of" in line
     assert "model/1.bias (rank 1 unlike rank 0)" in line
-    assert "parts of each rank's" in line
+    assert "parts of the values of each rank" in line
     assert second[3] == []
 
 
