@@ -31,8 +31,9 @@ def work():
     run["to"], run["from"], run["bytes"] = address(copied), address(content), len(content)
     native.copy_runs(run)
 
-threading.stack_size(int(sys.argv[1])) threads = [threading.Thread(target=work) for _ in range(8)]  # adjacent, so that
-an overflow of one stack writes to another for thread in threads:
+threading.stack_size(int(sys.argv[1]))
+threads = [threading.Thread(target=work) for _ in range(8)]  # an overflow of one writes to another
+for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()

@@ -42,7 +42,7 @@ def test_create_exclusive_has_one_winner(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 1_000_003])
 @pytest.mark.parametrize("direct", [True, False])
-def test_write_image(tmp_path: Path, size: int, direct: bool, leak_check: LeakCheck) -> None:
+def test_write_pages(tmp_path: Path, size: int, direct: bool, leak_check: LeakCheck) -> None:
     path, view = tmp_path / "c", image(size)
     used = files.write_pages(str(path), view, size, direct=direct)
     files.sync_files([str(path)], [str(tmp_path)])
