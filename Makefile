@@ -1,7 +1,10 @@
 # make test     install into .venv, lint, type check, run every test
 # make demo     train, kill, resume, compare: examples/train_lm.py on real text
-# make bench    against other systems and the limits of this machine, minutes; make bench-full: all sizes, hours
-#               also: stall and throughput of a save, speed of a validation, next to what the machine can do; time of a restart
+# make bench    saves, loads, validation, restarts, recovery, coordination, beside the limits of this machine, minutes;
+#               make bench-full: comparison with other systems in all sizes, hours
+# make docs     the site: guides, reference, decisions; build/site/index.html
+# make wheel    the wheel and the sdist of a release, tried without a compiler; dist/
+# make test-oldest   every test with the oldest versions that pyproject.toml allows
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +15,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 .DEFAULT_GOAL := test
-.PHONY: test lint pytest test-faults demo bench bench-full clean
+.PHONY: test lint pytest test-faults demo bench bench-full docs wheel test-oldest clean
 
 test: lint pytest
 
@@ -44,17 +47,36 @@ demo: $(INSTALLED)
 BENCH_ARGS ?=
 
 bench: $(INSTALLED)
-	$(BIN)/python -m tools.bench $(BENCH_ARGS)
-	$(BIN)/python -m tools.bench.save
-	$(BIN)/python -m tools.bench.validate
-	$(BIN)/python -m tools.bench.restart
-	$(BIN)/python -m tools.bench.recover
-	$(BIN)/python -m tools.bench.coordination
+	$(BIN)/python -m tools.bench systems $(BENCH_ARGS)
+	$(BIN)/python -m tools.bench save validate restart recover coordination
 
-# With the peers that are not there yet, if they can be installed; without them otherwise.
+# With the other systems that are not installed yet, if they can be installed; without them otherwise.
 bench-full: $(INSTALLED)
 	-$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,tools,bench]'
-	$(BIN)/python -m tools.bench --full $(BENCH_ARGS)
+	$(BIN)/python -m tools.bench systems --full $(BENCH_ARGS)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
+
+wheel: $(VENV)/.installed-release
+	$(BIN)/python -m tools.release.build_wheel
+
+# PyPI's torch for x86-64 is the CUDA build, 3 GB with what it needs; it runs on a CPU, too. UV_TORCH_BACKEND=cpu takes
+# the CPU build from PyTorch's own index.
+OLDEST := .venv-oldest
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
+
+$(OLDEST)/.installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/python -m uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
+	$(BIN)/python -m uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[test,tools]'
+	touch $@
+
+$(VENV)/.installed-%: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	touch $@
 
 # The stamp is written last: an installation that was interrupted is done again.
 $(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c ckpt/native/*.h)
@@ -63,6 +85,6 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f ckpt/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

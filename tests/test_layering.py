@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,28 @@ def test_ckpt_knows_of_inprocess_only_ipc_and_in_restart_the_hooks() -> None:
         if name.split(".")[0] == "inprocess" and not name.startswith("inprocess.ipc.")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Each module of the libraries and tools, and those that it imports, also within functions."""
+    files = {dotted_name(file): file for package in ("ckpt", "inprocess", "tools") for file in modules_of(package)}
+    # The tools are run from their folder, too: `inspect_ckpt.ls` is `tools.inspect_ckpt.ls`.
+    names = {name.removeprefix("tools."): name for name in files} | {name: name for name in files}
+    graph: dict[str, set[str]] = {}
+    for module, file in files.items():
+        found = (names.get(name) or names.get(name.rpartition(".")[0]) for name in imports_of(file))
+        graph[module] = {target for target in found if target is not None} - {module}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    lazy = {"ckpt", "inprocess", "inprocess.fault_tolerance"}  # these name what is public, and import it when asked
+    graph = {module: targets - lazy for module, targets in module_graph().items() if module not in lazy}
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail("a circle of imports: " + " -> ".join(error.args[1]))
+    assert order.index("ckpt.checkpointer") > order.index("ckpt.storage.commit")
 
 
 def test_libraries_do_not_import_what_is_not_installed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sysconfig
 import threading
 from typing import Any
 
@@ -23,7 +22,7 @@ def load() -> Compiled | None:
 
     ImportError if they are there and not of this version.
     """
-    path = os.path.join(os.path.dirname(__file__), f"_library{sysconfig.get_config_var('EXT_SUFFIX')}")
+    path = os.path.join(os.path.dirname(__file__), "_library.abi3.so")  # one file for every version of Python
     return Compiled(path) if os.path.exists(path) else None
 
 

@@ -76,6 +76,7 @@ static uint32_t copy_by_table(uint32_t state, uint8_t *to, const uint8_t *from, 
 /* ------------------------------------------------------------ x86-64 ----------------------------------------------- */
 
 #ifdef __x86_64__
+#include <cpuid.h>
 #include <immintrin.h>
 
 #define NARROW __attribute__((target("sse4.2,pclmul")))
@@ -222,12 +223,16 @@ static void prepare_folds(void) {
     fold_512 = fold_by(512), fold_2048 = fold_by(2048);
 }
 
+/* Asks the processor itself: __builtin_cpu_supports needs a runtime library that not every compiler brings. */
 static int best(void) {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) return 0;
-    int has_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq");
-    return has_wide ? 2 : 1;
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSE4_2) || !(c & bit_PCLMUL)) return 0;
+    if (!(c & bit_OSXSAVE)) return 1;
+    unsigned saved; /* XCR0: the registers that the operating system saves, here all those of AVX-512 */
+    __asm__("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+    if ((saved & 0xe6) != 0xe6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 1;
+    unsigned wide = bit_AVX512F | bit_AVX512VL | bit_AVX512DQ;
+    return (b & wide) == wide && (c & bit_VPCLMULQDQ) ? 2 : 1;
 }
 #else
 #define extend_narrow extend_by_table

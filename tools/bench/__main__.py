@@ -1,144 +1,114 @@
-"""All systems, all figures: what a save and a load cost, next to what the machine can do at the same time.
+"""Measure what checkpoints and restarts cost, beside the limits of this machine in the same run.
 
-python -m tools.bench [--full] [--gb 1,2,4] [--world 1,2,4] [--device cpu,cuda] [--systems ckpt,dcp] [--rounds N]
-                      [--json FILE] [--plots DIR] [--table FILE] [--note TEXT]
+    python -m tools.bench [KIND ...] [options]    without a KIND: systems
+    python -m tools.bench --list                  the kinds
+    python -m tools.bench KIND --help             the options of a kind
 
+Several kinds run one after the other, each in a process of its own; all of them must know the options given.
 A figure that misses its target is printed as such, and never makes the command fail.
 """
 
 import argparse
-import json
+import importlib
+import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
-import torch
+__all__ = ["KINDS", "main"]
 
-from tools.bench.report import environment
-from tools.bench.suite.figures import verdicts
-from tools.bench.suite.plan import KINDS, Measured, Options, Scenario, measure
-from tools.bench.suite.plots import plot
-from tools.bench.suite.tables import markdown, replace_between_markers
-from tools.bench.systems import SYSTEMS, version_of
 
-__all__ = ["main", "read_documents"]
+@dataclass(frozen=True)
+class Kind:
+    """A kind of measurement. `module` has two functions: `add_options(parser)` and `run(options)`.
 
-_QUICK = Options((1.0,), (1, 2), (), 3, Path(), (4, 3), 10_000, 1024, 4096, 3000, sharded_commit=False)
-_FULL = replace(_QUICK, gigabytes=(1.0, 2.0, 4.0), world_sizes=(1, 2, 4), rounds=9, sharded_commit=True)
-_TINY = replace(
-    _QUICK, gigabytes=(0.002,), world_sizes=(1,), rounds=0, reshard=(2, 1), count=100, ranks=8, parts=8, tensors=20,
-    sharded_commit=True, step_s=0.002, most_steps=6,
-)  # fmt: skip
+    All kinds have the option `--json`; `run` writes the file.
+    """
+
+    summary: str
+    module: str
+
+
+KINDS = {
+    "systems": Kind(
+        "saves and loads, beside those of other libraries: stall, time to durable, load, memory, files",
+        "tools.bench.systems.command",
+    ),
+    "save": Kind(
+        "one save in detail: stall, time to durable, what it costs training, memory",
+        "tools.bench.save",
+    ),
+    "validate": Kind(
+        "`inspect_ckpt validate`, beside plain reads of the same files; commands on very many tensors",
+        "tools.bench.validate",
+    ),
+    "restart": Kind(
+        "from a fault until the wrapped function runs again in the same processes; what idling costs",
+        "tools.bench.restart",
+    ),
+    "recover": Kind(
+        "from a fault to the first finished step with the state restored, beside a relaunch by torchrun",
+        "tools.bench.recover",
+    ),
+    "coordination": Kind(
+        "the coordination server in a job of thousands of simulated ranks",
+        "tools.bench.coordination",
+    ),
+    "sections": Kind(
+        "monitoring of sections: cost of events, delay of detection, cost of a monitor",
+        "tools.bench.sections",
+    ),
+    "scale": Kind(
+        "planning and commit check of a save of thousands of simulated ranks",
+        "tools.bench.scale",
+    ),
+}
+_DEFAULT = "systems"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.from_json is not None:
-        measured, known = read_documents(options.from_json), True
-    else:
-        chosen, known = _options(options, parser), False
-        with tempfile.TemporaryDirectory(prefix="suite-", dir=options.folder) as temporary:
-            measured = measure(chosen, Path(temporary).resolve(), _keeper(options.json))
-        print(file=sys.stderr)
-    text = markdown(measured, options.note)
-    print(text)
-    if options.json is not None and not known:
-        options.json.write_text(_document(measured))
-    if options.plots is not None:
-        for path in plot(measured, options.plots):
-            print(f"wrote {path}", file=sys.stderr)
-    if options.table is not None:
-        replace_between_markers(options.table, text)
+    """Run the kinds that are named first in `arguments`, with the options that follow; return the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    kinds = list(takewhile(lambda word: not word.startswith("-"), words))
+    rest = words[len(kinds) :]
+    if not kinds and rest and rest[0] in ("-h", "--help", "--list"):
+        print(_kinds() if rest[0] == "--list" else f"{(__doc__ or '').rstrip()}\n\nKinds:\n{_kinds()}")
+        return 0
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        print(f"unknown kind of measurement: {', '.join(unknown)}; there are:\n{_kinds()}", file=sys.stderr)
+        return 2
+    if len(kinds) <= 1:
+        kind = kinds[0] if kinds else _DEFAULT
+        importlib.import_module(KINDS[kind].module).run(_parse(kind, rest))
+        return 0
+    return _run_each(kinds, rest)
+
+
+def _run_each(kinds: list[str], rest: list[str]) -> int:
+    """Run the kinds in processes of their own: a kind that forks its ranks needs a process with one thread."""
+    for kind in kinds:
+        if _parse(kind, rest).json is not None:
+            print("--json: needs exactly one kind of measurement", file=sys.stderr)
+            return 2
+    for kind in kinds:
+        print(f"{kind}: {KINDS[kind].summary}", flush=True)
+        command = [sys.executable, "-m", "tools.bench", kind, *rest]
+        if code := subprocess.run(command, check=False).returncode:
+            return code
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=(__doc__ or "").splitlines()[0])
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--full", action="store_true", help="1, 2 and 4 GB on 1, 2 and 4 ranks, 9 rounds: hours")
-    sizes.add_argument("--tiny", action="store_true", help="everything once, with sizes that tell nothing: a test")
-    parser.add_argument("--gb", type=_numbers(float), metavar="N,N", help="sizes of the state in 1e9 bytes")
-    parser.add_argument("--world", type=_numbers(int), metavar="N,N", help="numbers of ranks")
-    parser.add_argument("--device", type=_devices, metavar="NAME", help="cpu, cuda or both, where the state is")
-    parser.add_argument("--systems", type=lambda text: tuple(text.split(",")), help=f"of {','.join(SYSTEMS)}")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds that count, after one that does not")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured (default: here)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every value of every round")
-    parser.add_argument("--only", type=lambda text: tuple(text.split(",")), help=f"of {','.join(KINDS)}; default: all")
-    parser.add_argument(
-        "--from-json", type=Path, nargs="+", metavar="FILE", help="measure nothing: tables and plots of earlier runs"
-    )
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="pictures (needs matplotlib)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="put the tables between this document's markers")
-    parser.add_argument("--note", default="", help="a sentence for the tables: what else ran on the machine")
-    return parser
+def _parse(kind: str, words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m tools.bench {kind}", description=KINDS[kind].summary)
+    importlib.import_module(KINDS[kind].module).add_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every value of every round to FILE")
+    return parser.parse_args(words)
 
 
-def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
-    def parse(text: str) -> tuple[Any, ...]:
-        values = tuple(kind(part) for part in text.split(","))
-        if any(value <= 0 for value in values):
-            raise argparse.ArgumentTypeError(f"{text}: all must be more than 0")
-        return values
-
-    return parse
-
-
-def _devices(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if not set(names) <= {"cpu", "cuda"} or ("cuda" in names and not torch.cuda.is_available()):
-        raise argparse.ArgumentTypeError(f"{text}: there is cpu, and cuda on a machine that has it")
-    return names
-
-
-def _options(given: argparse.Namespace, parser: argparse.ArgumentParser) -> Options:
-    """Those of the command, the others as --full, --tiny or neither has them."""
-    installed = tuple(name for name in SYSTEMS if version_of(name) is not None)
-    systems = given.systems or installed
-    unknown = [name for name in systems if name not in installed]
-    if unknown:
-        parser.error(f"--systems: {', '.join(unknown)}: not known or not installed; there is {', '.join(installed)}")
-    if given.rounds is not None and given.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    if missing := [name for name in SYSTEMS if name not in installed]:
-        print(f"not installed, left out: {', '.join(missing)} (pip install '.[bench]')", file=sys.stderr)
-    base = _FULL if given.full else _TINY if given.tiny else _QUICK
-    if given.only is not None and not set(given.only) <= set(KINDS):
-        parser.error(f"--only: there is {', '.join(KINDS)}")
-    changes = {"gigabytes": given.gb, "world_sizes": given.world, "rounds": given.rounds, "only": given.only}
-    changes["devices"] = given.device or (("cpu", "cuda") if torch.cuda.is_available() else None)
-    chosen = {key: value for key, value in changes.items() if value is not None}
-    return replace(base, systems=systems, folder=given.folder, **chosen)
-
-
-def _keeper(path: Path | None) -> Callable[[Measured], None]:
-    """Writes what there is after each job: a run that is interrupted leaves what it has."""
-
-    def keep(measured: Measured) -> None:
-        if path is not None:
-            path.write_text(_document(measured))
-
-    return keep
-
-
-def _document(measured: Measured) -> str:
-    found = [asdict(verdict) for verdict in verdicts(measured)]
-    return json.dumps({"environment": environment(), "verdicts": found, **asdict(measured)}, indent=1) + "\n"
-
-
-def read_documents(paths: list[Path]) -> Measured:
-    """What earlier runs wrote, one behind the other."""
-    measured = Measured()
-    for path in paths:
-        document = json.loads(path.read_text())
-        measured.scenarios += [Scenario(**scenario) for scenario in document["scenarios"]]
-        measured.scale |= document["scale"]
-        measured.scale_of |= document["scale_of"]
-    return measured
+def _kinds() -> str:
+    width = max(map(len, KINDS))
+    return "\n".join(f"    {kind:<{width}}  {found.summary}" for kind, found in KINDS.items())
 
 
 if __name__ == "__main__":

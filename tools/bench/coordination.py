@@ -1,8 +1,6 @@
-"""What the coordination server costs in a job of thousands of ranks: simulated ranks, the real server.
+"""Cost of the coordination server in a job of thousands of ranks: the real server, simulated ranks.
 
-python -m tools.bench.coordination [--ranks 1024 4096] [--restarts 5] [--idle 20] [--json FILE]
-
-The ranks have no torch; what they ask of the server is what real ones ask. Slow figures never make it fail.
+The ranks have no torch; they send the requests that real ranks send.
 """
 
 import argparse
@@ -15,27 +13,29 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from inprocess.coordination import Access
 from inprocess.ipc.process import start_module
 from inprocess.monitor_process.sibling import heartbeat_interval_s
+from tools.bench.harness import Row, at_least, megabytes, print_table, write_json
+from tools.bench.processes import REPOSITORY, cpu_seconds
 from tools.bench.simulated_ranks import Command, encode_command
 
-__all__ = ["Idle", "Job", "Restart", "Results", "main", "measure"]
+__all__ = ["add_options", "run"]
 
 _RANKS_OF_A_PROCESS = 256  # more threads in a process mostly wait for the interpreter lock
 _CONNECTIONS_OF_A_RANK = 2
 _HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S = 1.0, 30.0
 _SETTLE_S = 0.3
-_CPU_S, _SENT, _RSS, _IDLE = 1.0, 100e6, 200e6, 0.1
-REPOSITORY = Path(__file__).resolve().parents[2]
+_TARGET_CPU_S, _TARGET_SENT, _TARGET_RSS, _TARGET_IDLE = 1.0, 100e6, 200e6, 0.1
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart: seconds of the server's processor and of the clock, bytes that the server sent, requests by kind."""
+    """One restart: processor time of the server, time that passed, bytes that it sent, requests by operation."""
 
     cpu_s: float
     wall_s: float
@@ -46,7 +46,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Idle:
-    """A job in which nothing happens: the share of a core that the server needs, frames it receives per second."""
+    """A job without faults: the share of a core that the server needs, and the frames it receives per second."""
 
     share: float
     frames: dict[str, float]
@@ -54,7 +54,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Results:
-    """Of one size of job. `connect_cpu_s` is for all connections, and the first iteration."""
+    """One size of job. `connect_cpu_s` is the server's processor time for all connections and the first iteration."""
 
     ranks: int
     connections: int
@@ -65,7 +65,7 @@ class Results:
 
 
 class Job:
-    """A server in a process of its own, and the ranks in several; a context manager."""
+    """A server in a process of its own, and ranks in several processes. A context manager."""
 
     def __init__(self, ranks: int, *, ping_s: float = _HEARTBEAT_TIMEOUT_S / 6) -> None:
         self.ranks = ranks
@@ -106,7 +106,7 @@ class Job:
             yield Access(access.host, answer["port"], access.job, access.secret)
 
     def wait_ready(self) -> tuple[Counter[str], int]:
-        """Wait until all ranks are in the next iteration. Return frames sent by kind, and bytes received."""
+        """Wait until all ranks are in the next iteration. Return frames sent by operation, and bytes received."""
         sent: Counter[str] = Counter()
         received = 0
         for process in self._simulating:
@@ -125,7 +125,7 @@ class Job:
             _write(process, encode_command(command))
 
     def restart(self, raising: int, heartbeat_s: float | None = None) -> Restart:
-        """One restart, after the first `raising` ranks have failed."""
+        """Restart once, after the first `raising` ranks have failed."""
         time.sleep(_SETTLE_S)  # until the last heartbeats and answers are through
         begin, cpu = time.perf_counter(), self.cpu_s()
         self.go(Command(raising) if heartbeat_s is None else Command(raising, heartbeat_s=heartbeat_s))
@@ -135,7 +135,7 @@ class Job:
         return Restart(self.cpu_s() - cpu, wall, received, dict(sent), self.rss_bytes())
 
     def idle(self, seconds: float, heartbeat_s: float) -> Idle:
-        """Let time pass, with heartbeats. Ends with a restart, which does not count."""
+        """Let time pass, with heartbeats. The restart that ends it does not count."""
         self.restart(1, heartbeat_s)
         begin, cpu = time.perf_counter(), self.cpu_s()
         self.go(Command(1, idle_s=seconds))
@@ -145,21 +145,20 @@ class Job:
         return Idle(share, {name: number / seconds for name, number in sent.items()})
 
     def cpu_s(self) -> float:
-        """Seconds of processor that the server has used."""
-        tasks = Path(f"/proc/{self.pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks)
+        """Return the processor time that the server has used."""
+        return cpu_seconds(self.pid)
 
     def rss_bytes(self) -> int:
-        """Memory of the server."""
+        """Return the memory of the server."""
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
         return int(lines["VmRSS"].split()[0]) << 10
 
     def connections(self) -> int:
-        """How many sockets the server has for clients."""
+        """Return how many sockets the server has for clients."""
         return len(os.listdir(f"/proc/{self.pid}/fd")) - _OTHER_DESCRIPTORS
 
 
-_OTHER_DESCRIPTORS = 6  # standard streams, epoll, listener, two to wake it: one of the streams leads nowhere
+_OTHER_DESCRIPTORS = 6  # standard streams, epoll, listener, two to wake it up: one of the streams is /dev/null
 
 
 @contextmanager
@@ -180,7 +179,7 @@ def _write(process: subprocess.Popen[str], line: str) -> None:
 
 
 def measure(ranks: int, restarts: int, idle_s: float) -> Results:
-    """All figures of one size. The first restart, in which the server has everything to learn, does not count."""
+    """Measure one size of job. The first restart, after which the server has seen every operation, does not count."""
     with Job(ranks) as job:
         connect_cpu_s = job.cpu_s()
         connections = job.connections()
@@ -192,73 +191,61 @@ def measure(ranks: int, restarts: int, idle_s: float) -> Results:
     return Results(ranks, connections, connect_cpu_s, one, every, idle)
 
 
-def rows(results: Results) -> list[Any]:
-    from tools.bench.report import Row
-
-    def of(title: str, restarts: list[Restart]) -> list[Row]:
-        count = len(restarts)
-        requests = [sum(restart.requests.values()) / results.ranks for restart in restarts]
-        sent = [restart.sent_bytes + 0.0 for restart in restarts]
-        memory = [restart.rss_bytes + 0.0 for restart in restarts]
-        return [
-            Row(f"{title}: server CPU", [restart.cpu_s for restart in restarts], [_CPU_S] * count, 1.0),
-            Row("  bytes sent", sent, [_SENT] * count, 1.0, _megabytes),
-            Row("  frames per rank", requests, show=lambda number: f"{number:.1f}"),
-            Row("  server memory", memory, [_RSS] * count, 1.0, _megabytes),
-            Row("  with the simulation, on this machine", [restart.wall_s for restart in restarts]),
-        ]
-
-    found = [
-        Row("connections", [results.connections + 0.0], show=lambda number: f"{number:.0f}"),
+def _rows(results: Results) -> list[Row]:
+    rows = [
+        Row("connections", [float(results.connections)], show=_whole),
         Row("connecting, first iteration: server CPU", [results.connect_cpu_s]),
-        *of("one rank raises", results.one),
-        *of("all ranks raise", results.all),
+        *_rows_of("one rank raises", results.one, results.ranks),
+        *_rows_of("all ranks raise", results.all, results.ranks),
     ]
     if results.idle is not None:
-        frames = [sum(results.idle.frames.values())]
-        found.append(Row("idle: share of a core", [results.idle.share], [_IDLE], 1.0, lambda s: f"{100 * s:.1f} %"))
-        found.append(Row("  frames per second", frames, show=lambda number: f"{number:.0f}"))
-    return found
+        rows += [
+            Row("idle: share of a core", [results.idle.share], [_TARGET_IDLE], 1.0, lambda s: f"{100 * s:.1f} %"),
+            Row("  frames per second", [sum(results.idle.frames.values())], show=_whole),
+        ]
+    return rows
 
 
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:.1f} MB"
+def _rows_of(title: str, restarts: list[Restart], ranks: int) -> list[Row]:
+    count = len(restarts)
+    requests = [sum(restart.requests.values()) / ranks for restart in restarts]
+    sent = [float(restart.sent_bytes) for restart in restarts]
+    memory = [float(restart.rss_bytes) for restart in restarts]
+    show_bytes = partial(megabytes, digits=1)
+    return [
+        Row(f"{title}: server CPU", [restart.cpu_s for restart in restarts], [_TARGET_CPU_S] * count, 1.0),
+        Row("  bytes sent", sent, [_TARGET_SENT] * count, 1.0, show_bytes),
+        Row("  frames per rank", requests, show=lambda number: f"{number:.1f}"),
+        Row("  server memory", memory, [_TARGET_RSS] * count, 1.0, show_bytes),
+        Row("  with the simulation, on this machine", [restart.wall_s for restart in restarts]),
+    ]
 
 
-def as_document(results: list[Results]) -> dict[str, Any]:
-    """The same for programs."""
-    from tools.bench.report import environment
-
-    table = {str(result.ranks): [row.document() for row in rows(result)] for result in results}
-    return {"environment": environment(), "rows": table, "results": [asdict(result) for result in results]}
+def _whole(number: float) -> str:
+    return f"{number:.0f}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.coordination", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096], help="sizes of jobs (default: 1024 4096)")
-    parser.add_argument("--restarts", type=int, default=5, help="of each kind (default: 5)")
-    parser.add_argument("--idle", type=float, default=20.0, metavar="S", help="how long to idle; 0: not at all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every value to FILE")
-    options = parser.parse_args(arguments)
-    if min(options.ranks) < 2 or options.restarts < 1 or options.idle < 0:
-        parser.error("--ranks must be at least 2, --restarts at least 1 and --idle at least 0")
-    results = []
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this kind."""
+    sizes = [1024, 4096]
+    parser.add_argument("--ranks", type=at_least(2), nargs="+", default=sizes, help="of jobs (default: 1024 4096)")
+    parser.add_argument("--restarts", type=at_least(1), default=5, help="of each kind (default: 5)")
+    parser.add_argument("--idle", type=_seconds, default=20.0, metavar="S", help="how long to idle; 0: not at all")
+
+
+def _seconds(text: str) -> float:
+    if float(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
+    return float(text)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure all sizes, and print a table of each as soon as it is there."""
+    found: list[Results] = []
     for ranks in options.ranks:
-        results.append(measure(ranks, options.restarts, options.idle))
-        _print(results[-1])
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_document(results), indent=1) + "\n")
-    return 0
-
-
-def _print(results: Results) -> None:
-    from tools.bench.report import print_table
-
-    title = f"coordination server, {results.ranks} ranks, 2 connections each; {len(results.one)} restarts of each kind"
-    print_table(title, rows(results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        results = measure(ranks, options.restarts, options.idle)
+        title = f"coordination server, {ranks} ranks, 2 connections each; {options.restarts} restarts of each kind"
+        print_table(title, _rows(results))
+        found.append(results)
+    tables = {str(results.ranks): _rows(results) for results in found}
+    write_json(options.json, {"rows": tables, "results": [asdict(results) for results in found]})

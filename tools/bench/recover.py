@@ -1,136 +1,254 @@
-"""From a fault to the first finished step, next to a relaunch with torchrun and torch.distributed.checkpoint.
+"""Time from a fault to the first finished step with the state restored, beside a relaunch by torchrun.
 
-python -m tools.bench.recover [--gb 1] [--rounds 7] [--repeats 3] [--folder DIR] [--json FILE]
+    this process                        each rank of `recover_restarted`
+    InProcess.recover(situation)  ──▶   prepare the situation, barrier, rank 1 raises
+                                        abort hook, finalize hook, train again, first step
+         notes of all ranks       ◀──   what happened when, in CLOCK_MONOTONIC: one clock for all processes
 
-Slow figures never make it fail.
+    relaunch()                          each rank of `recover_relaunched`, through one fault under torchrun
+
+In every round the one job fails in each situation, and the relaunch, its peer, runs once.
 """
 
 import argparse
 import json
-import math
+import os
+import subprocess
 import sys
-import tempfile
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
-from tools.bench.recoveries import InProcess, Recovery, relaunch
-from tools.bench.recovering import SCENARIOS
-from tools.bench.report import Row, environment
+from tools.bench.harness import (
+    Row,
+    add_disk_option,
+    add_size_options,
+    at_least,
+    print_report,
+    rounds,
+    temporary_folder,
+    write_json,
+)
+from tools.bench.processes import free_port, killing_after, rank_environment
 
-__all__ = ["main"]
+__all__ = ["SITUATIONS", "add_options", "run"]
 
-_TITLES = {
+_RELAUNCH = "relaunch"
+SITUATIONS = {
     "bare": "restart without checkpoints",
     "memory": "restart from memory",
     "drain": "restart, a save in flight drained",
     "abort": "restart, a save in flight given up",
     "warm": "restart from storage, page cache warm",
     "cold": "restart from storage, page cache cold",
-    "relaunch": "relaunch: torchrun, dcp.load, cache warm",
 }
-_OF_RELAUNCH, _OF_LATENCY_AND_COPY, _OF_COPY = 0.1, 1.5, 1.5
+_FROM_MEMORY = {"memory": True, "drain": True, "abort": True, "warm": False, "cold": False}
+_RANKS = 2
+_LIMIT_S = 300.0
+_TARGET_RELAUNCH, _TARGET_BARE_AND_COPY, _TARGET_COPY = 0.1, 1.5, 1.5
+
+# The moment at the end of each phase, and the phase.
+_RESTART_PHASES = {"detected": "detect", "finalize": "unwind", "settled": "drain", "finalized": "restore"}
+_RESTART_PHASES |= {"entered": "rejoin", "stepped": "first step"}
+_RELAUNCH_PHASES = {"started": "end and start processes", "imported": "import", "joined": "join"}
+_RELAUNCH_PHASES |= {"allocated": "allocate", "loaded": "load", "stepped": "first step"}
+
+Notes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Seconds from a fault to the first step, on the last rank to pass each point; `phases` add up to `total`.
+
+    `restore` is what the slowest rank spent on it alone, `memcpy` a copy of the same bytes if that was measured.
+    `from_memory` is None where nothing was restored.
+    """
+
+    total: float
+    phases: dict[str, float]
+    restore: float
+    memcpy: float | None
+    from_memory: bool | None
+
 
 Round = dict[str, list[Recovery]]
 
 
-def run(gigabytes: float, rounds: int, repeats: int, folder: Path) -> list[Round]:
-    """`rounds` rounds after one that does not count. Each has every scenario `repeats` times and one relaunch."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as temporary:
-        own, peer = Path(temporary).resolve() / "own", Path(temporary).resolve() / "peer"
+# -- jobs that fail ----------------------------------------------------------------------------------------------------
+
+
+class InProcess:
+    """A job of `recover_restarted`. Leaving the context ends it, by force if it does not answer."""
+
+    def __init__(self, gigabytes: float, folder: Path) -> None:
+        command = [sys.executable, "-m", "tools.bench.recover_restarted", "--gb", str(gigabytes)]
+        port = free_port()
+        self._errors = folder.with_suffix(".log").open("w+")
+        self._ranks = [
+            subprocess.Popen(
+                [*command, "--folder", str(folder)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", **rank_environment(rank, _RANKS, port)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+            for rank in range(_RANKS)
+        ]
+
+    def __enter__(self) -> Self:
+        self._answers()  # of the first step of all
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with killing_after(_LIMIT_S if kind is None else 0.0, self._ranks), ExitStack() as closing:
+            closing.callback(self._errors.close)
+            for rank in self._ranks:
+                closing.enter_context(rank)  # closes its pipes, and waits for it
+            if kind is None:
+                self._tell("end")
+
+    def recover(self, situation: str) -> Recovery:
+        """Have rank 1 fail, and return how the job came back."""
+        self._tell(situation)
+        notes = self._answers()
+        restores = [float(note.get("restore_s", 0.0)) for note in notes]
+        for note, restore in zip(notes, restores, strict=True):
+            note["settled"] = note["finalized"] - restore
+        copies = [float(note["memcpy_s"]) for note in notes if "memcpy_s" in note]
+        sources = [note["from_memory"] for note in notes if "from_memory" in note]
+        total, phases = _phases(_fault_of(notes), notes, _RESTART_PHASES)
+        return Recovery(total, phases, max(restores), max(copies, default=None), all(sources) if sources else None)
+
+    def _tell(self, what: str) -> None:
+        for rank in self._ranks:
+            print(what, file=_open(rank.stdin), flush=True)
+
+    def _answers(self) -> list[Notes]:
+        with killing_after(_LIMIT_S, self._ranks):
+            lines = [_open(rank.stdout).readline() for rank in self._ranks]
+        if not all(lines):
+            self._errors.seek(0)
+            raise RuntimeError(f"a rank ended, or was silent for {_LIMIT_S:g} s:\n{self._errors.read()[-4000:]}")
+        return [json.loads(line) for line in lines]
+
+
+def relaunch(gigabytes: float, folder: Path) -> Recovery:
+    """Run a job of `recover_relaunched` under torchrun, through one fault. The first one saves in `folder`."""
+    notes_file = folder / "notes.jsonl"
+    notes_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS)]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "tools.bench.recover_relaunched"]
+    command += ["--gb", str(gigabytes), "--folder", str(folder), "--notes", str(notes_file)]
+    command += [] if (folder / "shapes.json").exists() else ["--save"]
+    # In the store that torchrun shares with its ranks, ranks that were started again may find addresses of dead ones.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"torchrun ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    notes: list[Notes] = [json.loads(line) for line in notes_file.read_text().splitlines()]
+    again = [note for note in notes if note["attempt"] == 1]
+    total, phases = _phases(_fault_of(notes), again, _RELAUNCH_PHASES)
+    return Recovery(total, phases, phases["load"], None, None)
+
+
+def _fault_of(notes: list[Notes]) -> float:
+    return max(float(note.get("fault", 0.0)) for note in notes)
+
+
+def _phases(fault: float, notes: list[Notes], names: dict[str, str]) -> tuple[float, dict[str, float]]:
+    """Return all seconds since the fault, and those of each phase; a phase ends when the last rank has noted so."""
+    points = [fault, *(max(float(note[moment]) for note in notes) for moment in names)]
+    lengths = [later - earlier for earlier, later in pairwise(points)]
+    return points[-1] - fault, dict(zip(names.values(), lengths, strict=True))
+
+
+def _open(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+# -- rounds and report -------------------------------------------------------------------------------------------------
+
+
+def _measure(gigabytes: float, count: int, repeats: int, disk: Path) -> list[Round]:
+    """Measure `count` rounds after one that does not count: every situation `repeats` times, and one relaunch."""
+    results: list[Round] = []
+    with temporary_folder(disk) as folder:
+        own, peer = folder / "own", folder / "peer"
         peer.mkdir()
-        results: list[Round] = []
         with InProcess(gigabytes, own) as job:
-            for number in range(rounds + 1):
-                print(f"\rround {number} of {rounds}", end="", file=sys.stderr, flush=True)
-                taken: Round = {name: [] for name in SCENARIOS}
-                for _ in range(repeats if number else 1):
-                    for name in SCENARIOS if number % 2 else reversed(SCENARIOS):
-                        taken[name].append(job.recover(name))
-                taken["relaunch"] = [relaunch(gigabytes, peer)]
-                results.append(taken)
-        print(file=sys.stderr)
-    return results[1:]
+            for number, counts in enumerate(rounds(count)):
+                names = list(SITUATIONS if number % 2 else reversed(SITUATIONS))
+                taken: Round = {name: [] for name in SITUATIONS}
+                for name in names * (repeats if counts else 1):
+                    taken[name].append(job.recover(name))
+                taken[_RELAUNCH] = [relaunch(gigabytes, peer)]
+                results += [taken] if counts else []
+    return results
 
 
-def rows(results: list[Round]) -> list[Row]:
-    """Every recovery is compared with the median of the limit in its round."""
+def _rows(results: list[Round]) -> list[Row]:
+    """Compare every recovery with the median of the limit in its round."""
 
-    def of(name: str, key: str = "") -> list[float]:
-        return [recovery.phases[key] if key else recovery.total for taken in results for recovery in taken[name]]
+    def of(name: str, phase: str = "") -> list[float]:
+        return [recovery.phases[phase] if phase else recovery.total for taken in results for recovery in taken[name]]
 
-    def limit(*names: str) -> list[float]:
-        """For as many recoveries of each round as were repeated."""
-        limits = []
-        for taken in results:
-            parts = {name: median(recovery.total for recovery in taken[name]) for name in names if name != "memcpy"}
-            copies = [recovery.memcpy for recovery in taken["memory"] if recovery.memcpy is not None]
-            parts |= {"memcpy": median(copies)} if "memcpy" in names else {}
-            limits += [sum(parts.values())] * len(taken["memory"])
-        return limits
+    def limits(of_round: Sequence[float]) -> list[float]:
+        """As many of each round as there are recoveries."""
+        return [limit for limit, taken in zip(of_round, results, strict=True) for _ in taken["memory"]]
 
-    copies = [recovery.memcpy or 0.0 for taken in results for recovery in taken["memory"]]
+    def medians(name: str) -> list[float]:
+        return [median(recovery.total for recovery in taken[name]) for taken in results]
+
+    copies = [[recovery.memcpy or 0.0 for recovery in taken["memory"]] for taken in results]
+    copy = [median(of_round) for of_round in copies]
+    relaunches = limits(medians(_RELAUNCH))
+    bare_and_copy = limits([a + b for a, b in zip(medians("bare"), copy, strict=True)])
     restores = [recovery.restore for taken in results for recovery in taken["memory"]]
-    found = [Row("limit: memcpy of what a rank restores, all ranks", copies)]
-    for name, title in _TITLES.items():
-        own = name != "relaunch"
-        found.append(Row(title, of(name), limit("relaunch") if own else None, _OF_RELAUNCH if own else None))
-        found += [Row(f"  {phase}", of(name, phase)) for phase in results[0][name][0].phases]
+    rows = [Row("limit: memcpy of what a rank restores, all ranks", [seconds for each in copies for seconds in each])]
+    for name, title in SITUATIONS.items():
+        rows.append(Row(title, of(name), relaunches, _TARGET_RELAUNCH))
+        rows += [Row(f"  {phase}", of(name, phase)) for phase in _RESTART_PHASES.values()]
         if name == "memory":
-            found.append(Row("  to bare restart + memcpy", of(name), limit("bare", "memcpy"), _OF_LATENCY_AND_COPY))
-            found.append(Row("  restore by itself, to memcpy", restores, limit("memcpy"), _OF_COPY))
-    return found
+            rows.append(Row("  to bare restart + memcpy", of(name), bare_and_copy, _TARGET_BARE_AND_COPY))
+            rows.append(Row("  restore by itself, to memcpy", restores, limits(copy), _TARGET_COPY))
+    rows.append(Row("relaunch: torchrun, dcp.load, cache warm", of(_RELAUNCH)))
+    return [*rows, *(Row(f"  {phase}", of(_RELAUNCH, phase)) for phase in _RELAUNCH_PHASES.values())]
 
 
-def print_table(title: str, found: list[Row]) -> None:
-    print(title)
-    print(f"{'':<50}{'median':>9}{'p95':>9}{'min':>9}{'max':>9}   ratio, target")
-    for row in found:
-        ordered = sorted(row.values)
-        figures = (median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1], ordered[0], ordered[-1])
-        cells = row.cells()
-        print(f"{row.title:<50}" + "".join(f"{1e3 * s:>6.0f} ms" for s in figures) + "   " + "  ".join(cells[4:]))
-
-
-def remarks(results: list[Round]) -> list[str]:
-    """Where a scenario was not what it says it is."""
+def _remarks(results: list[Round]) -> list[str]:
+    """Return a line for each situation in which the state came from elsewhere than its name says."""
     wrong = []
-    for name, wanted in {"memory": True, "drain": True, "abort": True, "warm": False, "cold": False}.items():
+    for name, wanted in _FROM_MEMORY.items():
         found = [recovery.from_memory for taken in results for recovery in taken[name]]
         if others := sum(source is not wanted for source in found):
             wrong.append(f"{others} of {len(found)} of '{name}' {'read storage' if wanted else 'used memory'}")
     return wrong
 
 
-def as_document(results: list[Round]) -> dict[str, Any]:
-    rounds = [{name: [asdict(recovery) for recovery in taken[name]] for name in taken} for taken in results]
-    return {"environment": environment(), "rows": [row.document() for row in rows(results)], "rounds": rounds}
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this kind."""
+    add_size_options(parser, rounds=7)
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="faults of each kind in a round (default: 3)")
+    add_disk_option(parser)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.recover", description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the state in 1e9 bytes (default: 1)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default: 7)")
-    parser.add_argument("--repeats", type=int, default=3, help="faults of each kind in a round (default: 3)")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured (default: here)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every value of every round to FILE")
-    options = parser.parse_args(arguments)
-    if options.gb <= 0 or options.rounds < 1 or options.repeats < 1:
-        parser.error("--gb must be more than 0, --rounds and --repeats at least 1")
-    results = run(options.gb, options.rounds, options.repeats, options.folder)
+def run(options: argparse.Namespace) -> None:
+    """Measure in rounds, and print a table."""
+    results = _measure(options.gb, options.rounds, options.repeats, options.folder)
+    rows = _rows(results)
     title = (
-        f"{options.gb:g} GB, the same on 2 ranks, {len(results)} rounds; from the fault to the first finished step; "
-        "ratio: median (min-max), to the limit in the same round"
+        f"{options.gb:g} GB, the same on {_RANKS} ranks, {len(results)} rounds; from the fault to the first finished "
+        "step; ratio: median (min-max), to the limit in the same round"
     )
-    print_table(title, rows(results))
-    for remark in remarks(results):
+    print_report(title, rows)
+    for remark in _remarks(results):
         print(f"note: {remark}")
-    print(", ".join(f"{name} {value}" for name, value in environment().items()))
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_document(results), indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    found = [{name: [asdict(each) for each in taken[name]] for name in taken} for taken in results]
+    write_json(options.json, {"rows": rows, "rounds": found})

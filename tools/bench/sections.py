@@ -1,92 +1,54 @@
-"""What section monitoring costs a rank, how exactly a monitor notices a hang, and what a monitor costs the node.
-
-python -m tools.bench.sections [--pairs 20000] [--hangs 50] [--seconds 45] [--ranks 64] [--json FILE]
-
-Slow figures never make it fail.
-"""
+"""Cost of section monitoring for a rank, delay until a monitor detects a hang, cost of a monitor for the node."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import select
 import socket
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inprocess.fault_tolerance import FaultToleranceConfig
+from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, messages
+from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
+from inprocess.fault_tolerance.link import LinkError
 from inprocess.fault_tolerance.rank_monitor_server import MonitorHandle, RankMonitorServer
-from tools.bench.busy_ranks import BusyRank, client_at
-from tools.bench.report import Row, environment, print_table
+from tools.bench.harness import (
+    Row,
+    at_least,
+    milliseconds,
+    percent,
+    percentile,
+    positive,
+    print_report,
+    write_json,
+)
+from tools.bench.processes import cpu_seconds
 
-__all__ = ["main"]
+__all__ = ["add_options", "run"]
 
 _TURNS = 9
-_LIMIT_S = 0.5
-_BAR_S = 0.05 + 0.01 * _LIMIT_S
-_IDLE_BAR = 0.001  # of a core
-_LONG = {"long": 600.0, "short": _LIMIT_S}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20_000)
-    parser.add_argument("--hangs", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=45.0)
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("RANK", "0")
-    os.environ.pop("LOCAL_RANK", None)
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = _pairs(folder, options.pairs, True)
-        acknowledged = _pairs(folder, options.pairs // 20 or 1, False)
-        datagrams = _datagrams(options.pairs)
-        late, dead = _hangs(folder, options.hangs)
-        idle = _idle(folder, options.seconds)
-        load = _load(folder, options.ranks, options.seconds, options.hangs)
-    rows = [
-        Row("start and end, shared memory", pairs, show=_us),
-        Row("start and end, acknowledged", acknowledged, show=_us),
-        Row("the same as two datagrams of JSON", datagrams, show=_us),
-        Row("hang noticed late by", late, show=_ms),
-        Row("  95 of 100 within", [_p95(late)], [_BAR_S], 1.0, _ms),
-        Row("  the rank has ended after", dead, show=_ms),
-        Row("idle monitor, of a core", idle, [_IDLE_BAR] * len(idle), 1.0, _percent),
-        Row(f"monitor of {options.ranks} busy ranks, of a core", load.shares, show=_percent),
-        Row("  events of each rank", load.rates, show=lambda rate: f"{rate:.0f} /s"),
-        Row("  events lost", [load.lost], show=lambda lost: f"{lost:.0f} of {load.made:.0f}"),
-        Row("  hang noticed late by, beside them", load.late, show=_ms),
-        Row("    95 of 100 within", [_p95(load.late)], [_BAR_S], 1.0, _ms),
-        Row("    the rank has ended after", load.dead, show=_ms),
-    ]
-    print_table(f"Section monitoring; limit of the hangs: {_LIMIT_S:g} s", rows)
-    print(", ".join(f"{name} {value}" for name, value in environment().items()))
-    if options.json is not None:
-        document = {"environment": environment(), "rows": [row.document() for row in rows]}
-        options.json.write_text(json.dumps(document, indent=1))
-    return 0
-
-
-def _p95(values: list[float]) -> float:
-    return statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+_EVENTS_PER_S = 100  # of a busy rank
+_LIMIT_S = 0.5  # of the section that hangs
+_LIMITS = {"long": 600.0, "short": _LIMIT_S}
+_TARGET_LATE_S = 0.05 + 0.01 * _LIMIT_S
+_TARGET_IDLE = 0.001  # of a core
 
 
 # -- cost of events ----------------------------------------------------------------------------------------------------
 
 
 def _pairs(folder: str, count: int, skip_response: bool) -> list[float]:
-    """Seconds per start and end, of several turns."""
+    """Return the seconds per start and end, in several turns."""
     with _monitor([f"{folder}/pairs"], skip_section_response=skip_response, rank_section_timeouts={"step": 600.0}):
-        client = client_at(f"{folder}/pairs")
+        client = _client_at(f"{folder}/pairs")
 
         def pair() -> None:
             client.start_section("step")
@@ -98,7 +60,7 @@ def _pairs(folder: str, count: int, skip_response: bool) -> list[float]:
 
 
 def _datagrams(count: int) -> list[float]:
-    """The other way: two messages sent, without an answer."""
+    """Return the same for two messages over a socket, without an answer."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         child = os.fork()
@@ -130,15 +92,15 @@ def _seconds_per_call(function: Callable[[], None], count: int) -> float:
 
 
 def _hangs(folder: str, count: int) -> tuple[list[float], list[float]]:
-    """Seconds between a deadline and the monitor's notice, and the death of the rank, once per hang."""
+    """Return the seconds from a deadline to its detection, and to the end of the rank, for each hang."""
     path, log = f"{folder}/hangs", Path(folder, "hangs.log")
-    with _monitor([path], log, rank_section_timeouts=_LONG):
+    with _monitor([path], log, rank_section_timeouts=_LIMITS):
         dead = [_hang(path) for _ in range(count)]
     return _noticed(log, count), dead
 
 
 def _noticed(log: Path, count: int) -> list[float]:
-    """What the monitor has reported: the time it looked at, less the deadline."""
+    """Return what the monitor has reported: the time of its check, less the deadline."""
     lines = [line[line.index("{") :] for line in log.read_text().splitlines() if '"section_timeout"' in line]
     found = {report["pid"]: report["late_s"] for report in map(json.loads, reversed(lines))}  # the first of each rank
     if len(found) != count:
@@ -150,7 +112,7 @@ def _hang(path: str) -> float:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        client = client_at(path)
+        client = _client_at(path)
         client.start_section("long")
         os.write(writer, f"{time.monotonic()}\n".encode())
         client.start_section("short")
@@ -167,11 +129,11 @@ def _hang(path: str) -> float:
 
 
 def _idle(folder: str, seconds: float) -> list[float]:
-    """The part of a core that a monitor takes whose rank is in a section with a limit of a second."""
+    """Return the share of a core of a monitor whose rank is in a section with a limit of a second."""
     path = f"{folder}/idle"
     limits = {"step": None, "short": 1.0}
     with _monitor([path], rank_section_timeouts=limits, rank_out_of_section_timeout=60.0) as monitor:
-        client = client_at(path)
+        client = _client_at(path)
         client.start_section("step")
         shares = _shares(monitor, seconds)
         client.shutdown_workload_monitoring()
@@ -180,8 +142,11 @@ def _idle(folder: str, seconds: float) -> list[float]:
 
 @dataclass(frozen=True)
 class _Load:
-    """What one monitor of many busy ranks did: parts of a core, events per second of each rank, how many the ranks made
-    and how many of them the monitor had not seen at the end; how late hangs of one more rank were noticed and ended."""
+    """One monitor of many busy ranks.
+
+    `shares` of a core, `rates` of events per second and rank, events that the ranks made, and those of them `lost`,
+    which the monitor had not seen at the end; how `late` hangs of one more rank were detected, and the rank was `dead`.
+    """
 
     shares: list[float]
     rates: list[float]
@@ -193,10 +158,10 @@ class _Load:
 
 def _load(folder: str, ranks: int, seconds: float, hangs: int) -> _Load:
     *paths, free = [f"{folder}/{rank}" for rank in range(ranks + 1)]
-    limits = {"step": 60.0, **_LONG}
+    limits = {"step": 60.0, **_LIMITS}
     log = Path(folder, "load.log")
     with _monitor([*paths, free], log, rank_section_timeouts=limits, rank_out_of_section_timeout=60.0) as monitor:
-        busy = [BusyRank(path) for path in paths]
+        busy = [_BusyRank(path) for path in paths]
         shares = _shares(monitor, seconds)
         dead = [_hang(free) for _ in range(hangs)]
         found = [rank.stop() for rank in busy]
@@ -206,27 +171,21 @@ def _load(folder: str, ranks: int, seconds: float, hangs: int) -> _Load:
 
 
 def _shares(monitor: MonitorHandle, seconds: float) -> list[float]:
-    """The part of a core it takes, in several turns."""
+    """Return the share of a core that it takes, in several turns."""
     found = []
     for _ in range(_TURNS):
-        before, begun = _cpu_s(monitor.pid), time.monotonic()
+        before, begun = cpu_seconds(monitor.pid), time.monotonic()
         time.sleep(seconds / _TURNS)
-        found.append((_cpu_s(monitor.pid) - before) / (time.monotonic() - begun))
+        found.append((cpu_seconds(monitor.pid) - before) / (time.monotonic() - begun))
     return found
 
 
-def _cpu_s(pid: int) -> float:
-    """Processor time of all threads, in nanoseconds where `cpu_times` has hundredths of a second."""
-    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[0]) for file in files) * 1e-9
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- monitors and ranks ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _monitor(paths: list[str], log: Path = Path(os.devnull), **settings: Any) -> Iterator[MonitorHandle]:
-    """A monitor process; what it says of ERROR and above goes to `log`."""
+    """Run a monitor process that logs errors to `log`."""
     config = FaultToleranceConfig(**{"log_level": 40, **settings})
     saved = os.dup(2)
     with open(log, "wb") as file:
@@ -240,17 +199,106 @@ def _monitor(paths: list[str], log: Path = Path(os.devnull), **settings: Any) ->
         yield monitor
 
 
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.1f} µs"
+def _client_at(path: str) -> RankMonitorClient:
+    """Return a client of the monitor at this socket."""
+    os.environ[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR] = path
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    return client
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
+class _BusyRank:
+    """A process that opens and closes a section, until `stop`."""
+
+    def __init__(self, path: str) -> None:
+        self._reader, writer = os.pipe()
+        stop, self._stop = os.pipe()
+        self._child = os.fork()
+        if not self._child:
+            os.close(self._stop)
+            _be_busy(path, stop, writer)
+            os._exit(0)
+        os.close(writer)
+        os.close(stop)
+        os.read(self._reader, 1)  # it has begun
+
+    def stop(self) -> tuple[int, int, float]:
+        """Return the events it made, how many of them its monitor has not seen, and how many it made per second."""
+        os.write(self._stop, b"\n")
+        os.close(self._stop)
+        with os.fdopen(self._reader) as file:
+            text = file.read()
+        if os.waitpid(self._child, 0)[1] or not text:
+            raise RuntimeError("a simulated rank has failed")
+        made, lost, rate = text.split()
+        return int(made), int(lost), float(rate)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
+def _be_busy(path: str, stop: int, tell: int) -> None:
+    client = _client_at(path)
+    assert client._recorder is not None
+    earlier = client._recorder.events()
+    os.write(tell, b"\n")
+    made, begun = 0, time.monotonic()
+    while not select.select([stop], [], [], 1 / _EVENTS_PER_S)[0]:
+        if made % 2:
+            client.end_section("step")
+        else:
+            client.start_section("step")
+        made += 1
+    rate = made / (time.monotonic() - begun)
+    os.write(tell, f"{made} {0 if _all_seen(client, earlier + made) else made} {rate}".encode())
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _all_seen(client: RankMonitorClient, events: int) -> bool:
+    """Whether the monitor says that it has seen so many events."""
+    assert client._connection is not None
+    assert client._connection.link is not None
+    try:
+        return client._connection.link.request(messages.Confirm(events))
+    except LinkError:
+        return False
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this kind."""
+    parser.add_argument("--pairs", type=at_least(1), default=20_000, help="of events in a turn (default: 20000)")
+    parser.add_argument("--hangs", type=at_least(1), default=50, help="alone, and beside busy ranks (default: 50)")
+    parser.add_argument(
+        "--seconds", type=positive, default=45.0, help="of an idle, and of a busy monitor (default: 45)"
+    )
+    parser.add_argument("--ranks", type=at_least(1), default=64, help="of the busy monitor (default: 64)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and print a table."""
+    os.environ.setdefault("RANK", "0")
+    os.environ.pop("LOCAL_RANK", None)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = _pairs(folder, options.pairs, True)
+        acknowledged = _pairs(folder, options.pairs // 20 or 1, False)
+        datagrams = _datagrams(options.pairs)
+        late, dead = _hangs(folder, options.hangs)
+        idle = _idle(folder, options.seconds)
+        load = _load(folder, options.ranks, options.seconds, options.hangs)
+    micro, milli = (lambda s: f"{1e6 * s:.1f} µs"), partial(milliseconds, digits=1)
+    rows = [
+        Row("start and end, shared memory", pairs, show=micro),
+        Row("start and end, acknowledged", acknowledged, show=micro),
+        Row("the same as two datagrams of JSON", datagrams, show=micro),
+        Row("hang noticed late by", late, show=milli),
+        Row("  95 of 100 within", [percentile(late, 0.95)], [_TARGET_LATE_S], 1.0, milli),
+        Row("  the rank has ended after", dead, show=milli),
+        Row("idle monitor, of a core", idle, [_TARGET_IDLE] * len(idle), 1.0, percent),
+        Row(f"monitor of {options.ranks} busy ranks, of a core", load.shares, show=percent),
+        Row("  events of each rank", load.rates, show=lambda rate: f"{rate:.0f} /s"),
+        Row("  events lost", [load.lost], show=lambda lost: f"{lost:.0f} of {load.made:.0f}"),
+        Row("  hang noticed late by, beside them", load.late, show=milli),
+        Row("    95 of 100 within", [percentile(load.late, 0.95)], [_TARGET_LATE_S], 1.0, milli),
+        Row("    the rank has ended after", load.dead, show=milli),
+    ]
+    print_report(f"Section monitoring; limit of the hangs: {_LIMIT_S:g} s", rows)
+    write_json(options.json, {"rows": rows})

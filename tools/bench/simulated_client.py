@@ -1,4 +1,4 @@
-"""A client of the coordination store without a thread of its own: thousands of them fit into a process."""
+"""Client of the coordination store without a thread of its own: thousands of them fit into a process."""
 
 import select
 import socket
@@ -20,7 +20,7 @@ _CONNECT_S = 300.0
 
 
 class SimulatedClient(StoreClient, StoreMixin):
-    """Sends the frames that a `StoreClient` sends for the same calls, from the thread that calls. For one thread.
+    """Client that sends the frames of a `StoreClient` for the same calls, from the calling thread. For one thread.
 
     `sent` counts the frames by operation, `bytes_received` what came back. PING goes along when it is due, while a
     request waits or with the next one.
@@ -41,7 +41,7 @@ class SimulatedClient(StoreClient, StoreMixin):
         self._ping_at = time.monotonic() + ping_s
 
     def begin_wait(self, key: str, guard: Guard) -> None:
-        """Ask for a key as `get` does, and do not wait: the next `get` or `wait` for it goes on from here."""
+        """Request a key as `get` does, without waiting: the next `get` or `wait` for it uses this request."""
         fields = (guard.key.encode(), guard.value.encode(), key.encode())
         self._begun[Op.GET, fields] = self._begin(Op.GET, fields)
 
@@ -103,7 +103,7 @@ class SimulatedClient(StoreClient, StoreMixin):
 
 
 def _connect(access: Access) -> socket.socket:
-    """Connect, as often as it takes: of thousands who come at once, the server drops those that greet too slowly."""
+    """Connect, with retries: of thousands of clients at once the server drops those with a slow handshake."""
     deadline = time.monotonic() + _CONNECT_S
     while True:
         sock = socket.create_connection((access.host, access.port), _CONNECT_S)

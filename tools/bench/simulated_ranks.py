@@ -1,6 +1,6 @@
-"""Ranks and their monitor processes, as threads: what they ask of the coordination store, and nothing else.
+"""Simulated ranks and monitor processes, as threads, which send what real ones send to the coordination server.
 
-    python -m tools.bench.simulated_ranks    commands on its standard input, answers on its standard output
+    python -m tools.bench.simulated_ranks    commands on standard input, answers on standard output
 
 Each rank runs the product's own `Agreement` and `SiblingMonitor` on a `SimulatedClient`, in the order in which the
 protocol, the monitor thread and the monitor process call them.
@@ -34,8 +34,10 @@ _GROUP_STORE = "group_store"
 
 @dataclass(frozen=True)
 class Command:
-    """What all ranks do next: the ranks below `raising` fail, after `idle_s` seconds; heartbeats of the next iteration
-    come every `heartbeat_s` seconds."""
+    """What all ranks do next: the ranks below `raising` fail after `idle_s` seconds.
+
+    Heartbeats of the next iteration come every `heartbeat_s` seconds.
+    """
 
     raising: int = 0
     idle_s: float = 0.0
@@ -56,7 +58,7 @@ class SimulatedRank:
         self._agreement: Agreement | None = None
 
     def begin(self, heartbeat_s: float) -> None:
-        """Begin an iteration, until the function runs."""
+        """Begin an iteration, up to the call of the wrapped function."""
         rank, iteration, client = self.rank, self.iteration, self.client
         self._agreement = Agreement(Namespace(iteration, client), iteration, self._world_size)
         self._agreement.publish_rank(rank, rank)
@@ -70,7 +72,7 @@ class SimulatedRank:
             client.get(f"{iteration}/{_GROUP_STORE}")
 
     def idle(self, seconds: float, interval_s: float = 1.0) -> None:
-        """Wait for a fault that does not come."""
+        """Wait for a fault, which does not come."""
         assert self._agreement is not None
         deadline = time.monotonic() + seconds
         intervals = 1
@@ -79,7 +81,7 @@ class SimulatedRank:
             intervals = min(2 * intervals, 10)
 
     def restart(self, raises: bool) -> None:
-        """From the fault, of this rank or another, to the end of the iteration."""
+        """Go from the fault, of this rank or another, to the end of the iteration."""
         agreement = self._agreement
         assert agreement is not None
         if raises:
@@ -117,7 +119,7 @@ class SimulatedRank:
 
 
 class _Process:
-    """The ranks of one process. They run in step: nobody begins a command before all have ended the last one."""
+    """The ranks of one process. They run in step: no rank begins a command before all have finished the last one."""
 
     def __init__(self, access: Access, ranks: range, world_size: int, ping_s: float) -> None:
         self._access = access
@@ -156,7 +158,7 @@ class _Process:
 
     def _run(self, number: int) -> None:
         try:
-            with self._lock:  # one after the other: on one machine thousands at a time are too slow to greet
+            with self._lock:  # one after the other: thousands at a time are too slow for the handshake
                 rank = SimulatedRank(self._access, number, self._world_size, self._ping_s)
                 self._ranks.append(rank)
             if number == 0:

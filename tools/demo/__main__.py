@@ -1,5 +1,7 @@
-"""Train; kill everything and resume; restart in process after faults; compare. Ends with two tables and a picture, or
-with a message and a non-zero exit code."""
+"""Train; kill all processes and resume; restart in process after faults; compare the results.
+
+Ends with two tables and a picture, or with a message and a non-zero exit code.
+"""
 
 import shutil
 import sys
@@ -11,12 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tools.demo.compare import compare_checkpoints
-from tools.demo.picture import draw
-from tools.demo.restarted import loss_segments, read_recoveries, restarted
-from tools.demo.summary import summary_table
-from tools.demo.timeline import timeline
-from tools.demo.training import DemoError, Settings, TrainingRun
+import ckpt
+from tools.demo.report import draw_loss, loss_segments, read_recoveries, recovery_table, summary_table
+from tools.demo.run import DemoError, Settings, TrainingRun
 
 OUT = Path("demo-out")
 STEPS = 36
@@ -25,7 +24,8 @@ KILL_AFTER = 24  # the first save that may be in flight at the kill; should it b
 FAULTS = ["6:exception", "12:exception:staged", "18:hang", "24:exception:half", "28:kill:staged"]
 SOFT_TIMEOUT_S = 8.0
 LIMIT_S = 300.0
-_WIDTH = 110  # in a file
+_RANKS, _ACTIVE = 3, 2
+_WIDTH = 110  # of tables that do not go to a terminal
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Killed:
 
 
 class Demo:
-    """The four runs. `interrupted` and `resumed` share one checkpoint root."""
+    """The four runs, two of which share one checkpoint root: the one that is killed, and the one that resumes."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -53,7 +53,7 @@ class Demo:
         resumed = Settings("resumed", OUT / "checkpoints", STEPS, SAVE_EVERY)
         folder = OUT / "restarted"
         folder.mkdir()
-        survivor = restarted("restarted-run", folder, FAULTS, STEPS, SAVE_EVERY, SOFT_TIMEOUT_S)
+        survivor = _with_faults("restarted-run", folder)
         columns = [TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         with Progress(*columns, console=self.console) as progress:
             first = self._to_the_end(reference, progress, "1/4 without interruption")
@@ -64,10 +64,10 @@ class Demo:
         self._check_same(first, [fourth])
         recoveries = read_recoveries(folder, FAULTS)
         for run in (third, fourth):
-            arrays = compare_checkpoints(*(each.settings.root / f"step_{STEPS:08d}" for each in (first, run)))
+            arrays = _compare(*(each.settings.root / f"step_{STEPS:08d}" for each in (first, run)))
         self.console.print(summary_table(first, killed.run, third, killed.step))
-        self.console.print(timeline(recoveries))
-        self.console.print(draw(OUT / "loss.png", first.of("step"), loss_segments(folder), recoveries))
+        self.console.print(recovery_table(recoveries))
+        self.console.print(draw_loss(OUT / "loss.png", first.of("step"), loss_segments(folder), recoveries))
         self.console.print(
             f"[green]ok[/]: resumed from step {third.of('start')[0]['step']}, and restarted {len(recoveries)} times "
             f"without new processes. Both times the final weights and all {arrays} arrays of the last checkpoint are "
@@ -121,7 +121,7 @@ class Demo:
         self._check_same(first, [killed.run, third])
 
     def _check_same(self, first: TrainingRun, others: list[TrainingRun]) -> None:
-        """Every loss, also of steps that were done again, and the weights at the end."""
+        """Compare every loss, also of repeated steps, and the weights at the end."""
         losses = {record["step"]: record["loss"] for record in first.of("step")}
         digest = first.of("end")[0]["digest"]
         for run in others:
@@ -132,6 +132,32 @@ class Demo:
             for end in run.of("end"):
                 if end["digest"] != digest:
                     raise DemoError(f"{run.settings.name}: final weights {end['digest']}, uninterrupted {digest}")
+
+
+def _with_faults(name: str, folder: Path) -> Settings:
+    """Return the run of 3 processes, of which 2 train, that restarts after every fault. `folder` gets the records."""
+    deaths = sum(":kill" in fault for fault in FAULTS)
+    launcher = ["tools.demo.launch", "--ranks", str(_RANKS), "--may-die", str(deaths), "--"]
+    launcher += [sys.executable, "-m", "tools.demo.faults", str(folder), *FAULTS, "--"]
+    extra = ["--restart", "--active", str(_ACTIVE), "--soft-timeout", str(SOFT_TIMEOUT_S)]
+    extra += ["--monitor-log", str(folder.resolve() / "monitor_{rank}.log")]
+    return Settings(name, folder / "checkpoints", STEPS, SAVE_EVERY, extra=tuple(extra), launcher=tuple(launcher))
+
+
+def _compare(left: Path, right: Path) -> int:
+    """Return the number of arrays of both checkpoints; DemoError unless they are the same, bit by bit."""
+    a, b = ckpt.open(left), ckpt.open(right)
+    if only := set(a) ^ set(b):
+        raise DemoError(f"in one of {left} and {right} only: {sorted(only)[:20]}")
+    for name in a:
+        x, y = a[name].read(), b[name].read()
+        if (x.shape, x.dtype) != (y.shape, y.dtype) or x.tobytes() != y.tobytes():
+            raise DemoError(f"{name} differs between {left} and {right}")
+    if a.values_by_name != b.values_by_name:
+        raise DemoError(f"what is not a tensor differs: {a.values_by_name} and {b.values_by_name}")
+    if not len(a):
+        raise DemoError(f"{left} and {right} hold no array")
+    return len(a)
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
-"""One rank of examples/train_lm.py that fails where a plan says so.
+"""One rank of examples/train_lm.py, with planned faults.
 
-python -m tools.demo.faults FOLDER STEP:KIND[:SAVE] ... -- ARGUMENTS OF train_lm.py
+    python -m tools.demo.faults FOLDER STEP:KIND[:SAVE] ... -- ARGUMENTS OF train_lm.py
 
-Everything happens on the rank with number 1 at that time, once, right after it has finished the step. With SAVE
-"staged" all ranks have staged that step's save, which their writers have just begun; with "half" rank 0 has, and this
-rank never will. Barriers make it so, not pauses. In FOLDER, faults.jsonl is told what is about to happen, ranks.jsonl
-what every rank logs.
+Each fault happens once, on the rank with number 1 at that time, right after it has finished the step. With SAVE
+"staged" all ranks have staged the save of that step, and their writers have just begun it; with "half" rank 0 has, and
+this rank never will. Barriers ensure this, not pauses. In FOLDER, the rank appends to faults.jsonl what is about to
+happen, and to ranks.jsonl what train_lm.py logs.
 """
 
 import json
@@ -29,12 +29,12 @@ VICTIM = 1
 
 
 class InjectedError(Exception):
-    """Something that can go wrong in any training step."""
+    """The exception of a fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` is "exception", "hang" or "kill"; `save` is "", "staged" or "half", see the module."""
+    """A planned fault. `kind` is "exception", "hang" or "kill"; `save` is "", "staged" or "half", see the module."""
 
     step: int
     kind: str
@@ -45,12 +45,13 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
+        """Parse STEP:KIND[:SAVE]."""
         step, kind, *save = text.split(":")
         return cls(int(step), kind, *save)
 
 
-class Saboteur:
-    """Observes the training of this rank, in its thread."""
+class FaultInjector:
+    """Observer of the training of this rank, called with each record that it logs."""
 
     def __init__(self, folder: Path, plan: list[Fault]) -> None:
         self._faults_file, self._ranks_file = folder / "faults.jsonl", folder / "ranks.jsonl"
@@ -80,7 +81,7 @@ class Saboteur:
             _fail(fault)
 
     def _happened(self, number: int) -> bool:
-        """The same answer on all ranks until the barrier, or until the victim fails."""
+        """Return whether the fault has happened: the same on all ranks until the barrier, or until the victim fails."""
         if not self._faults_file.exists():
             return False
         return any(json.loads(line)["number"] == number for line in self._faults_file.read_text().splitlines())
@@ -108,7 +109,7 @@ def main() -> None:
         level=logging.INFO,
         format="%(created).3f %(levelname)s %(name)s %(message)s",
     )
-    train_lm.main(Saboteur(Path(folder), [Fault.parse(text) for text in plan]))
+    train_lm.main(FaultInjector(Path(folder), [Fault.parse(text) for text in plan]))
 
 
 if __name__ == "__main__":

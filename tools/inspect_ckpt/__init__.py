@@ -1,8 +1,7 @@
-"""See, trust and take out what is in a checkpoint: `python -m tools.inspect_ckpt`, installed as `inspect_ckpt`.
+"""Inspect, validate, compare, export and convert checkpoints: `python -m tools.inspect_ckpt`, or `inspect_ckpt`.
 
-One module per command, each with `HELP`, `add_arguments` and `run`; `__main__` lists them. Beside them: `opening` (a
-path becomes a step), `saves` (those that are not published), `times` (what the parts recorded), `blocks` (tensors in
-bounded memory), `figures` (what elements mean), `output` (terminal, plain text, JSON), `pictures`, `foreign` (other
-formats). Never imports torch, but for what `convert` does with torch's own formats, and imports itself relatively, for
-it has two names.
+Each command is a module with `HELP`, `add_arguments` and `run`; `__main__` lists them. They share `step` (a step that
+is read), `root` (a checkpoint root and its saves), `numbers` (statistics of elements), `plots`, `output` (text, JSON,
+exit codes) and `formats` (other formats). Imports are relative, because the package has two names. Only `convert`
+imports torch, and only for torch's own formats.
 """

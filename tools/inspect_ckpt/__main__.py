@@ -1,4 +1,4 @@
-"""The command line: parses it, runs one command, turns what goes wrong into one line and an exit code."""
+"""The command line: parses it, runs one command, turns an error into one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import NoReturn, Protocol
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 
 from . import clean, convert, diff, export, ls, restore_branch, rm, show, stats, timeline, validate
-from .opening import CannotReadError, NotPublishedError
-from .output import Exit, Output, one_line
+from .output import CannotReadError, Exit, NotPublishedError, Output, one_line
 
 __all__ = ["main"]
 
 
 class Command(Protocol):
-    """What a module of a command has; its name is that of the command."""
+    """The interface of a command: a module that is named like it."""
 
     HELP: str
 
@@ -56,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Never raises for what the command line or the files contain."""
+    """Run one command and return its exit code. Invalid arguments and damaged files never raise."""
     try:
         arguments = _parser().parse_args(argv)
     except _UsageError as error:
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     try:
-        with _few_collections():
+        with _rare_collections():
             code = _COMMANDS[arguments.command].run(arguments, Output(as_json=arguments.json))
         sys.stdout.flush()
         return code
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CannotReadError, CheckpointError) as error:
         return _fail(str(error), Exit.CANNOT_READ)
     except MemoryError:
-        return _fail("out of memory: the metadata describe more than fits", Exit.CANNOT_READ)
+        return _fail("out of memory: the metadata describe more than fits into memory", Exit.CANNOT_READ)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", Exit.CANNOT_READ)
@@ -89,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="inspect_ckpt",
-        description="See, trust and take out what is in a checkpoint. PATH is a step directory, or a checkpoint root: "
-        "then its newest published step.",
+        description="Inspect, validate, compare, export and convert checkpoints. PATH is the directory of a step, or a "
+        "checkpoint root, which stands for its newest published step.",
         epilog=_EXIT_CODES,
         allow_abbrev=False,
     )
@@ -108,8 +107,8 @@ def _fail(message: str, code: Exit) -> int:
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
-    """Metadata are millions of small objects without cycles; looking for cycles would take half of the time."""
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage rarely: metadata are millions of objects without cycles; looking for cycles doubles the time."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)
     try:

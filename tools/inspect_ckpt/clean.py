@@ -1,5 +1,7 @@
-"""`clean`: remove what abandoned and stale pending saves left, and the files that are kept for a next save. Never a
-published step, nor a save that a restart would publish."""
+"""`clean`: remove abandoned saves, stale pending saves, and files kept for a next save.
+
+A published step is never removed, nor a pending save that a restart would publish.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,27 @@ from dataclasses import dataclass
 from ckpt.storage.commit import CheckpointRoot, PendingSave, Reason
 from ckpt.storage.retired import discard_retired, retired_path
 
-from .opening import root_of
 from .output import Exit, Output, duration, plural, size
-from .owning import agreed, owning
-from .saves import UndecidedSave, abandoned_saves, pending_saves, tree_bytes
+from .root import UnpublishedSave, abandoned_saves, confirmed, owned, pending_saves, root_of, tree_bytes
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "remove abandoned and stale pending saves, and files kept for a next one; never a published step"
+HELP = "remove abandoned and stale pending saves, and files kept for a next save; never a published step"
 
 _STALE_AFTER_MIN = 10.0
-_RECORDS_STAY_S = 3600.0  # as CheckpointRoot.clean leaves them
+_RECORDS_STAY_S = 3600.0  # as long as CheckpointRoot.clean keeps them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     parser.add_argument(
         "--stale-after",
         type=_minutes,
         default=_STALE_AFTER_MIN,
         metavar="MINUTES",
-        help="a pending save that nobody works on is stale when nothing in it changed for so long (default 10)",
+        help="a pending save without a live writer is stale if nothing in it changed for this long (default 10)",
     )
 
 
@@ -43,19 +43,19 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     chosen = [item for item in items if item.remove]
     rows = [("remove" if i.remove else "keep", i.name, duration(i.age_s), size(i.bytes), i.why) for i in items]
     if rows:
-        output.table(("action", "<name", ">age", ">size", "<why"), rows)
+        output.table(("action", "name", ">age", ">size", "why"), rows)
     total = sum(item.bytes for item in chosen)
     freed = 0
     if not chosen:
         output.line("nothing to remove")
     elif arguments.dry_run:
         output.line(f"would remove {plural(len(chosen), 'save')}, {size(total)}")
-    elif not arguments.yes and not agreed(f"Remove {plural(len(chosen), 'save')}, {size(total)}? [y/N] ", output):
+    elif not arguments.yes and not confirmed(f"Remove {plural(len(chosen), 'save')}, {size(total)}? [y/N] ", output):
         output.line("nothing was removed")
         chosen = []
     else:
         freed = _remove(root, chosen)
-        output.line(f"removed {size(freed)}; what was given up within the last hour leaves its reason for a while")
+        output.line(f"removed {size(freed)}; the reasons of saves abandoned within the last hour are kept for a while")
     removed = [] if arguments.dry_run else [item.name for item in chosen]
     documents = [{"name": i.name, "remove": i.remove, "age_s": i.age_s, "bytes": i.bytes, "why": i.why} for i in items]
     output.json({"root": root.path, "items": documents, "removed": removed, "freed_bytes": freed})
@@ -70,7 +70,7 @@ class _Item:
     bytes: int
     remove: bool
     why: str
-    save: UndecidedSave | None = None
+    save: UnpublishedSave | None = None
 
 
 def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
@@ -82,15 +82,15 @@ def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
         total, newest = tree_bytes(path)
         age_s = max(0.0, time.time() - newest)
         if name in saves and age_s < _RECORDS_STAY_S and not _holds_data(path):
-            items.append(_Item(name, path, age_s, total, False, "only the reason is left, which ranks may still read"))
+            items.append(_Item(name, path, age_s, total, False, "only its reason is left, which ranks may still read"))
         else:
             why = saves[name].note if name in saves else "a removal that was interrupted"
             items.append(_Item(name, path, age_s, total, True, why))
-    return [*items, *_retired_items(root)]
+    return [*items, *_recycled_items(root)]
 
 
-def _retired_items(root: CheckpointRoot) -> list[_Item]:
-    """A job that goes on makes new files instead."""
+def _recycled_items(root: CheckpointRoot) -> list[_Item]:
+    """The recycled files of removed steps. A job that goes on creates new files instead."""
     items = []
     folder = retired_path(root)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
@@ -98,19 +98,19 @@ def _retired_items(root: CheckpointRoot) -> list[_Item]:
         try:
             total, newest = tree_bytes(path)
         except FileNotFoundError:
-            continue  # a save has taken it
-        why = "files of a removed step, kept for the next save to write over"
+            continue  # a save uses it now
+        why = "files of a removed step, kept for the next save to overwrite"
         items.append(_Item(name, path, max(0.0, time.time() - newest), total, True, why))
     return items
 
 
 def _holds_data(path: str) -> bool:
-    """Whether there is more than the record of the save."""
+    """Whether a directory of an abandoned save contains more than the reason."""
     with os.scandir(path) as entries:
         return any(entry.is_dir(follow_symlinks=False) and tree_bytes(entry.path)[0] for entry in entries)
 
 
-def _pending_item(save: UndecidedSave, stale_after_s: float) -> _Item:
+def _pending_item(save: UnpublishedSave, stale_after_s: float) -> _Item:
     remove, why = False, f"pending: {save.note}"
     if save.in_use:
         pass
@@ -124,8 +124,8 @@ def _pending_item(save: UndecidedSave, stale_after_s: float) -> _Item:
 
 
 def _remove(root: CheckpointRoot, items: list[_Item]) -> int:
-    """Returns the bytes that are gone. Stale saves are abandoned first: from then on they can never be published."""
-    with owning(root) as token:
+    """Remove `items`; return the bytes freed. Stale saves are abandoned first, so that they can never be published."""
+    with owned(root) as token:
         for item in items:
             if item.save is not None:
                 reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")

@@ -1,4 +1,4 @@
-"""`diff`: what is different between two steps. Reads both in blocks."""
+"""`diff`: compare two steps, read in blocks of bounded memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.storage.documents import canonical
-from ckpt.values.codec import encode_value
+from ckpt.loading.fetch import Fetch
 
-from .blocks import Reader, boxes_of
-from .figures import as_numbers
-from .opening import Step, open_step
-from .output import Exit, Output, count, plural
+from .numbers import as_numbers
+from .output import Exit, Output, count, plural, short_repr
+from .step import Step, block_boxes, open_step, same_value
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -26,8 +24,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a step, or a checkpoint root: then its newest step")
-    parser.add_argument("b", metavar="B", help="what to compare it with")
-    tolerance = "elements are equal when |a - b| <= atol + rtol * |a|; without both, when all bits are"
+    parser.add_argument("b", metavar="B", help="the step or root to compare it with")
+    tolerance = "elements are equal if |a - b| <= atol + rtol * |a|; without --atol and --rtol, if all bits are equal"
     parser.add_argument("--atol", type=_tolerance, metavar="X", help=tolerance)
     parser.add_argument("--rtol", type=_tolerance, metavar="X", help="see --atol")
 
@@ -52,11 +50,11 @@ def _run(a: Step, b: Step, arguments: argparse.Namespace, output: Output) -> Exi
     rows += [("added", name, *_whole(b, name)) for name in added]
     rows += [(value["change"], value["name"], "", "", "", value["text"]) for value in values]
     if rows:
-        output.table(("", "<name", ">relative", ">largest", ">elements", "<what"), rows)
+        output.table(("", "name", ">relative", ">largest", ">elements", "what"), rows)
         output.line("relative: norm of the difference / norm in A; largest: of |a - b|", "dim")
     what = "all bits" if tolerance is None else f"within atol {tolerance.atol:g} and rtol {tolerance.rtol:g}"
     different = f"{len(changes)} changed, {len(removed)} removed, {len(added)} added" if rows else ""
-    if len(values):
+    if values:
         different += f", {plural(len(values), 'value')} different"
     equal = len(common) - len(changes)
     output.line(f"{plural(equal, 'tensor')} equal ({what})" + (f"; {different}" if different else ""), "bold")
@@ -80,10 +78,12 @@ class _Tolerance:
     rtol: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Change:
-    """How a tensor changed. `elements` differ, of which those that are numbers by `largest` at most; `relative` is None
-    where there are no numbers to compare."""
+    """A tensor that changed: `elements` of `of` differ, finite ones by `largest` at most.
+
+    `relative` and `largest` are None where there are no numbers to compare.
+    """
 
     name: str
     what: str
@@ -105,10 +105,10 @@ def _compare(a: Step, b: Step, name: str, tolerance: _Tolerance | None) -> _Chan
     left, right = a.tensors[name], b.tensors[name]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return _Change(name, f"{left.dtype} {list(left.shape)} -> {right.dtype} {list(right.shape)}")
-    readers = Reader(a), Reader(b)
+    fetch_left, fetch_right = Fetch(a.index), Fetch(b.index)
     sums = _Sums()
-    for box in boxes_of(left):
-        blocks = [reader.read(name, box) for reader in readers]
+    for box in block_boxes(left):
+        blocks = fetch_left.array(name, left, box), fetch_right.array(name, right, box)
         flat = [block.reshape(box.elements, *block.shape[len(box.shape) :]) for block in blocks]
         sums.add(flat[0], flat[1], left.dtype, tolerance)
     if not sums.different:
@@ -120,7 +120,7 @@ def _compare(a: Step, b: Step, name: str, tolerance: _Tolerance | None) -> _Chan
 
 @dataclass
 class _Sums:
-    """Gathered over the blocks of a tensor. `nan`: of the different elements those that are not finite on a side."""
+    """Sums over the blocks of a tensor. `nan` counts different elements that are not finite on one of both sides."""
 
     different: int = 0
     nan: int = 0
@@ -174,15 +174,15 @@ def _bits(array: Array) -> Array:
 
 
 def _compare_values(a: Step, b: Step) -> list[dict[str, str]]:
-    """The leaves that are not tensors: equal means of the same type and value, to the bit."""
+    """Compare the leaves that are not tensors. They are equal if type and all bits are."""
     found = []
     for name in sorted({*a.values, *b.values}):
         if name not in b.values:
-            found.append({"change": "removed", "name": name, "text": _short(a.values[name])})
+            found.append({"change": "removed", "name": name, "text": short_repr(a.values[name], 60)})
         elif name not in a.values:
-            found.append({"change": "added", "name": name, "text": _short(b.values[name])})
-        elif canonical(encode_value(a.values[name])) != canonical(encode_value(b.values[name])):
-            text = f"{_short(a.values[name])} -> {_short(b.values[name])}"
+            found.append({"change": "added", "name": name, "text": short_repr(b.values[name], 60)})
+        elif not same_value(a.values[name], b.values[name]):
+            text = f"{short_repr(a.values[name], 60)} -> {short_repr(b.values[name], 60)}"
             found.append({"change": "changed", "name": name, "text": text})
     return found
 
@@ -192,16 +192,11 @@ def _whole(step: Step, name: str) -> tuple[str, ...]:
     return "", "", count(math.prod(tensor.shape)), f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _tolerance(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = -1.0
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of at least 0")
     return number

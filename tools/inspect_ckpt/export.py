@@ -1,4 +1,4 @@
-"""`export`: tensors of a step in a format that others read. Reads and writes in blocks, whatever a tensor's size."""
+"""`export`: write tensors of a step as safetensors, in blocks of bounded memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
 from ckpt.storage.metadata import indices
 
-from .foreign.command import check_outside, counting, listed
-from .foreign.ours import Leaf, LeafReader, tensor_leaves, unique_names, value_leaves
-from .foreign.safetensors_format import DTYPES, METADATA
-from .foreign.safetensors_writer import NewTensor, write_safetensors
-from .opening import CannotReadError, Step, open_step
-from .output import Exit, Output, duration, plural, size
+from .formats.ckpt_step import TensorLeaf, tensor_leaves, unique_names, value_leaves
+from .formats.files import check_outside
+from .formats.safetensors import DTYPES, METADATA, NewTensor, write_safetensors
+from .output import CannotReadError, Exit, Output, byte_counter, duration, first_few, plural, size
+from .step import Step, open_step
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "write the tensors of a step as safetensors, as Hugging Face lays them out"
+HELP = "write the tensors of a step as safetensors, in the layout of Hugging Face"
 
 _BLOCK_BYTES = 16 << 20
 _SHARD_SIZE = "5GB"
@@ -40,20 +40,28 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
-    parser.add_argument("directory", metavar="DIR", help="where to write; new or empty")
+    parser.add_argument("directory", metavar="DIR", help="the directory to write to; new or empty")
     parser.add_argument(
         "--to", choices=("safetensors",), default="safetensors", help="the format (default safetensors)"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="convert floating-point tensors (float8 stays as it is)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="convert floating-point tensors, except float8, to this dtype")
     parser.add_argument(
-        "--max-shard-size", type=_size, default=_size(_SHARD_SIZE), metavar="SIZE", help=f"default {_SHARD_SIZE}"
+        "--max-shard-size",
+        type=_size,
+        default=_size(_SHARD_SIZE),
+        metavar="SIZE",
+        help=f"largest size of a file (default {_SHARD_SIZE})",
     )
     globs: dict[str, Any] = {"action": "append", "default": [], "metavar": "GLOB"}
-    parser.add_argument("--filter", help="only tensors whose name (as `show` lists it) matches; repeatable", **globs)
-    parser.add_argument("--exclude", help="not those whose name matches; repeatable", **globs)
-    parser.add_argument("--strip", default="", metavar="PREFIX", help="take this off the exported names: 'model.'")
     parser.add_argument(
-        "--drop-tied", action="store_true", help="write a tensor with several names under the first only"
+        "--filter", help="write only tensors whose name (as `show` lists it) matches; repeatable", **globs
+    )
+    parser.add_argument("--exclude", help="leave out tensors whose name matches; repeatable", **globs)
+    parser.add_argument(
+        "--strip", default="", metavar="PREFIX", help="remove this from the beginning of exported names: 'model.'"
+    )
+    parser.add_argument(
+        "--drop-tied", action="store_true", help="write a tensor that has several names only under the first"
     )
 
 
@@ -69,21 +77,21 @@ def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
     tied = [leaf for leaf in leaves if leaf.alias_of is not None and _first_name_of(leaf, leaves) is not leaf]
     if arguments.drop_tied:
         leaves = [leaf for leaf in leaves if leaf not in tied]
-    reader = LeafReader(step, leaves)
+    fetch = Fetch(step.index)
     changes: dict[str, int] = {}
-    tensors = [_new(name, leaf, reader, arguments.dtype, changes) for name, leaf in _named(leaves, step, arguments)]
+    tensors = [_new(name, leaf, fetch, arguments.dtype, changes) for name, leaf in _named(leaves, step, arguments)]
     total = sum(tensor.nbytes for tensor in tensors)
     with output.meter("export") as meter:
-        files = write_safetensors(arguments.directory, tensors, arguments.max_shard_size, counting(meter, total))
+        files = write_safetensors(arguments.directory, tensors, arguments.max_shard_size, byte_counter(meter, total))
     seconds = time.perf_counter() - begin
     what = f"{plural(len(tensors), 'tensor')}, {size(total)}, in {plural(len(files), 'file')}"
     output.line(f"exported {what} to {arguments.directory} ({duration(seconds)})", "bold")
-    dropped = [leaf.label for leaf in value_leaves(step)]
+    dropped = [leaf.label for leaf in value_leaves(step.index)]
     if dropped:
-        output.line(f"{plural(len(dropped), 'value')} that are no tensors were left out: {listed(dropped)}")
+        output.line(f"left out {plural(len(dropped), 'value')} that safetensors cannot hold: {first_few(dropped)}")
     if tied:
-        how = "left out" if arguments.drop_tied else "written with data of their own (--drop-tied leaves them out)"
-        output.line(f"further names of tied tensors were {how}: {listed([leaf.label for leaf in tied])}")
+        how = "left out" if arguments.drop_tied else "written with their own data (--drop-tied leaves them out)"
+        output.line(f"further names of tied tensors were {how}: {first_few([leaf.label for leaf in tied])}")
     for name, count in changes.items():
         output.line(f"{name}: {plural(count, 'finite element')} became Inf in {_DTYPES[arguments.dtype]}", "yellow")
     output.json(
@@ -101,10 +109,10 @@ def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
     return Exit.WHOLE
 
 
-def _chosen(step: Step, arguments: argparse.Namespace) -> list[Leaf]:
-    """The leaves that the patterns leave, in the order in which people count."""
-    leaves = tensor_leaves(step)
-    by_label = replace(step, tensors={leaf.label: leaf.tensor for leaf in leaves if leaf.tensor is not None})
+def _chosen(step: Step, arguments: argparse.Namespace) -> list[TensorLeaf]:
+    """Return the chosen leaves by name, with numbers in names in numerical order."""
+    leaves = tensor_leaves(step.index)
+    by_label = replace(step, tensors={leaf.label: leaf.tensor for leaf in leaves})
     wanted = set(by_label.select(arguments.filter)) if arguments.filter else set(by_label.tensors)
     wanted -= set(by_label.select(arguments.exclude)) if arguments.exclude else set()
     chosen = [leaf for leaf in leaves if leaf.label in wanted]
@@ -117,22 +125,21 @@ def _parts(name: str) -> list[str]:
     return re.split(r"(\d+)", name)
 
 
-def _first_name_of(leaf: Leaf, leaves: list[Leaf]) -> Leaf:
-    """Of the chosen leaves with the data of `leaf`: the original, or else the first."""
+def _first_name_of(leaf: TensorLeaf, leaves: list[TensorLeaf]) -> TensorLeaf:
+    """Of the chosen leaves with the data of `leaf`, return the original, or else the first."""
     group = [other for other in leaves if other.tensor is leaf.tensor]
     return next((other for other in group if other.alias_of is None), group[0])
 
 
-def _named(leaves: list[Leaf], step: Step, arguments: argparse.Namespace) -> list[tuple[str, Leaf]]:
-    """The leaves with the names they get. CannotReadError for a name or dtype that safetensors do not have."""
+def _named(leaves: list[TensorLeaf], step: Step, arguments: argparse.Namespace) -> list[tuple[str, TensorLeaf]]:
+    """Return the leaves with their new names. CannotReadError for a name or dtype that safetensors do not allow."""
     named = unique_names(((leaf.dotted.removeprefix(arguments.strip), leaf) for leaf in leaves), step.path)
     if arguments.strip and not any(leaf.dotted.startswith(arguments.strip) for leaf in leaves):
         raise CannotReadError(f"no name begins with {arguments.strip!r}; the first is {leaves[0].dotted!r}")
     for name, leaf in named.items():
-        assert leaf.tensor is not None
         if leaf.tensor.dtype not in DTYPES:
             raise CannotReadError(
-                f"{leaf.label} is of dtype {leaf.tensor.dtype}, which safetensors cannot name; leave it out with "
+                f"{leaf.label} is of dtype {leaf.tensor.dtype}, which safetensors do not have; leave it out with "
                 f"--exclude {leaf.label!r}, or save it in another dtype"
             )
         if name in ("", METADATA):
@@ -140,19 +147,17 @@ def _named(leaves: list[Leaf], step: Step, arguments: argparse.Namespace) -> lis
     return list(named.items())
 
 
-def _new(name: str, leaf: Leaf, reader: LeafReader, dtype: str | None, changes: dict[str, int]) -> NewTensor:
-    assert leaf.tensor is not None
+def _new(name: str, leaf: TensorLeaf, fetch: Fetch, dtype: str | None, changes: dict[str, int]) -> NewTensor:
     source = leaf.tensor.dtype
     target = _DTYPES[dtype] if dtype and source in _FLOATS else source
-    return NewTensor(name, target, leaf.tensor.shape, partial(_blocks, leaf, reader, source, target, changes))
+    return NewTensor(name, target, leaf.tensor.shape, partial(_blocks, leaf, fetch, source, target, changes))
 
 
 def _blocks(
-    leaf: Leaf, reader: LeafReader, source: str, target: str, changes: dict[str, int]
+    leaf: TensorLeaf, fetch: Fetch, source: str, target: str, changes: dict[str, int]
 ) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
-    assert leaf.tensor is not None
     for box in _runs(leaf.tensor):
-        block = reader.read(leaf, box)
+        block = fetch.array(leaf.label, leaf.tensor, box)
         if source == target:
             yield block
             continue
@@ -170,9 +175,9 @@ def _numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def _runs(tensor: StoredTensor) -> Iterator[Box]:
-    """Boxes that are runs of the tensor in C order, one after the other, each of some MB at most.
+    """Cut a tensor into boxes of some MB at most, one after the other in C order.
 
-    They end between the chunks that the tensor is stored in, so that no chunk is read twice, where that is possible.
+    They end between the chunks of the stored tensor where that is possible, so that no chunk is read twice.
     """
     shape = tensor.shape
     itemsize = stored(tensor.dtype).itemsize

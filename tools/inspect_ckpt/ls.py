@@ -1,4 +1,4 @@
-"""`ls`: what is in a checkpoint root, and what a restart would do with it."""
+"""`ls`: list the steps and saves of a checkpoint root, and what a restart would do with them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from ckpt.storage.commit import CheckpointRoot
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
 
-from .branches import Aside, aside
-from .opening import overview_of, root_of, steps_of
 from .output import Exit, Output, count, duration, size
-from .saves import UndecidedSave, abandoned_saves, pending_saves, tree_bytes
-from .times import part_times
+from .root import (
+    MovedStep,
+    UnpublishedSave,
+    abandoned_saves,
+    moved_steps,
+    pending_saves,
+    root_of,
+    steps_of,
+    tree_bytes,
+)
+from .step import overview_of, part_times
 from .validate import problem_line
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -26,17 +33,17 @@ HELP = "list the steps of a root, and which one a restart would choose"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
-    parser.add_argument("--all", action="store_true", help="also the steps of other branches")
+    parser.add_argument("--all", action="store_true", help="also list the steps of other branches")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     root = root_of(arguments.root)
     published = [_row(root, step) for step in steps_of(root.path)]
     pending = pending_saves(root)
-    undecided = [*pending, *abandoned_saves(root)]
+    unpublished = [_unpublished_row(save) for save in (*pending, *abandoned_saves(root))]
     choice = _choose(root, published, pending)
-    moved = [_aside_row(step) for step in aside(root) if arguments.all or step.state == "damaged"]
-    rows = sorted([*published, *map(_undecided_row, undecided), *moved], key=lambda row: (row.step, row.state))
+    moved = [_moved_row(step) for step in moved_steps(root) if arguments.all or step.state == "damaged"]
+    rows = sorted([*published, *unpublished, *moved], key=lambda row: (row.step, row.state))
     cells = [
         (
             str(row.step),
@@ -51,11 +58,11 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
         for row in rows
     ]
     if rows:
-        output.table((">step", "state", ">age", ">size", ">tensors", ">ranks", ">write", "<note"), cells)
+        output.table((">step", "state", ">age", ">size", ">tensors", ">ranks", ">write", "note"), cells)
     output.line(f"restart: {choice.text}", "bold")
     links = _links(root)
     for name in links:
-        output.line(f"{name} is a symbolic link: not looked at; give its target as PATH", "yellow")
+        output.line(f"{name} is a symbolic link and is ignored; give its target as PATH", "yellow")
     document = {"root": root.path, "saves": [asdict(row) for row in rows], "links": links}
     output.json({**document, "restart": {"step": choice.step, "why": choice.text}})
     states = {row.state for row in rows}
@@ -65,7 +72,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 @dataclass
 class _Row:
     step: int
-    state: str  # published, DAMAGED, unreadable, pending, abandoned; moved aside: superseded or set aside (damaged)
+    state: str  # published, DAMAGED, unreadable; pending, abandoned; superseded, set aside (because it was damaged)
     age_s: float
     bytes: int
     tensors: int | None = None
@@ -95,11 +102,11 @@ def _row(root: CheckpointRoot, step: int) -> _Row:
     return row
 
 
-def _undecided_row(save: UndecidedSave) -> _Row:
+def _unpublished_row(save: UnpublishedSave) -> _Row:
     return _Row(save.id.step, save.state, save.age_s, save.bytes, None, save.world_size, None, save.note)
 
 
-def _aside_row(step: Aside) -> _Row:
+def _moved_row(step: MovedStep) -> _Row:
     total, newest = tree_bytes(step.path)
     age_s = max(0.0, time.time() - newest)
     if step.state == "superseded":
@@ -108,8 +115,8 @@ def _aside_row(step: Aside) -> _Row:
     return _Row(step.step, "set aside", age_s, total, note=f"was damaged: {step.path}; rm {step.name}")
 
 
-def _choose(root: CheckpointRoot, published: list[_Row], pending: list[UndecidedSave]) -> _Choice:
-    """What a restart does: publishes the pending saves that are complete, then takes the newest step it can read."""
+def _choose(root: CheckpointRoot, published: list[_Row], pending: list[UnpublishedSave]) -> _Choice:
+    """Tell which step a restart restores: the newest it can read, once complete pending saves are published."""
     newest = max((row.step for row in published), default=-1)
     for save in reversed(pending):
         if save.complete and save.id.step > newest:
@@ -122,16 +129,16 @@ def _choose(root: CheckpointRoot, published: list[_Row], pending: list[Undecided
             why = "the newest published step" if not skipped else f"the newest one that can be read; {skipped[0]}"
             more = f" (and {len(skipped) - 1} more)" if len(skipped) > 1 else ""
             return _Choice(row.step, f"step {row.step}: {why}{more}. Metadata and sizes agree; `validate` reads all.")
-        if row.state == "unreadable":  # only damage makes a restart go back one step
-            return _Choice(None, f"fails, for step {row.step} cannot be read: {why_not}")
+        if row.state == "unreadable":  # a restart goes back one step for damage only
+            return _Choice(None, f"fails, because step {row.step} cannot be read: {why_not}")
         skipped.append(f"step {row.step} is skipped: {why_not}")
     if skipped:
-        return _Choice(None, f"fails, for no step can be read: {skipped[0]}")
+        return _Choice(None, f"fails, because no step can be read: {skipped[0]}")
     return _Choice(None, "from the beginning: there is no published step")
 
 
 def _why_not(root: CheckpointRoot, row: _Row) -> str | None:
-    """Why a restart goes past a step, as far as can be seen without reading the arrays; None if it does not."""
+    """Why a restart skips a step, as far as metadata and sizes tell; None if it does not. Updates `row`."""
     if row.state == "published":
         try:
             report: Report = validate_step(root.step_path(row.step), quick=True)

@@ -1,4 +1,8 @@
-"""What people and machines see: rich tables on a terminal, aligned plain text elsewhere, or one JSON document."""
+"""Results of a command: text, tables or JSON on stdout, and an exit code or the error that leads to one.
+
+A terminal gets tables and colours of rich; anything else gets aligned plain text. With ``--json`` a command prints one
+JSON document and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,31 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, Protocol
 
-__all__ = ["Exit", "Meter", "Output", "count", "duration", "one_line", "plural", "size"]
+__all__ = [
+    "CannotReadError",
+    "Exit",
+    "Meter",
+    "NotPublishedError",
+    "Output",
+    "byte_counter",
+    "count",
+    "duration",
+    "first_few",
+    "one_line",
+    "plural",
+    "short_repr",
+    "size",
+]
 
 
 class Exit(IntEnum):
-    """What the exit code of the process says."""
+    """Exit codes of the process."""
 
     WHOLE = 0
     DAMAGED = 1
@@ -25,15 +44,22 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
+class CannotReadError(Exception):
+    """The path, or a name in it, is not what the command needs."""
+
+
+class NotPublishedError(Exception):
+    """The path is a save that is not published."""
+
+
 class Meter(Protocol):
-    """Shows how far something is: called with (bytes done, bytes in all)."""
+    """Shows progress: called with the bytes done and the bytes in all."""
 
     def __call__(self, done: int, total: int) -> None: ...
 
 
 class Output:
-    """Where a command writes. With `as_json`, `json` writes and all else is silent; otherwise it is the other way
-    round."""
+    """The output of a command. With `as_json` only `json` prints; otherwise everything but `json` does."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -45,12 +71,12 @@ class Output:
         return self._rich is not None
 
     def json(self, document: Any) -> None:
-        """Print `document` if JSON is wanted; numbers that JSON has no form of become strings."""
+        """Print `document`. Numbers that JSON cannot represent become strings."""
         if self.as_json:
             print(json.dumps(_plain(document), indent=1, ensure_ascii=True, allow_nan=False))
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Print one line; `style` is rich's, for terminals."""
+        """Print one line. `style` is a style of rich, for terminals."""
         if self.as_json:
             return
         if self._rich is not None:
@@ -60,27 +86,20 @@ class Output:
         else:
             print(_printable(one_line(text)))
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-        """Print a table. A column whose title begins with ">" is aligned to the right, with "<" it may be folded."""
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Print a table. A column whose title begins with ">" is aligned to the right; the cells of others may wrap."""
         if self.as_json:
             return
         cells = [[one_line(cell) for cell in row] for row in rows]
         if self._rich is not None:
-            self._rich.print(_rich_table(columns, cells, title))
+            self._rich.print(_rich_table(columns, cells))
             return
-        if title:
-            print(_printable(one_line(title)))
         for line in _aligned(columns, cells):
             print(_printable(line))
 
-    def renderable(self, rendered: Any) -> None:
-        """Print something of rich. For terminals only."""
-        assert self._rich is not None
-        self._rich.print(rendered)
-
     @contextmanager
     def meter(self, title: str) -> Iterator[Meter | None]:
-        """A bar with MB/s and the time left, on stderr if that is a terminal; else None."""
+        """Show a progress bar with speed and remaining time if stderr is a terminal; else give None."""
         console = _console(stderr=True) if not self.as_json and sys.stderr.isatty() else None
         if console is None:
             yield None
@@ -102,13 +121,26 @@ class Output:
             yield show
 
 
+def byte_counter(meter: Meter | None, total: int) -> Callable[[int], None]:
+    """Return a function that adds up the bytes it is called with and shows the sum on `meter`."""
+    done = 0
+
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+        if meter is not None:
+            meter(min(done, total), total)
+
+    return add
+
+
 def one_line(text: str) -> str:
-    """`text` with everything that is not printable escaped: names and paths can hold line breaks and escape codes."""
+    """Escape everything in `text` that is not printable: names and paths can hold line breaks and escape codes."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5 or (unit == "B" and count < 1000):
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
@@ -117,17 +149,17 @@ def size(count: float) -> str:
 
 
 def count(number: int) -> str:
-    """A number with separators."""
+    """Format a number with thousands separators."""
     return f"{number:,}"
 
 
 def plural(number: int, what: str) -> str:
-    """A number and what it counts."""
+    """Format a number and what it counts."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """A duration for people."""
+    """Format a duration."""
     if seconds < 0.0995:
         return f"{1000 * seconds:.1f} ms"
     if seconds < 99.5:
@@ -138,6 +170,17 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
+def first_few(names: Sequence[str]) -> str:
+    """List the first names, and say how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def short_repr(value: Any, most: int = 80) -> str:
+    """Return `repr` of a value, cut to `most` characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def _console(stderr: bool = False) -> Any:
     try:
         from rich.console import Console
@@ -146,16 +189,31 @@ def _console(stderr: bool = False) -> Any:
     return Console(stderr=stderr, highlight=False)  # honours NO_COLOR
 
 
-def _rich_table(columns: Sequence[str], rows: list[list[str]], title: str) -> Any:
+_STYLES = MappingProxyType(
+    {
+        "published": "green",
+        "whole": "bold green",
+        "DAMAGED": "bold red",
+        "pending": "yellow",
+        "abandoned": "dim",
+        "added": "green",
+        "removed": "red",
+        "changed": "yellow",
+    }
+)
+"""Styles of rich for cells with these texts."""
+
+
+def _rich_table(columns: Sequence[str], rows: list[list[str]]) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title, style="bold") if title else None, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for column in columns:
-        overflow: Any = "fold" if column.startswith("<") or not column.startswith(">") else "ellipsis"
+        overflow: Any = "ellipsis" if column.startswith(">") else "fold"
         table.add_column(
-            Text(column.lstrip("<>")),
+            Text(column.removeprefix(">")),
             justify="right" if column.startswith(">") else "left",
             overflow=overflow,
             no_wrap=column.startswith(">"),
@@ -165,20 +223,8 @@ def _rich_table(columns: Sequence[str], rows: list[list[str]], title: str) -> An
     return table
 
 
-_STYLES = {
-    "published": "green",
-    "whole": "bold green",
-    "DAMAGED": "bold red",
-    "pending": "yellow",
-    "abandoned": "dim",
-    "added": "green",
-    "removed": "red",
-    "changed": "yellow",
-}
-
-
 def _aligned(columns: Sequence[str], rows: list[list[str]]) -> Iterator[str]:
-    titles = [column.lstrip("<>") for column in columns]
+    titles = [column.removeprefix(">") for column in columns]
     widths = [max(map(len, cells)) for cells in zip(titles, *rows, strict=True)]
     for row in (titles, *rows):
         padded = [
@@ -189,7 +235,7 @@ def _aligned(columns: Sequence[str], rows: list[list[str]]) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """What the encoding of stdout has no form of is escaped."""
+    """Escape what the encoding of stdout cannot represent."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

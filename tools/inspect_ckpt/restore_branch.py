@@ -8,22 +8,20 @@ from ckpt.storage import files
 from ckpt.storage.commit import CheckpointRoot
 from ckpt.storage.files import Rename
 
-from .branches import Aside, find_aside, way_back
-from .opening import CannotReadError, root_of
-from .output import Exit, Output
-from .owning import owning
+from .output import CannotReadError, Exit, Output
+from .root import MovedStep, branch_of, find_moved_step, owned, root_of
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
-    "bring a superseded step back, with those it continues; what is newer on the current branch is superseded instead"
+    "publish a superseded step again, with those it continues; newer steps of the current branch are superseded instead"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
     parser.add_argument("name", metavar="STEP", help="the superseded step, as `ls --all` names it, or its number")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be moved")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be moved")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
@@ -31,7 +29,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     if arguments.dry_run:
         away, back = _moves(root, arguments.name)
     else:
-        with owning(root) as token:
+        with owned(root) as token:
             away, back = _moves(root, arguments.name)
             for step in away:
                 root.ownership.check(token)
@@ -50,10 +48,10 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     return Exit.WHOLE
 
 
-def _moves(root: CheckpointRoot, name: str) -> tuple[list[int], list[Aside]]:
-    """The steps that leave the current branch, newest first, and those that come back, oldest first."""
-    tip = find_aside(root, name, ("superseded",))
+def _moves(root: CheckpointRoot, name: str) -> tuple[list[int], list[MovedStep]]:
+    """Return the steps to supersede, newest first, and those to publish again, oldest first."""
+    tip = find_moved_step(root, name, ("superseded",))
     if tip is None:
         raise CannotReadError(f"{root.path} has no superseded step {name!r}; `inspect_ckpt ls --all` lists them")
-    back, base = way_back(root, tip)
+    back, base = branch_of(root, tip)
     return [step for step in reversed(root.steps()) if step > base], back

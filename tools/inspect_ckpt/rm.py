@@ -1,4 +1,4 @@
-"""`rm`: remove steps, published ones or such that were moved aside."""
+"""`rm`: remove steps: published ones, and those that were moved aside."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from ckpt.storage import files
 from ckpt.storage.commit import CheckpointRoot
 from ckpt.validation import validate
 
-from .branches import Aside, find_aside
-from .opening import CannotReadError, root_of, steps_of
-from .output import Exit, Output, plural, size
-from .owning import agreed, owning
-from .saves import tree_bytes
+from .output import CannotReadError, Exit, Output, plural, size
+from .root import MovedStep, confirmed, find_moved_step, owned, root_of, steps_of, tree_bytes
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -23,31 +20,31 @@ HELP = "remove steps: published ones by their number, superseded and damaged one
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
     parser.add_argument("names", metavar="STEP", nargs="+", help="a published step, or the name of one moved aside")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--force", action="store_true", help="also the last step that is whole")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    parser.add_argument("--force", action="store_true", help="remove even the last whole step")
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What a name means: a published step, or one that was moved aside."""
+    """A step to remove. `moved` is None for a published one."""
 
     name: str
     path: str
     step: int
-    aside: Aside | None
+    moved: MovedStep | None
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     root = root_of(arguments.root)
     chosen = [_chosen(root, name) for name in dict.fromkeys(arguments.names)]
-    published = [one.step for one in chosen if one.aside is None]
+    published = [one.step for one in chosen if one.moved is None]
     if published and not arguments.force:
         _check_one_is_left(root, published)
     total = sum(tree_bytes(one.path)[0] for one in chosen)
     for one in chosen:
-        output.line(f"{one.path}: {'published' if one.aside is None else one.aside.state}")
+        output.line(f"{one.path}: {'published' if one.moved is None else one.moved.state}")
     removed: list[str] = []
-    if not arguments.yes and not agreed(f"Remove {plural(len(chosen), 'step')}, {size(total)}? [y/N] ", output):
+    if not arguments.yes and not confirmed(f"Remove {plural(len(chosen), 'step')}, {size(total)}? [y/N] ", output):
         output.line("nothing was removed")
     else:
         removed = _remove(root, chosen)
@@ -59,14 +56,14 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 def _chosen(root: CheckpointRoot, name: str) -> _Chosen:
     if name.isascii() and name.isdigit() and int(name) in steps_of(root.path):
         return _Chosen(name, root.step_path(int(name)), int(name), None)
-    found = find_aside(root, name)
+    found = find_moved_step(root, name)
     if found is None:
         raise CannotReadError(f"{root.path} has no step {name!r}; `inspect_ckpt ls --all` lists what there is")
     return _Chosen(found.name, found.path, found.step, found)
 
 
 def _check_one_is_left(root: CheckpointRoot, removed: list[int]) -> None:
-    """CannotReadError unless a whole step stays, as far as can be seen without reading the arrays."""
+    """CannotReadError if no whole step would be left, as far as metadata and sizes tell."""
     for step in reversed([step for step in steps_of(root.path) if step not in removed]):
         if validate(root.step_path(step), quick=True).restorable:
             return
@@ -74,15 +71,15 @@ def _check_one_is_left(root: CheckpointRoot, removed: list[int]) -> None:
 
 
 def _remove(root: CheckpointRoot, chosen: list[_Chosen]) -> list[str]:
-    """What was moved aside is of no use to any job; a published step is the owner's to remove."""
+    """Remove the steps and return their names. Only removing a published one needs ownership of the root."""
     removed = []
     for one in chosen:
-        if one.aside is not None:
+        if one.moved is not None:
             files.remove_tree(one.path)
             removed.append(one.name)
-    published = [one for one in chosen if one.aside is None]
+    published = [one for one in chosen if one.moved is None]
     if published:
-        with owning(root) as token:
+        with owned(root) as token:
             for one in published:
                 root.ownership.check(token)
                 if not root.remove_step(one.step, token):

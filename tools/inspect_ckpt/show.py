@@ -1,4 +1,4 @@
-"""`show`: the names in a step: tensors, other leaves, aliases."""
+"""`show`: list the tensors, values and aliases of a step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ckpt.storage.dtypes import stored
 from ckpt.storage.names import PACK_DIRECTORY
 from ckpt.validation import Problem, StepFiles, read_step_files
 
-from .opening import CannotReadError, Step, open_step
-from .output import Exit, Output, count, plural, size
+from .output import CannotReadError, Exit, Output, count, plural, short_repr, size
+from .step import Step, open_step
 from .validate import problem_line
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "list the tensors, the other leaves and the aliases of a step"
+HELP = "list the tensors, values and aliases of a step"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
-    parser.add_argument("--tree", action="store_true", help="as a tree of keys")
-    parser.add_argument("--filter", metavar="GLOB", help="only names that match (*, ? and [...])")
+    parser.add_argument("--tree", action="store_true", help="print a tree of keys")
+    parser.add_argument("--filter", metavar="GLOB", help="list only names that match (*, ? and [...])")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
@@ -64,7 +64,7 @@ def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor or an alias of one. `files` it is in, and the ranks that wrote these."""
+    """A tensor, or an alias of one: the number of its files, and the ranks that wrote them."""
 
     name: str
     tensor: StoredTensor
@@ -96,7 +96,7 @@ class _Entry:
 
 @dataclass
 class _Group:
-    """All tensors below one key; aliases are not counted twice."""
+    """Sums over the tensors below one key. Aliases are not counted."""
 
     tensors: int = 0
     elements: int = 0
@@ -132,17 +132,17 @@ def _print(step: Step, entries: list[_Entry], values: Mapping[str, Any], tree: b
             (e.name, e.tensor.dtype, str(list(e.tensor.shape)), size(e.bytes), e.shards, _ranks(e.ranks))
             for e in entries
         ]
-        output.table(("<tensor", "dtype", "<shape", ">size", "<stored in", "ranks"), rows)
+        output.table(("tensor", "dtype", "shape", ">size", "stored in", "ranks"), rows)
     if values and not tree:
         output.line()
-        output.table(("<value", "type", "<is"), [(n, type(v).__name__, _short(v)) for n, v in values.items()])
+        output.table(("value", "type", "is"), [(n, type(v).__name__, short_repr(v)) for n, v in values.items()])
     if entries:
         output.line()
         groups = [(key, count(g.tensors), count(g.elements), size(g.bytes)) for key, g in _groups(entries).items()]
         total = [entry for entry in entries if entry.alias_of is None]
         elements = sum(math.prod(entry.tensor.shape) for entry in total)
         all_of_them = ("all", count(len(total)), count(elements), size(sum(entry.bytes for entry in total)))
-        output.table(("<top-level key", ">tensors", ">elements", ">size"), [*groups, all_of_them])
+        output.table(("top-level key", ">tensors", ">elements", ">size"), [*groups, all_of_them])
 
 
 def _groups(entries: list[_Entry]) -> dict[str, _Group]:
@@ -158,7 +158,7 @@ def _groups(entries: list[_Entry]) -> dict[str, _Group]:
 
 def _print_tree(entries: list[_Entry], values: Mapping[str, Any], output: Output) -> None:
     labels = {e.name: f"{e.tensor.dtype} {list(e.tensor.shape)} {size(e.bytes)}, {e.shards}" for e in entries}
-    labels |= {name: _short(value) for name, value in values.items()}
+    labels |= {name: short_repr(value) for name, value in values.items()}
     root: dict[str, Any] = {}
     for name in sorted(labels):
         node = root
@@ -178,7 +178,7 @@ def _print_node(node: Mapping[str, Any], indent: str, output: Output) -> None:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """As runs: 0-3, 6."""
+    """Format ranks as runs: 0-3, 6."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -186,8 +186,3 @@ def _ranks(ranks: tuple[int, ...]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "-"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""`stats`: figures about the elements of tensors, read in blocks of bounded memory."""
+"""`stats`: statistics and histograms of the elements of tensors, read in blocks of bounded memory."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import Reader, boxes_of
-from .figures import Figures, Histogram, as_numbers
-from .opening import CannotReadError, Step, open_step
-from .output import Exit, Output, count
+from ckpt.loading.fetch import Fetch
+
+from .numbers import Histogram, Statistics, as_numbers
+from .output import CannotReadError, Exit, Output, count
+from .step import Step, block_boxes, open_step
 
 __all__ = ["HELP", "TensorStats", "add_arguments", "run"]
 
-HELP = "min, max, mean, std, norm, zeros, NaN and Inf of tensors, and a histogram"
+HELP = "print min, max, mean, std, norm, zeros, NaN and Inf of tensors, and a histogram"
 
 _BINS = 60
 _BARS = 20
 _BAR_WIDTH = 40
-_ELEMENTS_AT_ONCE = 2 << 20  # in float64, and some copies of that
+_ELEMENTS_AT_ONCE = 2 << 20  # each takes 8 bytes in float64, and some copies are made
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What was found out about a tensor; no histogram where there are no finite elements."""
+    """Statistics of one tensor. No histogram where there are no finite elements."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    figures: Figures
+    numbers: Statistics
     histogram: Histogram | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
-    parser.add_argument("names", metavar="NAME", nargs="+", help="the name of a tensor; *, ? and [...] match many")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the histograms (needs matplotlib)")
-    parser.add_argument("--no-histogram", action="store_true", help="read each tensor only once")
+    parser.add_argument("names", metavar="NAME", nargs="+", help="the name of a tensor; may contain *, ? and [...]")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the histograms to this file (needs matplotlib)")
+    parser.add_argument(
+        "--no-histogram", action="store_true", help="print no histogram; each tensor is read only once then"
+    )
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
@@ -53,13 +56,13 @@ def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
     found = [_stats(step, name, with_histogram) for name in names]
     rows = [_cells(stats) for stats in found]
     columns = ("min", "max", "mean", "std", "norm", "elements", "zeros", "NaN", "Inf")
-    output.table(("<name", "dtype", "<shape", *(f">{column}" for column in columns)), rows)
-    if any(stats.figures.nan or stats.figures.inf for stats in found):
-        output.line("min to norm are those of the finite elements")
+    output.table(("name", "dtype", "shape", *(f">{column}" for column in columns)), rows)
+    if any(stats.numbers.nan or stats.numbers.inf for stats in found):
+        output.line("min to norm are those of the finite elements only")
     if any(stats.dtype.startswith("complex") for stats in found):
-        output.line("figures of complex tensors are those of the magnitudes")
+        output.line("statistics of complex tensors are those of the magnitudes")
     if arguments.plot:
-        from .pictures import plot_histograms
+        from .plots import plot_histograms
 
         plot_histograms(found, f"{step.path}, step {step.index.step}", arguments.plot)
         output.line(f"drew {arguments.plot}")
@@ -72,36 +75,36 @@ def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
 
 def _stats(step: Step, name: str, with_histogram: bool) -> TensorStats:
     tensor = step.tensors[name]
-    figures = Figures()
-    for numbers in _numbers(step, name):
-        figures.add(numbers)
+    statistics = Statistics()
+    for block in _blocks(step, name):
+        statistics.add(block)
     histogram = None
-    if with_histogram and figures.min is not None and figures.max is not None:
-        histogram = Histogram.empty(float(figures.min), float(figures.max), _BINS)
-        for numbers in _numbers(step, name):
-            histogram.add(numbers)
-    return TensorStats(name, tensor.dtype, tensor.shape, figures, histogram)
+    if with_histogram and statistics.min is not None and statistics.max is not None:
+        histogram = Histogram.empty(float(statistics.min), float(statistics.max), _BINS)
+        for block in _blocks(step, name):
+            histogram.add(block)
+    return TensorStats(name, tensor.dtype, tensor.shape, statistics, histogram)
 
 
-def _numbers(step: Step, name: str) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
-    """All elements as numbers, some at a time."""
-    tensor, reader = step.tensors[name], Reader(step)
-    for box in boxes_of(tensor):
-        block = reader.read(name, box)
+def _blocks(step: Step, name: str) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+    """Read all elements as numbers, a bounded number at a time."""
+    tensor, fetch = step.tensors[name], Fetch(step.index)
+    for box in block_boxes(tensor):
+        block = fetch.array(name, tensor, box)
         flat = block.reshape(box.elements, *block.shape[len(box.shape) :])
         for start in range(0, box.elements, _ELEMENTS_AT_ONCE):
             numbers = as_numbers(flat[start : start + _ELEMENTS_AT_ONCE], tensor.dtype)
             if numbers is None:
-                raise CannotReadError(f"{name}: elements of dtype {tensor.dtype} are no numbers")
+                raise CannotReadError(f"{name}: elements of dtype {tensor.dtype} are not numbers")
             yield numbers
 
 
 def _cells(stats: TensorStats) -> tuple[str, ...]:
-    figures = stats.figures
-    numbers: list[float | int | None] = [figures.min, figures.max]
-    numbers += [figures.mean, figures.std, figures.norm] if figures.finite else [None] * 3
-    counts = (figures.elements, figures.zeros, figures.nan, figures.inf)
-    return stats.name, stats.dtype, str(list(stats.shape)), *map(_number, numbers), *map(count, counts)
+    numbers = stats.numbers
+    cells: list[float | int | None] = [numbers.min, numbers.max]
+    cells += [numbers.mean, numbers.std, numbers.norm] if numbers.finite else [None] * 3
+    counts = (numbers.elements, numbers.zeros, numbers.nan, numbers.inf)
+    return stats.name, stats.dtype, str(list(stats.shape)), *map(_number, cells), *map(count, counts)
 
 
 def _number(value: float | int | None) -> str:
@@ -126,12 +129,12 @@ def _draw(stats: TensorStats, output: Output) -> None:
 
 
 def _document(stats: TensorStats) -> dict[str, Any]:
-    figures = stats.figures
-    document = {"name": stats.name, "dtype": stats.dtype, "shape": stats.shape, "elements": figures.elements}
-    document |= {"zeros": figures.zeros, "nan": figures.nan, "inf": figures.inf}
-    document |= {"min": figures.min, "max": figures.max}
+    numbers = stats.numbers
+    document = {"name": stats.name, "dtype": stats.dtype, "shape": stats.shape, "elements": numbers.elements}
+    document |= {"zeros": numbers.zeros, "nan": numbers.nan, "inf": numbers.inf}
+    document |= {"min": numbers.min, "max": numbers.max}
     keys = ("mean", "std", "norm")
-    document |= {key: getattr(figures, key) if figures.finite else None for key in keys}
+    document |= {key: getattr(numbers, key) if numbers.finite else None for key in keys}
     histogram = stats.histogram
     document["histogram"] = None
     if histogram is not None:

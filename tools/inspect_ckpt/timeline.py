@@ -1,4 +1,4 @@
-"""`timeline`: where the time of each save went, from what its parts recorded."""
+"""`timeline`: show where the time of each save went, from what its parts recorded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 
 from ckpt.errors import CheckpointError
 
-from .opening import root_of, steps_of, summary_of
 from .output import Exit, Output, duration, size
-from .times import part_times
+from .root import root_of, steps_of
+from .step import part_times, summary_of
 
 __all__ = ["HELP", "SaveTimes", "add_arguments", "run"]
 
@@ -22,10 +22,11 @@ _COMMIT_NOTE = "commit: from the last part to the change time of the root's zarr
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """One save over all ranks: of each duration the largest. Seconds; `begin` since 1970.
+    """Times of one save in seconds: of each duration the largest over all ranks; `begin` is seconds since 1970.
 
-    `queue_s`: from the end of the stall to the begin of writing. `commit_s`: from the last part to the root document;
-    None where the files do not tell, for they were copied. `rate` is bytes per second of writing and sync.
+    `queue_s`: from the end of the stall to the start of writing. `commit_s`: from the last part to the root document;
+    None where the change times of the files do not tell, because they were copied. `rate` is bytes per second of
+    writing and sync.
     """
 
     step: int
@@ -44,7 +45,7 @@ class SaveTimes:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw it (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the times to this file (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     for problem in problems:
         output.line(problem, "bold red")
     if arguments.plot and saves:
-        from .pictures import plot_timeline
+        from .plots import plot_timeline
 
         plot_timeline(saves, arguments.plot)
         output.line(f"drew {arguments.plot}")

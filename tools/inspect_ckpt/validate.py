@@ -1,4 +1,4 @@
-"""`validate`: is it whole? One step, or every published step of a root."""
+"""`validate`: check that a step, or every published step of a root, is whole."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ckpt.storage.commit import CheckpointRoot
 from ckpt.validation import Problem, Report
 from ckpt.validation import validate as validate_step
 
-from .opening import CannotReadError, reading, step_path, steps_of
-from .output import Exit, Output, duration, plural, size
+from .output import CannotReadError, Exit, Output, duration, plural, size
+from .root import steps_of
+from .step import protected, step_path
 
 __all__ = ["HELP", "add_arguments", "problem_line", "run"]
 
@@ -25,8 +26,8 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH_OR_ROOT", help="a step, or a checkpoint root: then all its steps")
-    parser.add_argument("--quick", action="store_true", help="look at metadata, names and sizes only")
-    parser.add_argument("--jobs", type=_positive, default=8, metavar="N", help="files read at once (default 8)")
+    parser.add_argument("--quick", action="store_true", help="check metadata, names and sizes only")
+    parser.add_argument("--jobs", type=_positive, default=8, metavar="N", help="files to read at once (default 8)")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 
 
 def problem_line(problem: Problem) -> str:
-    """Where it is, who wrote it, and what is wrong."""
+    """Format a problem: where it is, which rank wrote it, and what is wrong."""
     about = []
     if problem.tensor is not None:
         about.append(f"tensor {problem.tensor}")
@@ -62,7 +63,7 @@ def problem_line(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class _Check:
-    """`error`: why the step cannot be judged."""
+    """The result of checking one step. `error` says why it could not be checked, if so."""
 
     report: Report
     seconds: float
@@ -99,18 +100,18 @@ class _Check:
 
 
 def _check_one_of_many(path: str, arguments: argparse.Namespace, output: Output) -> _Check:
-    """One step that cannot be judged does not hide the others."""
+    """Check a step of a root. An error becomes a result, so that the other steps are checked, too."""
     begin = time.perf_counter()
     try:
         return _check(path, arguments, output)
     except (CheckpointError, CannotReadError) as error:
-        output.line(f"{os.path.basename(path)}: cannot be judged: {error}", "bold red")
+        output.line(f"{os.path.basename(path)}: cannot be checked: {error}", "bold red")
         return _Check(Report(path), time.perf_counter() - begin, str(error))
 
 
 def _check(path: str, arguments: argparse.Namespace, output: Output) -> _Check:
     begin = time.perf_counter()
-    with reading(path), output.meter(os.path.basename(os.path.abspath(path))) as meter:
+    with protected(path), output.meter(os.path.basename(os.path.abspath(path))) as meter:
         report = validate_step(path, quick=arguments.quick, jobs=arguments.jobs, progress=meter)
     seconds = time.perf_counter() - begin
     name = os.path.basename(os.path.abspath(path))

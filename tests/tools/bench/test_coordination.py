@@ -1,4 +1,4 @@
-"""The benchmark of the coordination server runs, and its ranks ask of the server what real ranks ask."""
+"""The benchmark of the coordination server runs, and its ranks send the requests of real ranks."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 from inprocess.coordination import Access, RestartIndex, StoreServer
 from inprocess.coordination.wire import Op
-from tools.bench.coordination import main
+from tools.bench.__main__ import main
 from tools.bench.simulated_client import SimulatedClient
 from tools.bench.simulated_ranks import SimulatedRank
 
@@ -44,10 +44,9 @@ print(json.dumps(asked[begun[0]:begun[1]]))
 
 def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
-    command = [sys.executable, "-m", "tools.bench.coordination", "--ranks", "4", "--restarts", "1", "--idle", "0.2"]
-    result = subprocess.run(
-        [*command, "--json", str(document)], cwd=REPOSITORY, capture_output=True, text=True, timeout=55
-    )
+    small = ["--ranks", "4", "--restarts", "1", "--idle", "0.2", "--json", str(document)]
+    command = [sys.executable, "-m", "tools.bench", "coordination", *small]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
     assert result.returncode == 0, result.stderr
     (measured,) = json.loads(document.read_text())["results"]
     assert measured["connections"] >= 8
@@ -76,7 +75,7 @@ def _kinds(asked: list[tuple[str, list[str]]]) -> Counter[str]:
     return Counter({key: n for key, n in counts.items() if not key.startswith("GET ") or "/outcome" not in key})
 
 
-def test_the_simulation_asks_what_a_rank_asks() -> None:
+def test_the_simulation_sends_the_requests_of_a_rank() -> None:
     result = subprocess.run(
         [sys.executable, "-c", _RECORDED], cwd=REPOSITORY, capture_output=True, text=True, timeout=55
     )
@@ -99,7 +98,7 @@ def test_the_simulation_asks_what_a_rank_asks() -> None:
     assert simulated == real
 
 
-def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--ranks", "1"])
+        main(["coordination", "--ranks", "1"])
     assert "--ranks" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The benchmark of recoveries runs, and says what it is expected to say. What it measures is nobody's business here."""
+"""The benchmark of recoveries runs, and its table and document are complete."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.selection import full_only
-from tools.bench.recover import main
-from tools.bench.recovering import SCENARIOS
+from tools.bench.__main__ import main
+from tools.bench.recover import SITUATIONS
 
 
 @full_only
@@ -15,13 +15,13 @@ from tools.bench.recovering import SCENARIOS
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"
     folder.mkdir()
-    small = ["--gb", "0.004", "--rounds", "1", "--repeats", "1"]
+    small = ["recover", "--gb", "0.004", "--rounds", "1", "--repeats", "1"]
     assert main([*small, "--folder", str(folder), "--json", str(document)]) == 0
     assert list(folder.iterdir()) == []
 
     result = json.loads(document.read_text())
     (taken,) = result["rounds"]
-    assert set(taken) == {*SCENARIOS, "relaunch"}
+    assert set(taken) == {*SITUATIONS, "relaunch"}
     for recovery in (recovery for recoveries in taken.values() for recovery in recoveries):
         assert sum(recovery["phases"].values()) == pytest.approx(recovery["total"])
     assert taken["memory"][0]["from_memory"], "restored from where the benchmark says"
@@ -34,7 +34,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(title in table for title in rows)
 
 
-def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--repeats", "0"])
+        main(["recover", "--repeats", "0"])
     assert "--repeats" in capsys.readouterr().err

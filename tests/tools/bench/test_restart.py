@@ -1,4 +1,4 @@
-"""The benchmark of restarts runs, and says what it is expected to say."""
+"""The benchmark of restarts runs, and its table and document are complete."""
 
 import json
 import subprocess
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.restart import main, percentile
-from tools.bench.restarting import KINDS
+from tools.bench.__main__ import main
+from tools.bench.harness import percentile
+from tools.bench.restart import FAULTS
 
 pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
@@ -18,20 +19,20 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
     small = ["--ranks", "2", "--restarts", "1", "--soft-timeout", "1.1", "--idle", "0.5"]
-    command = [sys.executable, "-m", "tools.bench.restart", *small, "--json", str(document)]
+    command = [sys.executable, "-m", "tools.bench", "restart", *small, "--json", str(document)]
     # In a process of its own: it forks, which pytest's process is not made for.
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
     assert result.returncode == 0, result.stderr
 
     measured = json.loads(document.read_text())
-    assert measured["restarts"].keys() == set(KINDS)
+    assert measured["restarts"].keys() == set(FAULTS)
     for restarts in measured["restarts"].values():
         (restart,) = restarts
         assert 0 < restart["detected"] < restart["running"] < restart["ready"]
         assert restart["floor"] > 0
         assert {"outcome", "last_call", "aborted", "barrier", "assignment", "begin"} <= restart["phases"].keys()
     titles = [row["title"] for row in measured["rows"]]
-    assert {f"{kind}: running again on all ranks" for kind in KINDS} < set(titles)
+    assert {f"{kind}: running again on all ranks" for kind in FAULTS} < set(titles)
     assert [title for title in titles if title.startswith("idle")] == [
         "idle: active rank",
         "idle: active monitor process",
@@ -47,7 +48,7 @@ def test_percentiles() -> None:
     assert percentile([7.0], 0.95) == 7.0
 
 
-def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--ranks", "1"])
+        main(["restart", "--ranks", "1"])
     assert "--ranks" in capsys.readouterr().err

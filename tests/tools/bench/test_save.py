@@ -1,11 +1,11 @@
-"""The benchmark runs, and says what it is expected to say. What it measures is nobody's business here."""
+"""The benchmark of a save runs, and its table and document are complete."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tools.bench.save import main
+from tools.bench.__main__ import main
 
 pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several tim
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"
     folder.mkdir()
-    assert main(["--gb", "0.004", "--rounds", "1", "--folder", str(folder), "--json", str(document)]) == 0
+    assert main(["save", "--gb", "0.004", "--rounds", "1", "--folder", str(folder), "--json", str(document)]) == 0
     assert list(folder.iterdir()) == []
 
     result = json.loads(document.read_text())
@@ -29,7 +29,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(title in table for title in rows)
 
 
-def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--rounds", "0"])
+        main(["save", "--rounds", "0"])
     assert "--rounds" in capsys.readouterr().err

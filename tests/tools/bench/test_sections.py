@@ -1,4 +1,4 @@
-"""The benchmark of section monitoring runs, and says what it is expected to say."""
+"""The benchmark of section monitoring runs, and its table and document are complete."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
     small = ["--pairs", "200", "--hangs", "2", "--seconds", "0.3", "--ranks", "2", "--json", str(document)]
     # In a process of its own: it forks, which pytest's process is not made for.
-    command = [sys.executable, "-m", "tools.bench.sections", *small]
+    command = [sys.executable, "-m", "tools.bench", "sections", *small]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
     assert result.returncode == 0, result.stderr
     rows = {row["title"]: row["values"] for row in json.loads(document.read_text())["rows"]}

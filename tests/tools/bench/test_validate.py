@@ -1,12 +1,12 @@
-"""The benchmark of validation runs, and says what it is expected to say."""
+"""The benchmark of validation runs, and its table and document are complete."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tools.bench.checking import COMMANDS
-from tools.bench.validate import main
+from tools.bench.__main__ import main
+from tools.bench.validate import COMMANDS
 
 pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several tim
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"
     folder.mkdir()
-    small = ["--gb", "0.004", "--rounds", "1", "--tensors", "16"]
+    small = ["validate", "--gb", "0.004", "--rounds", "1", "--tensors", "16"]
     assert main([*small, "--folder", str(folder), "--json", str(document)]) == 0
     assert list(folder.iterdir()) == []
 
@@ -30,7 +30,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(title in table for title in rows)
 
 
-def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--tensors", "0"])
+        main(["validate", "--tensors", "0"])
     assert "--tensors" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Run commands of the tool: in this process for what they say, in another for the memory they take."""
+"""Run commands: in this process for their output, in another process for the memory that they take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tools.inspect_ckpt.__main__ import main
 
-__all__ = ["Commands", "peak_growth"]
+__all__ = ["REPOSITORY", "Commands", "peak_growth"]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -31,33 +31,54 @@ print(json.dumps([codes, peak() - before, "torch" in sys.modules]))
 
 
 class Commands:
-    """Runs commands and keeps what they said: `out` and `err`."""
+    """Runs commands in this process. `out` and `err` are the output of the last one."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
         self.out = self.err = ""
 
     def __call__(self, *arguments: str | Path, code: int = 0) -> str:
-        got = main([str(argument) for argument in arguments])
-        self.out, self.err = self._capsys.readouterr()
+        """Run a command that exits with `code`; return its output."""
+        got = self._run(*arguments)
         assert got == code, (got, self.out, self.err)
+        assert "\x1b" not in self.out, "no escape codes unless on a terminal"
         return self.out
 
     def json(self, *arguments: str | Path, code: int = 0) -> Any:
+        """Run a command; return the JSON document that it prints."""
         return json.loads(self(*arguments, "--json", code=code))
 
     def refused(self, *arguments: str | Path, code: int = 2) -> str:
-        """The one line on stderr of a command that fails."""
+        """Run a command that fails; return the one line on stderr."""
         self(*arguments, code=code)
+        self._check_one_line()
+        return self.err
+
+    def exit_code(self, *arguments: str | Path) -> int:
+        """Run a command that may fail or not; return its exit code. If it fails, stderr has one line, else none."""
+        code = self._run(*arguments)
+        if code:
+            self._check_one_line()
+        else:
+            assert not self.err
+        return code
+
+    def _run(self, *arguments: str | Path) -> int:
+        code = main([str(argument) for argument in arguments])
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+    def _check_one_line(self) -> None:
         assert self.err.startswith("inspect_ckpt: "), self.err
         assert self.err.count("\n") == 1, "one line"
         assert "Traceback" not in self.err
-        return self.err
 
 
 def peak_growth(*commands: tuple[str | Path, ...], imports: tuple[str, ...] = ()) -> tuple[int, bool]:
-    """By how many bytes the peak of the resident memory of a process grows while commands run in it, and whether it has
-    imported torch. `imports` are loaded before."""
+    """Run commands in a process of their own, after `imports`.
+
+    Return by how many bytes the peak of its resident memory grew, and whether it imported torch.
+    """
     about = json.dumps([imports, [[str(argument) for argument in arguments] for arguments in commands]])
     command = [sys.executable, "-W", "error", "-c", _MEASURE, about]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150)

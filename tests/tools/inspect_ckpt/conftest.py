@@ -8,11 +8,17 @@ import pytest
 from ckpt import AsyncCallsQueue
 from tests.support import run_ranks
 from tests.tools.inspect_ckpt import states
+from tests.tools.inspect_ckpt.commands import Commands
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Roots with two steps of different content, small, with every kind of file. Never changed by tests."""
+    """Roots with two small steps of different content, with every kind of file. Tests must not change them."""
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(states.save_all, 1, folder)
     run_ranks(states.save_two_ranks, 2, folder)
@@ -21,6 +27,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def queue() -> Iterator[AsyncCallsQueue]:
-    """Writer processes for all tests that save."""
+    """Writer processes shared by all tests that save."""
     with AsyncCallsQueue() as queue:
         yield queue

@@ -1,4 +1,4 @@
-"""Ways to damage a step, as changes of its files, which can be undone."""
+"""Ways to damage a step: changes of its files that can be undone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 __all__ = ["KINDS", "Damage", "Tree", "applied", "damages"]
 
 Tree = Mapping[str, bytes]
-"""The files of a step: their content by relative path."""
+"""Content of the files of a step, by relative path."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Files that are changed: their new content, or None where a file is removed."""
+    """New content of files, or None for a file that is removed."""
 
     kind: str
     changes: Mapping[str, bytes | None]
@@ -51,7 +51,7 @@ def applied(path: Path, tree: Tree, damage: Damage) -> Iterator[None]:
 
 
 def damages(tree: Tree, other_step: Tree, other_world: Tree, seed: int, flips: int, each: int) -> Iterator[Damage]:
-    """`flips` single bits, over all bytes of all files alike; at least one in every file; `each` of every other
+    """Yield `flips` flips of single bits, uniformly over all files, one more in every file, and `each` of every other
     kind."""
     rng = random.Random(seed)
     names = sorted(tree)
@@ -136,7 +136,7 @@ def _other_save(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Ran
 
 
 def _other_world(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:
-    """A part of another number of ranks, in the place of one or as one more."""
+    """A part of a save with another number of ranks, replacing a part or in addition."""
     name = rng.choice([name for name in sorted(other_world) if name.startswith("parts/")])
     return {name: other_world[name]}
 
@@ -147,7 +147,7 @@ def _garbage(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random
 
 
 def _zeros(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:
-    """A block that never reached the disk."""
+    """A block that was never written to the disk."""
     name = rng.choice(sorted(tree))
     start = rng.randrange(0, len(tree[name]), 512)
     end = min(start + 512, len(tree[name]))

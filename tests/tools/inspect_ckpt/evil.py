@@ -1,4 +1,4 @@
-"""Pickles that run code when they are loaded: each makes a file, whose presence tells that it was run."""
+"""Pickles that run code when they are loaded. The code creates a file, which shows that it was run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Evil:
 
     @staticmethod
     def proves_itself(file: Path) -> None:
-        """Assert that the pickle does what it says where it is loaded without care."""
+        """Assert that loading the pickle without restrictions runs the code."""
         pickle.loads(pickle.dumps(Evil(file)))
         assert file.exists()
         file.unlink()
 
 
 def swapped_global(data: bytes, old: tuple[str, str], new: tuple[str, str]) -> bytes:
-    """A pickle with one looked-up name exchanged for another, for both ways in which names are written."""
+    """Return a pickle of protocol 2 with one of the names that it looks up replaced by another."""
     text = f"c{old[0]}\n{old[1]}\n".encode()
     assert text in data, "protocol 2"
     return data.replace(text, f"c{new[0]}\n{new[1]}\n".encode())

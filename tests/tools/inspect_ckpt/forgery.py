@@ -1,4 +1,4 @@
-"""Steps whose documents are sealed as they should be, but say what no writer would."""
+"""Steps with documents whose checksums are correct, but which no writer would write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reseal_root(step: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def reseal_part(step: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a part, and let the root vouch for it."""
+    """Change a part, and update its checksum in the root document."""
     file = step / f"parts/rank_{rank:05d}.json"
     part = unseal(file.read_bytes(), file.name)
     change(part)
@@ -29,7 +29,7 @@ def reseal_part(step: Path, rank: int, change: Callable[[dict[str, Any]], None])
 
 
 def rename_array(step: Path, old: str, new: str) -> None:
-    """Let the root and the part of rank 0 say that the array `old` is in directory `new`."""
+    """Change the directory of an array from `old` to `new` in the root document and in the part of rank 0."""
 
     def in_part(part: dict[str, Any]) -> None:
         part["arrays"][new] = part["arrays"].pop(old)

@@ -1,4 +1,4 @@
-"""Small states that make every kind of file: shards with and without inner chunks, packed tensors, several arrays."""
+"""Small states with every kind of file: shards with and without inner chunks, packed tensors, several arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is saved is whole."""
+"""Any state that can be saved makes a whole step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input is one clear line and the right exit code: never a traceback, never a read outside the path."""
+"""Bad input gives one line on stderr and the right exit code: never a traceback, never a read outside the path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNPUBLISHED = dict.fromkeys(READERS, 3)
 
 @pytest.fixture
 def root(saved: dict[str, Path], tmp_path: Path) -> Path:
-    """A root with one whole step, which may be changed."""
+    """A root with one whole step. Tests may change it."""
     shutil.copytree(saved["one"] / "step_00000004", tmp_path / "root" / "step_00000004")
     return tmp_path / "root"
 
@@ -150,7 +150,7 @@ def manifest_is_a_pipe(root: Path) -> Path:
     return root / "step_00000004"
 
 
-def sealed_nonsense(root: Path) -> Path:
+def invalid_root_document(root: Path) -> Path:
     step = root / "step_00000004"
     reseal_root(step, lambda document: document["attributes"]["ckpt"].update(parts=None))
     return step
@@ -202,8 +202,8 @@ def test_one_line_and_the_right_exit_code(
     assert "\x1b" not in out + err
 
 
-def test_sealed_nonsense_is_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", str(sealed_nonsense(root))]) == 1
+def test_an_invalid_root_document_is_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(invalid_root_document(root))]) == 1
     assert "does not describe a checkpoint" in capsys.readouterr().out
 
 
@@ -249,7 +249,7 @@ def test_commands_for_roots(
 
 @pytest.fixture
 def outside(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the step beside the root; to open anything in it fails the test."""
+    """A copy of the step beside the root. Opening anything in it fails the test."""
     outside = root.parent / "outside"
     shutil.copytree(root / "step_00000004", outside)
 
@@ -271,7 +271,7 @@ def outside(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def path_of(file: Any, folder: int | None) -> str:
-    """The path that a call of `os.open` means."""
+    """Return the path that a call of `os.open` opens."""
     return str(file) if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), file)
 
 
@@ -334,10 +334,10 @@ def test_a_step_that_is_a_link_is_not_followed(root: Path, outside: Path, capsys
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "state.json", "parts/rank_00000.json", "model/weight/c.0.0"])
-def test_no_permission_is_no_damage(
+def test_missing_permission_is_not_damage(
     root: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Permissions do not stop root, so the calls that open files refuse."""
+    """Tests may run as root, whom permissions do not stop; so `os.open` is replaced by a function that refuses."""
 
     real = os.open
 
@@ -359,7 +359,7 @@ def test_no_permission_is_no_damage(
 
 
 @pytest.mark.parametrize(("key", "value"), [("world_size", 2), ("rank", 1), ("save", "another"), ("plan", "another")])
-def test_a_part_the_root_vouches_for_must_still_belong(root: Path, key: str, value: Any) -> None:
+def test_a_part_with_a_correct_checksum_must_belong_to_the_save(root: Path, key: str, value: Any) -> None:
     step = root / "step_00000004"
     reseal_part(step, 0, lambda part: part.update({key: value}))
     (problem,) = validate(str(step)).problems
@@ -367,7 +367,7 @@ def test_a_part_the_root_vouches_for_must_still_belong(root: Path, key: str, val
     assert key in problem.message
 
 
-def test_a_chunk_that_nobody_wrote_and_one_that_is_none(root: Path) -> None:
+def test_missing_and_invalid_chunks(root: Path) -> None:
     step = root / "step_00000004"
     reseal_part(step, 0, lambda part: part["chunks"]["model/weight"].pop())
     assert {"no rank wrote this chunk"} <= {problem.message for problem in validate(str(step)).problems}
@@ -375,7 +375,7 @@ def test_a_chunk_that_nobody_wrote_and_one_that_is_none(root: Path) -> None:
     assert any("is no chunk" in problem.message for problem in validate(str(step)).problems)
 
 
-def test_an_array_of_endless_chunks_is_judged_at_once(root: Path) -> None:
+def test_an_array_with_too_many_chunks_is_rejected_at_once(root: Path) -> None:
     step = root / "step_00000004"
 
     def enlarge(document: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What `convert` makes of other formats is bit by bit what was in them, and what it makes for them they load."""
+"""`convert` keeps every bit of other formats, and torch loads the DCP directories that it writes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,11 @@ from tools.inspect_ckpt.__main__ import main
 
 MEMORY_BOUND = 224 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # DCP says that it runs in one process
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # DCP warns that it runs in one process
 
 
 def restored(root: Path, state: dict[str, Any], step: int = 0) -> dict[str, Any]:
-    """`state` with what is in the only step, which is whole."""
+    """Restore the only step, which must be whole, into `state`; return it."""
     report = validate(str(root / f"step_{step:08d}"))
     assert report.whole, report.problems
     with Checkpointer(root) as checkpointer:
@@ -44,7 +39,7 @@ def restored(root: Path, state: dict[str, Any], step: int = 0) -> dict[str, Any]
 
 
 def cleared(state: Any) -> Any:
-    """A state of the same structure with other content."""
+    """Return a state of the same structure with other content."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state, memory_format=torch.contiguous_format)
     if isinstance(state, dict):
@@ -94,7 +89,7 @@ def test_safetensors_file(run: Commands, tmp_path: Path) -> None:
 
 
 def sharded(folder: Path) -> Path:
-    """A directory as transformers leaves it."""
+    """Create a directory as transformers writes it."""
     folder.mkdir()
     weight_map = {}
     tensors = list(some_tensors().items())
@@ -114,7 +109,7 @@ def test_hugging_face_directory(run: Commands, tmp_path: Path) -> None:
     assert same(restored(tmp_path / "root", state, 12)["a"]["model"], some_tensors())
 
 
-def test_links_out_of_the_directory_are_read_only_on_demand(run: Commands, tmp_path: Path) -> None:
+def test_links_out_of_the_directory_are_followed_only_on_request(run: Commands, tmp_path: Path) -> None:
     folder = sharded(tmp_path / "hf")
     (tmp_path / "blobs").mkdir()
     shard = folder / "model-00001-of-00002.safetensors"
@@ -178,7 +173,7 @@ def test_torch_file(run: Commands, tmp_path: Path, old: bool) -> None:
 
 
 @pytest.mark.parametrize("state", [torch.ones(3), 5, "text"])
-def test_torch_files_that_are_no_state(run: Commands, tmp_path: Path, state: Any) -> None:
+def test_torch_files_that_are_not_a_state(run: Commands, tmp_path: Path, state: Any) -> None:
     torch.save(state, tmp_path / "a.pt")
     assert "only a dict or list" in run.refused("convert", tmp_path / "a.pt", tmp_path / "root")
 
@@ -249,7 +244,7 @@ def test_dcp_chunks_that_only_torch_reads(run: Commands, tmp_path: Path) -> None
 
 
 def dcp_layouts(world_size: int) -> dict[str, Any]:
-    """Those layouts that DCP itself brings back as they were."""
+    """The layouts that DCP itself restores."""
     state = layouts.build(world_size)
     state["sharded"] = {name: t for name, t in state["sharded"].items() if not name.startswith("rows_twice")}
     return dicts(state)
@@ -320,7 +315,7 @@ def test_ranks_dtypes_and_ties_to_dcp(run: Commands, saved: dict[str, Path], tmp
     assert state["position@rank0"] == 4
 
 
-# -- what must not happen ----------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,14 +338,14 @@ def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytes
     assert run.json("convert", tmp_path / "a.safetensors", tmp_path / "b", "--no-verify")["verified"] is None
 
 
-def test_a_failure_on_the_way_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.inspect_ckpt.foreign import to_step
+def test_a_failed_conversion_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tools.inspect_ckpt.formats import ckpt_step
 
-    monkeypatch.setattr(to_step, "_SLOT_BYTES", 64 << 20)
+    monkeypatch.setattr(ckpt_step, "_SLOT_BYTES", 64 << 20)
     tensors = {"a": torch.zeros(15 << 20), "b": torch.zeros(15 << 20)}
     torch.save(tensors, tmp_path / "whole.pt")
     save_file(tensors, tmp_path / "a.safetensors")
-    fill, calls = to_step._fill, []
+    fill, calls = ckpt_step._fill, []
 
     def truncate_later(*arguments: Any) -> None:
         if calls:
@@ -359,13 +354,13 @@ def test_a_failure_on_the_way_publishes_nothing(run: Commands, tmp_path: Path, m
         calls.append(arguments)
         fill(*arguments)
 
-    monkeypatch.setattr(to_step, "_fill", truncate_later)
+    monkeypatch.setattr(ckpt_step, "_fill", truncate_later)
     assert "truncated" in run.refused("convert", tmp_path / "a.safetensors", tmp_path / "root", code=1)
     assert len(calls) == 2
     assert list((tmp_path / "root" / ".pending").iterdir()) == []
     assert run.json("ls", tmp_path / "root")
     assert not list((tmp_path / "root").glob("step_*"))
-    monkeypatch.setattr(to_step, "_fill", fill)
+    monkeypatch.setattr(ckpt_step, "_fill", fill)
     run("convert", tmp_path / "whole.pt", tmp_path / "root")
     run("validate", tmp_path / "root")
 
@@ -397,15 +392,14 @@ def test_the_target(run: Commands, saved: dict[str, Path], tmp_path: Path) -> No
     run.refused("convert", source, tmp_path / "new", "--step", "-1")
     run.refused("convert", source, tmp_path / "new", "--under", "a//b")
     assert "--to dcp" in run.refused("convert", root, tmp_path / "new")
-    assert "no step of ours" in run.refused("convert", source, tmp_path / "new", "--to", "dcp")
+    assert "not a step of ckpt" in run.refused("convert", source, tmp_path / "new", "--to", "dcp")
     assert "is not empty" in run.refused("convert", root, source.parent, "--to", "dcp")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.timeout(180)  # it moves much data, and a disk may be slow
-@pytest.mark.timeout(180)
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
-    """Of 400 MB in one piece (280 MB where torch is needed) the process never holds more than a part."""
+    """The process never holds all of a tensor of 400 MB (280 MB where torch is needed)."""
     header = b'{"w":{"dtype":"F32","shape":[10000,10000],"data_offsets":[0,400000000]}}'
     with open(tmp_path / "a.safetensors", "wb") as stream:  # of holes, which cost no disk
         stream.write(len(header).to_bytes(8, "little") + header)
@@ -421,7 +415,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
         ("convert", tmp_path / "dcp", tmp_path / "two", "--step", "2"),
         ("convert", tmp_path / "two", tmp_path / "back", "--to", "dcp"),
     ]
-    with_torch = ("tools.inspect_ckpt.foreign.dcp_writer", "tools.inspect_ckpt.foreign.torch_state")
+    with_torch = ("tools.inspect_ckpt.formats.dcp_writer", "tools.inspect_ckpt.formats.torch_file")
     grown, _ = peak_growth(*commands, imports=with_torch)
     assert grown < MEMORY_BOUND
     shutil.rmtree(tmp_path)

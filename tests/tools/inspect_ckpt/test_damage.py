@@ -1,4 +1,4 @@
-"""Every damage is found, and the damaged file is named; a whole checkpoint has no problems."""
+"""All damage is found, and the damaged file is named; a whole checkpoint has no problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLIPS, EACH = 700, 20
 
 
 def names_all(report: Report, damage: Damage) -> bool:
-    """Whether every changed file is named by a problem, or by a root that cannot be believed any more."""
+    """Whether a problem names every changed file."""
 
     def named(name: str) -> bool:
         return any(problem.file == name or name in problem.message for problem in report.problems)
@@ -26,7 +26,7 @@ def names_all(report: Report, damage: Damage) -> bool:
 
 @pytest.fixture(params=states.NAMES)
 def step(request: pytest.FixtureRequest, saved: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of a step that may be damaged."""
+    """A copy of a step. Tests may damage it."""
     return Path(shutil.copytree(saved[request.param] / "step_00000004", tmp_path / "step_00000004"))
 
 
@@ -40,7 +40,7 @@ def test_whole_steps_are_whole(saved: dict[str, Path], name: str, quick: bool) -
         assert report.restorable
 
 
-def test_every_damage_is_found_and_named(step: Path, saved: dict[str, Path], request: pytest.FixtureRequest) -> None:
+def test_all_damage_is_found_and_named(step: Path, saved: dict[str, Path], request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["step"]
     tree = read_tree(step)
     other_step = read_tree(saved[name] / "step_00000003")
@@ -59,7 +59,7 @@ def test_every_damage_is_found_and_named(step: Path, saved: dict[str, Path], req
     assert validate(str(step)).whole
 
 
-def test_every_bit_of_the_version_number_is_guarded(step: Path) -> None:
+def test_every_bit_of_the_version_number_is_checked(step: Path) -> None:
     tree = read_tree(step)
     at = tree["zarr.json"].index(b'"format":1') + len(b'"format":')
     for bit in range(8):
@@ -70,7 +70,7 @@ def test_every_bit_of_the_version_number_is_guarded(step: Path) -> None:
             assert names_all(validate(str(step)), damage)
 
 
-def test_a_damaged_chunk_is_named_with_everything_known_of_it(step: Path) -> None:
+def test_a_damaged_chunk_is_reported_with_tensor_chunk_and_rank(step: Path) -> None:
     tree = read_tree(step)
     name = next(name for name in chunks(tree) if name.startswith("model/weight/"))
     for content in (tree[name][:-9] + b"damaged!!", tree[name][:-1], None):

@@ -1,4 +1,4 @@
-"""What `export` writes is what the safetensors package reads, bit by bit."""
+"""The safetensors package reads what `export` writes, bit by bit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ from ckpt import AsyncCallsQueue, Checkpointer
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands, peak_growth
 from tools.inspect_ckpt import export
-from tools.inspect_ckpt.foreign.safetensors_format import DTYPES
+from tools.inspect_ckpt.formats.safetensors import DTYPES
 
 MEMORY_BOUND = 224 << 20
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
 
 
 def save(root: Path, queue: AsyncCallsQueue, state: dict[str, object], **options: int) -> Path:
@@ -34,7 +29,7 @@ def save(root: Path, queue: AsyncCallsQueue, state: dict[str, object], **options
 
 
 def loaded(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory as a reader of the index gets them; asserts that index and files fit."""
+    """Load all tensors of a directory as the index names them; assert that index and files agree."""
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         assert [file.name for file in directory.iterdir()] == ["model.safetensors"]
@@ -81,11 +76,11 @@ def test_the_package_reads_every_bit(
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0, "the data are aligned"
-    assert "5 values that are no tensors were left out" in run.out or name == "two"
+    assert "left out 5 values that safetensors cannot hold" in run.out or name == "two"
     assert "model/tied" in run.out
 
 
-def test_every_dtype_that_has_a_name(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_every_dtype_that_safetensors_have(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
     raw = torch.randint(0, 256, (6, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     state = {}
     for dtype in DTYPES:
@@ -99,7 +94,7 @@ def test_every_dtype_that_has_a_name(run: Commands, tmp_path: Path, queue: Async
     assert [name for name in state if not same_bits(tensors[name], state[name])] == []
 
 
-def test_a_dtype_without_a_name_is_refused(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_a_dtype_that_safetensors_do_not_have_is_refused(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
     save(tmp_path / "root", queue, {"a": {"phase": torch.zeros(3, dtype=torch.complex128)}, "b": torch.ones(2)})
     line = run.refused("export", tmp_path / "root", tmp_path / "out")
     assert "a/phase" in line
@@ -141,18 +136,18 @@ def test_tied_tensors(run: Commands, saved: dict[str, Path], tmp_path: Path) -> 
     assert set(loaded(tmp_path / "alias")) == {"model.tied"}, "the only chosen name is not left out"
 
 
-def test_what_belongs_to_ranks_has_their_number(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
+def test_names_of_per_rank_tensors_have_the_rank(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
     document = run.json("export", saved["two"], tmp_path / "out", "--filter", "own*")
     assert document["tensors"] == 2
     assert torch.equal(loaded(tmp_path / "out")["own@rank1"], states.state(4, 1)["own"].value)
 
 
-def test_where_it_must_not_write(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
+def test_invalid_targets(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     assert "is not empty" in run.refused("export", saved["one"], tmp_path / "full")
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
-    assert "no directory" in run.refused("export", saved["one"], tmp_path / "full" / "notes.txt")
+    assert "not a directory" in run.refused("export", saved["one"], tmp_path / "full" / "notes.txt")
     assert "no such directory" in run.refused("export", saved["one"], tmp_path / "nowhere" / "out")
     root = Path(shutil.copytree(saved["one"], tmp_path / "root"))
     before = sorted(root.rglob("*"))
@@ -189,12 +184,12 @@ def test_a_directory_that_may_not_be_written(
         ("--to", "gguf"),
     ],
 )
-def test_what_makes_no_sense(run: Commands, saved: dict[str, Path], tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments(run: Commands, saved: dict[str, Path], tmp_path: Path, arguments: tuple[str, ...]) -> None:
     run.refused("export", saved["one"], tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_names_that_meet(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_name_collisions(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
     save(tmp_path / "root", queue, {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2), "__metadata__": torch.ones(1)})
     assert "both be named 'a.b'" in run.refused("export", tmp_path / "root", tmp_path / "out")
     assert "__metadata__" in run.refused("export", tmp_path / "root", tmp_path / "out", "--exclude", "a/b")
@@ -210,7 +205,7 @@ def test_keys_with_slashes_are_kept_apart(run: Commands, tmp_path: Path, queue: 
     assert torch.equal(tensors["a/b"], torch.zeros(2))
 
 
-def test_damage_leaves_nothing(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_damaged_export(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
     root = Path(shutil.copytree(saved["one"], tmp_path / "root"))
     file = root / "step_00000004/model/weight/c.0.0"
     content = bytearray(file.read_bytes())
@@ -223,7 +218,7 @@ def test_damage_leaves_nothing(run: Commands, saved: dict[str, Path], tmp_path: 
     assert list((tmp_path / "there").iterdir()) == []
 
 
-def test_what_is_not_published_is_not_exported(run: Commands, tmp_path: Path) -> None:
+def test_an_unpublished_save_is_not_exported(run: Commands, tmp_path: Path) -> None:
     (tmp_path / "root/.pending").mkdir(parents=True)
     run.refused("export", tmp_path / "root", tmp_path / "out", code=3)
     run.refused("export", tmp_path / "nowhere", tmp_path / "out")

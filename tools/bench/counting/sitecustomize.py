@@ -1,7 +1,7 @@
-"""Imported by every Python process that starts with this folder in PYTHONPATH: makes `os.fsync` and the like count.
+"""Count the calls of `os.fsync` and the like, in every Python process that starts with this folder in PYTHONPATH.
 
-Each call appends one byte to the file that BENCH_FSYNCS names: an append is atomic, whoever makes it. Calls that native
-code makes by itself are not seen.
+Each call appends one byte to the file that BENCH_FSYNCS names; appends of several processes do not overwrite each
+other. Calls in native code are not counted.
 """
 
 import os

@@ -1,22 +1,157 @@
-"""The systems the suite compares, by name. One is imported only when it is measured."""
+"""The systems that are compared, what they have in common, and what is asked of them.
+
+A system is imported only when it is measured. `ours` is this repository, `dcp` is torch.distributed.checkpoint, `peers`
+are other libraries.
+"""
 
 import importlib
 import importlib.metadata
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
-from tools.bench.systems.base import Place, System
+import torch.distributed as dist
 
-__all__ = ["SYSTEMS", "Entry", "Place", "System", "make_system", "version_of"]
+from tools.bench.workload import State
 
-_HERE = "tools.bench.systems"
+__all__ = [
+    "SYSTEMS",
+    "Background",
+    "Entry",
+    "Place",
+    "System",
+    "commit_directory",
+    "hidden_path",
+    "make_system",
+    "sync_file",
+    "sync_tree",
+    "version_of",
+]
+
+
+# -- what is asked of a system -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a system saves, and for which rank.
+
+    `threads` may write at once. The state is on `device`, "cpu" or "cuda".
+    """
+
+    folder: Path
+    rank: int
+    world_size: int
+    threads: int
+    sharded: bool
+    device: str = "cpu"
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step, for a system whose checkpoints are named by the user."""
+        return self.folder / f"step_{step:08d}"
+
+
+class System(Protocol):
+    """One way to save and load. All ranks call the same methods in the same order; one save is in flight at most."""
+
+    def prepare(self, state: State) -> None:
+        """Do in advance whatever the documentation offers to be done in advance."""
+
+    def save(self, state: State, step: int) -> None:
+        """Begin to save `state`, which may change as soon as this returns."""
+
+    def poll(self) -> bool:
+        """Return whether the save is durable and committed for all ranks; called after each step of training."""
+
+    def load(self, state: State, step: int) -> None:
+        """Read a durable step from storage into the tensors of `state`."""
+
+    def close(self) -> None:
+        """Free everything, and end all processes."""
+
+
+# -- parts of systems --------------------------------------------------------------------------------------------------
+
+
+class Background:
+    """A thread that waits for a save to end, and then does what is missing for it to be durable."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "bench-durable")
+        self._done: Future[None] | None = None
+
+    def begin(self, wait: Callable[[], object], then: Callable[[], None]) -> None:
+        """Call `wait` and `then`, one after the other, in the thread."""
+
+        def work() -> None:
+            wait()
+            then()
+
+        self._done = self._pool.submit(work)
+
+    def poll(self) -> bool:
+        """Return whether both are done, once; raise what they raised."""
+        if self._done is None or not self._done.done():
+            return False
+        done, self._done = self._done, None
+        done.result()
+        return True
+
+    def close(self) -> None:
+        """Wait for the thread, and end it."""
+        self._pool.shutdown()
+
+
+def sync_tree(root: Path, threads: int, files: bool = True) -> None:
+    """Sync all directories below `root`, and its own name; with `files` first their files."""
+    directories, names = [root.parent], []
+    for folder, _, inside in os.walk(root):
+        directories.append(Path(folder))
+        names += [Path(folder, name) for name in inside]
+    if files:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(sync_file, names))
+    for directory in directories:
+        sync_file(directory)
+
+
+def commit_directory(place: Place, step: int) -> None:
+    """Rename the hidden directory of a step, durably, when all ranks have written to it. Collective."""
+    dist.barrier()
+    if place.rank == 0:
+        hidden = hidden_path(place, step)
+        sync_file(hidden)
+        hidden.rename(place.path(step))
+        sync_file(place.folder)
+    dist.barrier()
+
+
+def hidden_path(place: Place, step: int) -> Path:
+    """Return the directory in which a step is written before `commit_directory`."""
+    return place.folder / f".step_{step:08d}"
+
+
+def sync_file(path: Path) -> None:
+    """Make a file or directory durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- registry ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a system is and what it is called. `package` is the distribution it needs; what it `cannot` do is left out.
+    """A system: its title, its class `factory` in `module`, and the distribution `package` that it needs.
 
-    `added` says which part of "durable" the system does not do by itself and the harness does for it. One that differs
-    from another in saves alone is measured in these alone.
+    `added` says which part of "durable" the system does not do by itself, and we do for it. A system with `only_saves`
+    differs from another in saves alone, and is measured in these alone.
     """
 
     title: str
@@ -45,21 +180,19 @@ SYSTEMS = {
     "ckpt_packed_reuse": Entry(
         "ckpt, packed, reused", "ours", "PackedReused", "torch", "nothing", from_memory=True, slots=2, only_saves=True
     ),
-    "torch_save": Entry("torch.save", "torch_save", "TorchSave", "torch", "fsync, rename of the directory", slots=0),
-    "safetensors": Entry("safetensors", "safetensors", "Safetensors", "safetensors", "fsync, rename", slots=0),
+    "torch_save": Entry("torch.save", "peers", "TorchSave", "torch", "fsync, rename of the directory", slots=0),
+    "safetensors": Entry("safetensors", "peers", "Safetensors", "safetensors", "fsync, rename", slots=0),
     "dcp": Entry("DCP, sync", "dcp", "Dcp", "torch", _TORCH_DIR, reshards=True, slots=0),
     "dcp_thread": Entry("DCP, thread", "dcp", "DcpThread", "torch", _TORCH_DIR, reshards=True),
     "dcp_process": Entry("DCP, process", "dcp", "DcpProcess", "torch", _TORCH_DIR, reshards=True),
-    "torchsnapshot": Entry("torchsnapshot", "torchsnapshot", "Torchsnapshot", "torchsnapshot", _ALL),
-    "torch_checkpointing": Entry(
-        "torch_checkpointing", "torch_checkpointing", "TorchCheckpointing", "torch_checkpointing", _ALL
-    ),
-    "orbax": Entry("orbax", "orbax", "Orbax", "orbax-checkpoint", _ALL, one_rank_only=True),
+    "torchsnapshot": Entry("torchsnapshot", "peers", "Torchsnapshot", "torchsnapshot", _ALL),
+    "torch_checkpointing": Entry("torch_checkpointing", "peers", "TorchCheckpointing", "torch_checkpointing", _ALL),
+    "orbax": Entry("orbax", "peers", "Orbax", "orbax-checkpoint", _ALL, one_rank_only=True),
 }
 
 
 def version_of(name: str) -> str | None:
-    """The version of the package a system needs; None if it is not installed."""
+    """Return the version of the package that a system needs; None if it is not installed."""
     try:
         return importlib.metadata.version(SYSTEMS[name].package)
     except importlib.metadata.PackageNotFoundError:
@@ -67,7 +200,7 @@ def version_of(name: str) -> str | None:
 
 
 def make_system(name: str, place: Place) -> System:
-    """A new one, that has started nothing."""
+    """Return a new system, which has started nothing yet."""
     entry = SYSTEMS[name]
-    system: System = getattr(importlib.import_module(f"{_HERE}.{entry.module}"), entry.factory)(place)
+    system: System = getattr(importlib.import_module(f"{__name__}.{entry.module}"), entry.factory)(place)
     return system

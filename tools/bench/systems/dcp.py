@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint`: waiting, in a thread, and in a process.
+"""torch.distributed.checkpoint: in the call, in a thread, and in a process.
 
 Of what makes saves faster this uses all that runs without CUDA: several files at once on each rank, cached plans, and
 for the process a stager that is kept and copies into the same shared memory each time. With CUDA that is pinned, and
@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 
-from tools.bench.state import State
-from tools.bench.systems.base import Background, Place, sync_tree
+from tools.bench.systems import Background, Place, sync_tree
+from tools.bench.workload import State
 
 __all__ = ["Dcp", "DcpProcess", "DcpThread"]
 
@@ -32,7 +32,7 @@ _CACHES = (
 
 
 class Dcp:
-    """Training waits. It syncs its files, not the directory with their names: rank 0 does that here."""
+    """Saves in the call. It syncs its files, not the directory with their names: rank 0 does that here."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -53,7 +53,7 @@ class Dcp:
 
     def close(self) -> None:
         caches: list[dict[str, Any]] = [getattr(DefaultSavePlanner, name) for name in _CACHES]
-        for cache in caches:  # they live with the class: the next one would not plan, but begin where this one ended
+        for cache in caches:  # of the class: the next instance would not plan, but use these plans
             cache.clear()
 
     def _writer(self, step: int) -> FileSystemWriter:
@@ -65,7 +65,7 @@ class Dcp:
 
 
 class DcpThread(Dcp):
-    """A thread of the trainer writes what a kept stager copied; a process group of its own, as the manual asks for."""
+    """Saves in a thread of the trainer, with a stager that is kept and a process group of its own, as documented."""
 
     _kind = AsyncCheckpointerType.THREAD
     _shared_memory = False
@@ -104,13 +104,13 @@ class DcpThread(Dcp):
 
 
 class DcpProcess(DcpThread):
-    """A process writes what the stager copied to shared memory."""
+    """Saves in a process, with a stager that copies to shared memory."""
 
     _kind = AsyncCheckpointerType.PROCESS
     _shared_memory = True
 
     def prepare(self, state: State) -> None:
-        """Starts the process, which nothing but a save can do: one of a single number."""
+        """Start the process by a save of a single number: nothing else starts it."""
         super().prepare(state)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -127,7 +127,9 @@ class DcpProcess(DcpThread):
 
     def close(self) -> None:
         super().close()
-        executor._CHECKPOINT_PROCESS = None  # ends it: there is no other way, and it would count as somebody else's
+        executor._CHECKPOINT_PROCESS = (
+            None  # ends it: there is no other way, and its memory would count for the next system
+        )
 
 
 def _planner() -> DefaultSavePlanner:

@@ -1,10 +1,10 @@
-"""This package: with its defaults, with few large files, and with files that are used again."""
+"""This repository: with its defaults, with few large files, and with files that are reused."""
 
 from typing import Any, ClassVar
 
 from ckpt import Checkpointer
-from tools.bench.state import State
-from tools.bench.systems.base import Place
+from tools.bench.systems import Place
+from tools.bench.workload import State
 
 __all__ = ["Ours", "Packed", "PackedReused", "Reused"]
 
@@ -12,7 +12,7 @@ _REUSE = {"keep_last": 1, "reuse_files": True}
 
 
 class Ours:
-    """Saves through a `Checkpointer`; a load uses another one, which knows nothing of the first one's memory."""
+    """A `Checkpointer` that saves, and another one that loads, without the staged memory of the first."""
 
     _options: ClassVar[dict[str, Any]] = {}
 
@@ -35,7 +35,7 @@ class Ours:
         return bool(self._checkpointer.maybe_finalize())
 
     def load(self, state: State, step: int) -> None:
-        """What `restore` reads is in place after `read_s`; it then begins to make ready for the next save."""
+        """Restore; reading takes `read_s` of it, then preparations for the next save begin."""
         self._loader = Checkpointer(self._folder, **self._options)
         assert self._loader.restore(state, step) == step
         report = self._loader.last_restore
@@ -44,13 +44,13 @@ class Ours:
         self.read_s = report.seconds
 
     def unload(self) -> None:
-        """A training program would keep what the load has made ready."""
+        """Close what the load has prepared, and a training program would keep."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None
 
     def load_from_memory(self, state: State, step: int) -> None:
-        """The same from staging memory, which still holds the newest step."""
+        """Restore from staging memory, which still holds the newest step."""
         assert self._checkpointer is not None
         assert self._checkpointer.restore(state, step) == step
         report = self._checkpointer.last_restore
@@ -70,12 +70,12 @@ class Reused(Ours):
 
 
 class Packed(Ours):
-    """The same with all tensors in the pack."""
+    """The same with all tensors packed."""
 
     _options: ClassVar[dict[str, Any]] = {"layout": "packed"}
 
 
 class PackedReused(Ours):
-    """Both."""
+    """The same with all tensors packed, and files reused."""
 
     _options: ClassVar[dict[str, Any]] = {"layout": "packed", **_REUSE}

@@ -1,0 +1,53 @@
+"""Pages of the site that are not files under docs/: those at the top of the repository, and the list of decisions."""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOP_LEVEL = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+_ALONE = "---\nhide: [navigation]\n---\n\n"  # a page without others in its section
+_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+
+_NUMBER = re.compile(r"^# *\d+[ .-]*")  # of a decision, in its title
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Replace each folder in the navigation by its pages."""
+    config.nav = [_expanded(entry) for entry in config.nav or []]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the pages that are made."""
+    for source, page in TOP_LEVEL.items():
+        text = _LINK.sub(lambda match: _target(match[1]), (REPOSITORY / source).read_text(encoding="utf-8"))
+        files.append(File.generated(config, page, content=_ALONE + text if page == "index.md" else text))
+    files.append(File.generated(config, "decisions/index.md", content=_list_of_decisions()))
+
+
+def _expanded(entry: object) -> object:
+    if not isinstance(entry, dict):
+        return entry
+    ((title, value),) = entry.items()
+    if isinstance(value, str) and value.endswith("/"):
+        pages = sorted(path.name for path in (REPOSITORY / "docs" / value).glob("*.md"))
+        return {title: [f"{value}index.md", *(f"{value}{page}" for page in pages)]}
+    return entry
+
+
+def _target(link: str) -> str:
+    """Return where a link of a file at the top of the repository leads on the site."""
+    if link in TOP_LEVEL:
+        return TOP_LEVEL[link]
+    path = link.removeprefix("docs/")
+    return f"{path.rstrip('/')}/index.md" if (REPOSITORY / link).is_dir() else path
+
+
+def _list_of_decisions() -> str:
+    lines = ["# Decisions", "", "What was decided, why, and what was not chosen. One page each.", ""]
+    for path in sorted((REPOSITORY / "docs" / "decisions").glob("*.md")):
+        title = _NUMBER.sub("", path.read_text(encoding="utf-8").partition("\n")[0])
+        lines.append(f"* {path.name.partition('-')[0]}: [{title}]({path.name})")
+    return "\n".join([*lines, ""])

@@ -1,1 +1,0 @@
-"""Counts the calls of fsync, in all Python processes of a job."""

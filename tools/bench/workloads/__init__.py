@@ -1,1 +1,0 @@
-"""What the suite saves and loads."""

@@ -1,0 +1,245 @@
+"""Steps as one format among others: their leaves, for writers of other formats, and a step written from a LazyState.
+
+A step is written with the plan, the writer and the commit of every save:
+
+    plan -> slot of shared memory: filled with one batch from the other format, written by PartWriter, again -> publish
+
+That takes about `_SLOT_BYTES` of memory, whatever the size of the tensors, and happens in this process, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import CheckpointError, SaveAbandonedError
+from ckpt.loading.index import CheckpointIndex, StoredTensor
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box
+from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.planning.grid import GridOptions
+from ckpt.planning.save_plan import make_save_plan
+from ckpt.saving.layout import make_part
+from ckpt.saving.part import Part
+from ckpt.saving.write import PartWriter, SaveOptions
+from ckpt.staging.copy_op import CopyOp
+from ckpt.storage.commit import Abandoned, CheckpointRoot, PendingSave, Reason, SaveId
+from ckpt.storage.dtypes import stored
+from ckpt.values.codec import encode_value
+from inprocess.ipc.process import Process
+from inprocess.ipc.shared_memory import SharedMemory
+
+from ..output import CannotReadError
+from ..root import owned
+from .state import LazyState
+
+__all__ = ["Leaf", "TensorLeaf", "ValueLeaf", "dotted", "tensor_leaves", "unique_names", "value_leaves", "write_step"]
+
+_SLOT_BYTES = (128 << 20) + (1 << 20)  # two files, with checksums and alignment
+_PACK_BYTES = 64 << 20
+_FLAG_BYTES = 4096
+_GENERATION = 1
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of a step. `rank` is the only rank that it belongs to; None if it belongs to all."""
+
+    path: Path
+    rank: int | None
+
+    @property
+    def label(self) -> str:
+        """The name that `inspect_ckpt show` lists."""
+        return display(self.path) + self._suffix
+
+    @property
+    def dotted(self) -> str:
+        """The keys joined by dots, as other formats name leaves."""
+        return dotted(self.path) + self._suffix
+
+    @property
+    def _suffix(self) -> str:
+        return "" if self.rank is None else f"@rank{self.rank}"
+
+
+@dataclass(frozen=True)
+class TensorLeaf(Leaf):
+    """A tensor of a step. `alias_of` is the name of the original if this is a further name of it."""
+
+    tensor: StoredTensor
+    alias_of: Path | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.tensor.shape) * stored(self.tensor.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class ValueLeaf(Leaf):
+    """A leaf of a step that is not a tensor."""
+
+    value: Any
+
+
+def dotted(path: Path) -> str:
+    """Join the keys of a path by dots."""
+    return ".".join(map(str, path))
+
+
+def tensor_leaves(index: CheckpointIndex) -> list[TensorLeaf]:
+    """Return all tensors by name, including further names of a tensor."""
+    leaves = [TensorLeaf(path, None, tensor) for path, tensor in index.tensors.items()]
+    for path, own in index.per_rank_tensors.items():
+        leaves += [TensorLeaf(path, rank, tensor) for rank, tensor in own.items()]
+    for path, target in index.aliases.items():
+        if target in index.tensors:
+            leaves.append(TensorLeaf(path, None, index.tensors[target], alias_of=target))
+        for rank, tensor in index.per_rank_tensors.get(target, {}).items():
+            leaves.append(TensorLeaf(path, rank, tensor, alias_of=target))
+    return sorted(leaves, key=lambda leaf: leaf.label)
+
+
+def value_leaves(index: CheckpointIndex) -> list[ValueLeaf]:
+    """Return all leaves that are not tensors, by name."""
+    leaves = [ValueLeaf(path, None, value) for path, value in index.values.items()]
+    for path, own in index.per_rank_values.items():
+        leaves += [ValueLeaf(path, rank, value) for rank, value in own.items()]
+    return sorted(leaves, key=lambda leaf: leaf.label)
+
+
+def unique_names(pairs: Iterable[tuple[str, TensorLeaf]], where: str) -> dict[str, TensorLeaf]:
+    """Return leaves by their new names. CannotReadError if two of them have the same."""
+    named: dict[str, TensorLeaf] = {}
+    for name, leaf in pairs:
+        other = named.setdefault(name, leaf)
+        if other is not leaf:
+            raise CannotReadError(
+                f"{where}: {other.label} ({other.path}) and {leaf.label} ({leaf.path}) would both be named {name!r}; "
+                "leave one out with --exclude, or rename it in the job"
+            )
+    return named
+
+
+# -- writing a step ----------------------------------------------------------------------------------------------------
+
+
+def write_step(state: LazyState, root: str, step: int, progress: Callable[[int], None]) -> str:
+    """Write and publish a step; return its directory.
+
+    The step is published as a whole or not at all, even if the process is killed or the other format is damaged.
+    `progress` is called with the bytes read since its last call. Raises CheckpointExistsError and StorageError, and
+    what reading the other format raises.
+    """
+    begin = time.time()
+    part = _part(state)
+    target = CheckpointRoot(root)
+    with (
+        owned(target) as token,
+        SharedMemory.create("inspect-ckpt-convert", part.plan.slot_bytes + _FLAG_BYTES) as region,
+    ):
+        pending = PendingSave(target, SaveId(step, token, secrets.token_hex(8)))
+        try:
+            _write_pieces(state, part, pending, region, begin, progress)
+        except SaveAbandonedError as error:
+            outcome = pending.outcome()
+            raise CheckpointError(outcome.reason.message if isinstance(outcome, Abandoned) else str(error)) from None
+        except BaseException as error:
+            if pending.intent() is not None:
+                pending.abandon(Reason(0, type(error).__name__, str(error)))
+                pending.root.clean()
+            raise
+    return target.step_path(step)
+
+
+def _part(state: LazyState) -> Part:
+    specs = {path: TensorSpec(t.dtype, t.itemsize, t.shape) for path, t in state.tensors.items()}
+    description = StateDescription(specs, dict.fromkeys(state.values, False), state.aliases)
+    plan = make_save_plan([description], GridOptions(pack_below_bytes=_pack_below(state)))
+    boxes = {path: [(Box.whole(t.shape), (0,) * len(t.shape))] for path, t in state.tensors.items()}
+    return make_part(plan, 0, boxes, _SLOT_BYTES, None)
+
+
+def _pack_below(state: LazyState) -> int:
+    """Return up to which size tensors share one file. That file is staged as a whole, so its size is bounded."""
+    for below in (GridOptions().pack_below_bytes, 1 << 10, 1 << 6):
+        small = [tensor.nbytes + 16 for tensor in state.tensors.values() if tensor.nbytes <= below]
+        if sum(small) <= _PACK_BYTES:
+            return below
+    return 0
+
+
+def _write_pieces(
+    state: LazyState,
+    part: Part,
+    pending: PendingSave,
+    region: SharedMemory,
+    begin: float,
+    progress: Callable[[int], None],
+) -> None:
+    values = [[list(path), None, _encoded(path, value)] for path, value in state.values.items()]
+    plan_bytes = pickle.dumps(part.plan, protocol=pickle.HIGHEST_PROTOCOL)
+    flag_offset = region.size - _FLAG_BYTES
+    region.buffer[flag_offset : flag_offset + 8] = _GENERATION.to_bytes(8, "little")
+    earlier: list[tuple[str, str, int, int]] = []
+    for piece in range(part.plan.pieces):
+        _fill(state, part, piece, region, progress)
+        last = piece == part.plan.pieces - 1
+        staged_s = time.time() - begin
+        writer = PartWriter(
+            root=pending.root.path,
+            save=pending.save,
+            rank=0,
+            plan=plan_bytes,
+            region=region,
+            flag_offset=flag_offset,
+            generation=_GENERATION,
+            piece=piece,
+            last=last,
+            values=values if last else [],
+            times={"begin": begin, "wait_s": 0.0, "stage_s": staged_s, "stall_s": staged_s},
+            options=SaveOptions(),
+            trainer=Process.here(),
+            earlier=earlier if last else [],
+            on_written=earlier.extend,
+        )
+        writer()
+
+
+def _encoded(path: Path, value: Any) -> Any:
+    try:
+        return encode_value(value)
+    except TypeError as error:
+        raise CannotReadError(f"{display(path)}: {error}") from None
+
+
+def _fill(state: LazyState, part: Part, piece: int, region: SharedMemory, progress: Callable[[int], None]) -> None:
+    slot = np.frombuffer(region.buffer, np.uint8)
+    part.clear_gaps(piece, region.buffer)
+    for op in part.copies[piece].ops:
+        box = _box(op)
+        if op.piece_bytes is None:
+            full = (*op.full_shape, op.itemsize)
+            count = int(np.prod(full, dtype=np.int64))
+            corner = tuple(slice(0, size) for size in box.shape)
+            target = slot[op.offset : op.offset + count].reshape(full)[corner]
+            state.tensors[op.path].read(box, target)
+        else:
+            target = np.empty((*box.shape, op.itemsize), np.uint8)
+            state.tensors[op.path].read(box, target)
+            for offset, first, size in op.runs():
+                slot[offset : offset + size] = target.reshape(-1)[first : first + size]
+        progress(target.nbytes)
+
+
+def _box(op: CopyOp) -> Box:
+    offset = tuple(part.start for part in op.source)
+    return Box(offset, tuple(part.stop - part.start for part in op.source))

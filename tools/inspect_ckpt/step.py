@@ -1,0 +1,294 @@
+"""A step that is read: found at a path that a user typed, protected from removal, and read in blocks."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from ckpt.loading.agreement import all_tensors
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_index
+from ckpt.paths import display
+from ckpt.planning.boxes import Box
+from ckpt.storage.checksums import crc32c
+from ckpt.storage.commit import CheckpointRoot, parse_save_name, part_name
+from ckpt.storage.documents import canonical, unseal, unseal_root
+from ckpt.storage.dtypes import stored
+from ckpt.storage.metadata import indices
+from ckpt.storage.readers import StepReader
+from ckpt.validation import read_document
+from ckpt.values.codec import encode_value
+
+from .output import CannotReadError, NotPublishedError
+from .root import check_directory, check_root, looks_like_step, steps_of
+
+__all__ = [
+    "PartTimes",
+    "Step",
+    "block_boxes",
+    "open_step",
+    "overview_of",
+    "part_times",
+    "protected",
+    "same_value",
+    "step_path",
+    "summary_of",
+]
+
+_BLOCK_BYTES = 16 << 20
+_TIMES = ("begin", "wait_s", "stage_s", "stall_s", "write_begin", "write_s", "sync_s")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step by the names that users type: keys joined by "/", with ``@rank<r>`` for what belongs to one rank.
+
+    `tensors` contains aliases, too; `aliases` maps each to the name of its original.
+    """
+
+    path: str
+    index: CheckpointIndex
+    tensors: dict[str, StoredTensor]
+    values: dict[str, Any]
+    aliases: dict[str, str]
+
+    def select(self, patterns: Sequence[str]) -> list[str]:
+        """Return the names of the tensors that any of `patterns` equals or matches (`*`, `?`, `[...]`).
+
+        CannotReadError for a pattern that matches nothing.
+        """
+        chosen: dict[str, None] = {}
+        for pattern in patterns:
+            if pattern in self.tensors:
+                chosen[pattern] = None
+                continue
+            matching = [name for name in self.tensors if fnmatch.fnmatchcase(name, pattern)]
+            if not matching:
+                near = difflib.get_close_matches(pattern, [*self.tensors, *self.values], 3)
+                hint = f"; did you mean {' or '.join(near)}?" if near else "; `inspect_ckpt show` lists all names"
+                raise CannotReadError(f"{self.path}: no tensor matches {pattern!r}{hint}")
+            chosen |= dict.fromkeys(matching)
+        return list(chosen)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values that are not tensors are of the same types and have the same bits."""
+    try:
+        return canonical(encode_value(one)) == canonical(encode_value(other))
+    except TypeError:
+        return False
+
+
+@contextmanager
+def open_step(path: str) -> Iterator[Step]:
+    """Open the step at `path`, or the newest of the root at `path`, and protect it from removal.
+
+    Raises what `step_path` and `read_index` raise.
+    """
+    where = step_path(path)
+    with protected(where, None if where == path else path):
+        yield _step(where)
+
+
+@contextmanager
+def protected(path: str, root: str | None = None) -> Iterator[None]:
+    """Keep the retention of a running job from removing the step at `path`, as far as leases and locks reach.
+
+    CannotReadError if it was removed all the same: what was read may be of another step then.
+    """
+    try:
+        with StepReader(path, root, renewing=True) as reader:
+            try:
+                yield
+            except (CheckpointError, OSError):
+                reader.check()  # a step that was removed is not damaged
+                raise
+            reader.check()
+    except CheckpointNotFoundError as error:
+        raise CannotReadError(str(error)) from error
+
+
+def _step(where: str) -> Step:
+    index = read_index(where)
+    tensors = dict(all_tensors(index))
+    aliases = {}
+    for alias, target in index.aliases.items():
+        if target in index.tensors:
+            aliases[display(alias)] = display(target)
+        for rank in index.per_rank_tensors.get(target, {}):
+            aliases[f"{display(alias)}@rank{rank}"] = f"{display(target)}@rank{rank}"
+    tensors |= {alias: tensors[target] for alias, target in aliases.items()}
+    values = {display(name): value for name, value in index.values.items()}
+    for name, own in index.per_rank_values.items():
+        values |= {f"{display(name)}@rank{rank}": value for rank, value in own.items()}
+    return Step(where, index, dict(sorted(tensors.items())), dict(sorted(values.items())), aliases)
+
+
+# -- the path of a step ------------------------------------------------------------------------------------------------
+
+
+def step_path(path: str) -> str:
+    """Return the directory of the step that `path` means: itself, or the newest published step of a root.
+
+    Raises NotPublishedError, CannotReadError.
+    """
+    check_directory(path)
+    _check_published(path)
+    if os.path.lexists(os.path.join(path, "zarr.json")):
+        _check_zarr_of_step(path)
+        return path
+    steps = steps_of(path)
+    if steps:
+        return CheckpointRoot(path).step_path(steps[-1])
+    if looks_like_step(path):
+        return path  # its zarr.json is missing: the caller reports it
+    check_root(path)
+    raise NotPublishedError(f"{path} has no published step, only saves that are pending or abandoned")
+
+
+def _check_published(path: str) -> None:
+    parent, name = os.path.split(os.path.abspath(path))
+    if parse_save_name(name) is None:
+        return
+    if os.path.basename(parent) in (".superseded", ".damaged"):
+        return
+    if os.path.basename(parent) == ".abandoned":
+        raise NotPublishedError(f"{path} is a save that was abandoned: it can never be published")
+    raise NotPublishedError(f"{path} is a pending save: it is not published")
+
+
+def _check_zarr_of_step(path: str) -> None:
+    """CannotReadError if the zarr.json in `path` is that of another Zarr group.
+
+    Where the other files look like a step, a zarr.json that cannot be understood is damage instead.
+    """
+    if looks_like_step(path):
+        return
+    try:
+        summary_of(path)
+    except CheckpointCorruptError:
+        raise CannotReadError(f"{path} is not a checkpoint: its zarr.json is not one of a step") from None
+    except (CheckpointError, OSError):
+        return  # the caller reads it again, and reports it
+
+
+# -- documents of a step, without the index ----------------------------------------------------------------------------
+
+
+def summary_of(path: str) -> dict[str, Any]:
+    """Read the summary in the root document of the step at `path`. CheckpointCorruptError, StorageError."""
+    with _described(path, "zarr.json"):
+        return checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
+
+
+def overview_of(path: str) -> tuple[dict[str, Any], int]:
+    """Read the summary in the root document, and count the tensors without checking their metadata.
+
+    CheckpointCorruptError, StorageError.
+    """
+    with _described(path, "zarr.json"):
+        root = _root_document(path)
+        summary = checked_summary(root["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
+        nodes = root["consolidated_metadata"]["metadata"].values()
+        attributes = [node["attributes"]["ckpt"] for node in nodes if node["node_type"] == "array"]
+        names = {(json.dumps(array["name"]), array.get("rank")) for array in attributes if not array.get("pack")}
+    with _described(path, "state.json"):
+        state = read_document(path, "state.json")
+        if summary["state"] != {"bytes": len(state), "crc32c": crc32c(state)}:
+            raise CheckpointCorruptError(f"{os.path.join(path, 'state.json')} is not the one that belongs to this step")
+        packed = unseal(state, os.path.join(path, "state.json"))["packed"]
+        names |= {(json.dumps(entry["path"]), entry.get("rank")) for entry in packed}
+    return summary, len(names)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Times of one rank. `begin` and `write_begin` are seconds since 1970, the others durations in seconds.
+
+    The trainer waits for `stall_s`, which contains `wait_s` for a free slot and `stage_s` to copy. The writer writes
+    for `write_s`, and makes what it wrote durable for `sync_s`.
+    """
+
+    begin: float
+    wait_s: float
+    stage_s: float
+    stall_s: float
+    write_begin: float
+    write_s: float
+    sync_s: float
+
+    @property
+    def written(self) -> float:
+        """When the part was durable."""
+        return self.write_begin + self.write_s + self.sync_s
+
+
+def part_times(path: str, summary: Mapping[str, Any]) -> list[PartTimes]:
+    """Read the times of all ranks. CheckpointCorruptError if a part is not the one that the root document names."""
+    return [_part_times(path, rank, checksum) for rank, checksum in enumerate(summary["parts"])]
+
+
+def _part_times(path: str, rank: int, checksum: int) -> PartTimes:
+    name = part_name(rank)
+    data = read_document(path, name)
+    if crc32c(data) != checksum:
+        raise CheckpointCorruptError(f"{os.path.join(path, name)} is not the one that belongs to this step")
+    part = unseal(data, os.path.join(path, name))
+    try:
+        times = {name: float(part["times"].get(name, 0.0)) for name in _TIMES}
+        if not all(map(math.isfinite, times.values())):
+            raise ValueError("a time is not finite")
+    except ILL_FORMED as error:
+        raise CheckpointCorruptError(f"{os.path.join(path, name)} is not a part: {error!r:.200}") from None
+    return PartTimes(**times)
+
+
+@contextmanager
+def _described(path: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ILL_FORMED as error:
+        where = os.path.join(path, name)
+        raise CheckpointCorruptError(f"{where} does not describe a checkpoint: {error!r:.200}") from None
+
+
+def _root_document(path: str) -> dict[str, Any]:
+    return unseal_root(read_document(path, "zarr.json"), os.path.join(path, "zarr.json"))
+
+
+# -- tensors in blocks -------------------------------------------------------------------------------------------------
+
+
+def block_boxes(tensor: StoredTensor, block_bytes: int = _BLOCK_BYTES) -> Iterator[Box]:
+    """Cut a tensor into boxes of whole chunks (inner ones, where there are) and at most `block_bytes`.
+
+    A single chunk larger than that is a box of its own: it cannot be read in parts.
+    """
+    itemsize = stored(tensor.dtype).itemsize
+    for box in tensor.boxes:
+        if 0 in box.shape:
+            continue
+        chunk = (1,) * len(box.shape)
+        if box.pack_offset is None:
+            chunk = box.meta.inner_chunk_shape or box.meta.chunk_shape
+        block = _enlarged(chunk, box.shape, block_bytes // itemsize)
+        for start in indices([range(0, size, step) for size, step in zip(box.shape, block, strict=True)]):
+            shape = tuple(min(step, size - at) for step, size, at in zip(block, box.shape, start, strict=True))
+            yield Box(tuple(a + b for a, b in zip(start, box.box_offset, strict=True)), shape)
+
+
+def _enlarged(chunk: tuple[int, ...], shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
+    """Multiply `chunk` by whole numbers, last dimension first, up to `elements` in all and no further than `shape`."""
+    block = list(chunk)
+    for dim in reversed(range(len(block))):
+        others = math.prod(block) // block[dim]
+        most = max(1, elements // (others * chunk[dim]))
+        block[dim] = chunk[dim] * min(most, -(-shape[dim] // chunk[dim]))
+    return tuple(block)
