@@ -110,7 +110,7 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     if isinstance(checkpointer := runner.names.get("checkpointer"), ckpt.Checkpointer):
         checkpointer.close()
     if page == "README.md":
-        assert (tmp_path / "run7" / "uploaded").read_text() == "yes"
+        assert (tmp_path / "trained" / "uploaded").read_text() == "yes"
     if page in NAMES:
         assert runner.executed
 
