@@ -1,7 +1,9 @@
-"""Read one tensor of a checkpoint lazily, chunk by chunk: `python examples/read_with_dask.py STEP NAME`.
+"""Read one tensor of a checkpoint lazily, chunk by chunk, with dask.
 
-STEP is a published step, `/data/run7/step_00000100`; NAME is the directory of a tensor in it, `model/embed.weight`. For
-xarray, wrap the result: `xarray.DataArray(tensor, dims=["row", "column"])`.
+    python examples/read_with_dask.py /data/run7/step_00000100 model/embed.weight
+
+The arguments are a published step and the directory of a tensor in it. For xarray, wrap the result:
+`xarray.DataArray(tensor, dims=["row", "column"])`.
 """
 
 import sys
@@ -13,8 +15,8 @@ from ckpt.storage.zarr_plugin import register
 
 
 def open_tensor(step: str, name: str) -> dask.array.Array:
-    """The tensor as a dask array in the chunks it is stored in; nothing of it is read yet."""
-    register()  # bfloat16 and float8, which zarr-python lacks
+    """Return the tensor as a dask array with its stored chunks. Reads no data yet."""
+    register()  # bfloat16 and float8, which zarr-python does not support
     tensor: dask.array.Array = dask.array.from_zarr(zarr.open_group(step, mode="r")[name])
     return tensor
 

@@ -1,10 +1,10 @@
-"""A DDP training that goes on after a fault, in the same processes: one rank raises, all ranks begin `train` again.
+"""DDP training that continues in the same processes after one rank raises an exception.
 
     torchrun --standalone --nproc-per-node 2 examples/restart_basic.py
 
-What makes a function restartable: everything it needs it makes itself, process group, model and optimizer included, and
-nothing catches `BaseException`. What is to outlive a restart is kept outside of it; here the weights, every ten steps,
-in memory (examples/train_lm.py does that properly, with checkpoints).
+After the fault, all ranks call `train` again. A function can be restarted if it creates everything it needs itself,
+including process group, model and optimizer, and nothing in it catches `BaseException`. Data that must survive a
+restart is kept outside of it: here the weights, in memory, every ten steps. (examples/train_lm.py uses checkpoints.)
 """
 
 from datetime import timedelta
@@ -20,11 +20,11 @@ STEPS, KEEP_EVERY, FAULTY_STEP = 40, 10, 25
 
 
 def train(kept: dict[str, Any], call: inprocess.CallWrapper | None = None) -> float:
-    """`call` is passed by the wrapper, because of its annotation."""
+    """Train until the last step; return the loss. The wrapper passes `call` because of its annotation."""
     assert call is not None
     dist.init_process_group("gloo")
     loss = fit(dist.get_rank(), dist.get_world_size(), kept, call)
-    dist.destroy_process_group()  # after the DDP module is gone: as last owner of a group it can block for ever
+    dist.destroy_process_group()  # after `fit` has freed the DDP module, which could block indefinitely otherwise
     return loss
 
 
@@ -35,7 +35,7 @@ def fit(rank: int, world_size: int, kept: dict[str, Any], call: inprocess.CallWr
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     start = torch.tensor(kept.get("step", 0))
-    dist.broadcast(start, src=0)  # a rank may have kept more than another; as DDP does, take what rank 0 has
+    dist.broadcast(start, src=0)  # ranks may have kept different steps; DDP, too, uses the weights of rank 0
     first = int(start) + 1
     print(f"iteration {call.iteration}: rank {rank} of {world_size} begins with step {first}", flush=True)
 
@@ -44,13 +44,13 @@ def fit(rank: int, world_size: int, kept: dict[str, Any], call: inprocess.CallWr
         inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step * world_size + rank))
         loss = (ddp(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean()
         optimizer.zero_grad()
-        loss.backward()  # the ranks meet here: when one fails, the others are in the middle of this
+        loss.backward()  # a collective: when one rank fails, the others are blocked here
         if step == FAULTY_STEP and call.iteration == 0 and rank == 1:
             raise RuntimeError("a fault on one rank")
         optimizer.step()
         if step % KEEP_EVERY == 0:
             weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            with call.atomic():  # both or neither: no restart comes in between
+            with call.atomic():  # no restart between the two updates
                 kept.update(model=weights, step=step)
     return loss.item()
 

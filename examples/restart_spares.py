@@ -1,12 +1,12 @@
-"""A rank is killed, and a spare takes its place: the others keep their numbers, and as many ranks work as before.
+"""Replace a killed rank by a spare: the other ranks keep their numbers, and the number of active ranks stays the same.
 
     ckpt_launcher --standalone --nproc-per-node 4 --ft-restart-policy in-process examples/restart_spares.py
 
-Not under torchrun, which ends all ranks of a node with the first one that dies.
+This does not work under torchrun, which ends all ranks of a node when one dies.
 
-Ranks 0 and 1 are on one "node", 2 and 3 on another; of each node one works and one is a reserve. `Tree` knows that: a
-replacement comes from the same node (RESERVE on the layer of nodes), if there is one, and else from the other (RESERVE
-on the root).
+Ranks 0 and 1 are on one "node", ranks 2 and 3 on another. On each node one rank is active and one is a spare. `Tree`
+takes a replacement from the same node if possible (RESERVE on the layer of nodes), otherwise from the other node
+(RESERVE on the root).
 """
 
 import os
@@ -22,21 +22,21 @@ RANKS_PER_NODE = 2
 
 
 def node_of(state: inprocess.FrozenState) -> str:
-    """The key of the layer of nodes. On a real cluster: the host name."""
+    """Return the key of the layer of nodes. On a real cluster, use the host name."""
     assert state.initial_rank is not None
     return f"node {state.initial_rank // RANKS_PER_NODE}"
 
 
 def train(call: inprocess.CallWrapper | None = None) -> float:
-    """Runs on active ranks only; a spare waits in the wrapper until it is needed, or all is done."""
+    """Run on active ranks only. A spare waits in the wrapper until it becomes active or the job has completed."""
     assert call is not None
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # among the active ones
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # among the active ranks
     print(f"iteration {call.iteration}: process {call.state.initial_rank} is rank {rank} of {world_size}", flush=True)
     dist.init_process_group("gloo")
     if call.iteration == 0 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     total = torch.ones(())
-    dist.all_reduce(total)  # the other rank waits here in vain, until the restart
+    dist.all_reduce(total)  # the other rank is blocked here until the restart
     dist.destroy_process_group()
     return total.item()
 

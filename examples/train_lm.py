@@ -1,14 +1,14 @@
-"""Train a small byte-level language model and checkpoint it while it trains.
+"""Train a small byte-level language model with asynchronous checkpoints.
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --root /tmp/lm
 
-The text is the source code of Python's own standard library. Stop it at any moment, in any way, and start the same
-command again: it goes on from the last finalized step and ends with the same weights, bit by bit, as a run that was
-never stopped.
+The text is the source code of Python's standard library. Stop the run at any moment, in any way, and start the same
+command again: it continues from the newest published step and ends with the same weights, bit by bit, as a run that
+was never stopped.
 
-With --restart the processes stay when a rank fails or hangs: all of them begin `train` again, from the newest step,
-which most of them still have in memory. Ranks beyond --active are spares and replace ranks that die. (Under torchrun
-none can: it ends all ranks of a node with the first that dies. Start them by themselves, with the same variables.)
+With --restart the processes stay alive when a rank fails or hangs: all of them call `train` again, from the newest
+step, which most of them still have in memory. Ranks beyond --active are spares and replace ranks that die. (Not under
+torchrun, which ends all ranks of a node when one dies: use ckpt_launcher --ft-restart-policy in-process.)
 """
 
 import argparse
@@ -62,7 +62,7 @@ def read_text(max_bytes: int = 4_000_000) -> torch.Tensor:
 
 
 def batch_at(text: torch.Tensor, batch: int, context: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same batch for the same seed, whatever was drawn before."""
+    """Return inputs and targets, which depend on the seed only."""
     starts = torch.randint(len(text) - context, (batch,), generator=torch.Generator().manual_seed(seed))
     rows = torch.stack([text[start : start + context + 1] for start in starts]).long()
     return rows[:, :-1], rows[:, 1:]
@@ -75,8 +75,8 @@ def train(
     observe: Observer,
     call: inprocess.CallWrapper | None = None,
 ) -> None:
-    """All of a training run. Of an earlier call in this process it needs nothing but the checkpoints."""
-    dist.init_process_group("gloo")  # after a restart there may be other ranks in it
+    """Run the whole training. Depends on earlier calls in this process only through the checkpoints."""
+    dist.init_process_group("gloo")  # after a restart it may consist of other ranks
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def log(**record: Any) -> None:
@@ -91,15 +91,15 @@ def train(
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    for seed in (torch.manual_seed, np.random.seed, random.seed):  # all that RngState saves
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # the generators that RngState saves
         seed(args.seed + 1 + rank)  # different dropout on every rank
 
-    # Everything a run needs to go on, described once, for saving and for restoring.
+    # Everything that a run needs to continue, for saving and for restoring.
     per_rank = {"batches_read": 0}
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     state |= {"rng": ckpt.RngState(), "rank": ckpt.PerRank(per_rank)}
 
-    # All ranks ask, whether they were there before or not; those that were find the bytes in memory.
+    # All ranks call this, new ones included; ranks of the previous iteration find the data in memory.
     start = checkpointer.restore(state) or 0
     report = checkpointer.last_restore
     log(event="start", step=start, world_size=world_size, restored=asdict(report) if report else None)
@@ -120,13 +120,13 @@ def train(
 
         if step % args.save_every == 0:
             begin = time.perf_counter()
-            # Returns once the bytes are copied to shared memory. In short: checkpointer.async_save(state, step)
+            # The same as checkpointer.async_save(state, step): returns when the data is copied to shared memory.
             checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
             log(event="save", step=step, stall_s=time.perf_counter() - begin)
         for saved in checkpointer.maybe_finalize():
             log(event="finalized", step=saved)
         if call is not None:
-            call.ping()  # whoever has not been here for --soft-timeout hangs
+            call.ping()  # a rank that does not get here for --soft-timeout seconds is treated as hanging
 
     for saved in checkpointer.maybe_finalize(blocking=True):
         log(event="finalized", step=saved)
@@ -134,12 +134,12 @@ def train(
         digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
         log(event="end", step=args.steps, digest=digest)
         print(f"step {args.steps}: weights sha256 {digest}")
-    del ddp  # as last owner of the group it could block for ever in its destructor
+    del ddp  # freed after its group it could block indefinitely
     dist.destroy_process_group()
 
 
 def restart_wrapper(args: argparse.Namespace, checkpointer: ckpt.Checkpointer) -> inprocess.Wrapper:
-    """What happens when a rank fails: groups are aborted, saves in flight decided, `train` begins again."""
+    """Return the wrapper that restarts `train` after a fault, when groups are aborted and saves in flight decided."""
     return inprocess.Wrapper(
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer, on_fault=args.on_fault),
@@ -162,16 +162,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-file", type=Path, help="append one JSON line per step to this file (rank 0)")
     restart = parser.add_argument_group("restart in the same processes")
-    restart.add_argument("--restart", action="store_true", help="go on without the ranks that fail, hang or die")
-    restart.add_argument("--active", type=int, help="at most so many ranks train, the others are spares")
-    restart.add_argument("--on-fault", choices=("drain", "abort"), default="drain", help="what is done with saves")
-    restart.add_argument("--soft-timeout", type=float, default=60.0, help="seconds without a step are a hang")
-    restart.add_argument("--monitor-log", help="absolute path, {rank} in it; events.jsonl is written beside it")
+    restart.add_argument("--restart", action="store_true", help="continue after ranks fail, hang or die")
+    restart.add_argument("--active", type=int, help="number of ranks that train at most; the others are spares")
+    restart.add_argument("--on-fault", choices=("drain", "abort"), default="drain", help="how saves end")
+    restart.add_argument("--soft-timeout", type=float, default=60.0, help="seconds without a step until a hang")
+    restart.add_argument("--monitor-log", help="absolute path that contains {rank}; events.jsonl is beside it")
     return parser.parse_args()
 
 
 def main(observe: Observer = lambda record: None) -> None:
-    """`observe` is told what is logged, on every rank."""
+    """Run the command. `observe` receives every log record, on every rank."""
     args = parse_args()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)

@@ -1,13 +1,13 @@
-"""A DDP training that names its sections: who hangs in one is noticed, and the job goes on from the last checkpoint.
+"""DDP training with named sections: a hang in a section is detected, and the job continues from the last checkpoint.
 
     ckpt_launcher --standalone --nproc-per-node 2 --max-restarts 3 \\
         --ft-rank-section-timeouts setup:60,step:10,checkpoint:30,ckpt.write:60 \\
         examples/train_sections.py --root /tmp/sections --hang step:7
 
-ends the rank that hangs, and starts all of them again. With --in-process the processes stay instead, and limits come
-from --limits. Limits are learned when there is enough data, and saved with the checkpoints. SIGTERM to the launcher
-saves a last checkpoint and ends with 0; the same command goes on from there. However it got there, a job ends with the
-same weights, bit by bit.
+The launcher ends the rank that hangs, and starts all ranks again. With --in-process the processes stay alive instead,
+and the limits come from --limits. Limits are learned when there is enough data, and saved with the checkpoints. After a
+SIGTERM to the launcher the job saves a last checkpoint and ends with exit code 0; the same command continues from
+there. The final weights are always the same, bit by bit.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def batch_at(text: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def hang_if_asked(args: argparse.Namespace, section: str, step: int, rank: int) -> None:
-    """Hang the last rank for good, once in the life of a checkpoint root."""
+    """Hang the last rank indefinitely, once per checkpoint root."""
     marker = args.root / f"hung_in_{section}_{step}"
     if f"{section}:{step}" in args.hang and rank == dist.get_world_size() - 1 and not marker.exists():
         marker.touch()
@@ -60,8 +60,8 @@ def hang_if_asked(args: argparse.Namespace, section: str, step: int, rank: int) 
         threading.Event().wait()
 
 
-def anybody(flag: bool) -> bool:
-    """Whether it is true on any rank. All ranks have to know before one of them acts on it."""
+def on_any_rank(flag: bool) -> bool:
+    """Collective. Return whether the flag is true on any rank."""
     shared = torch.tensor(int(flag))
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return bool(shared)
@@ -72,12 +72,12 @@ def train(
     checkpointer: ckpt.Checkpointer,
     stopping: threading.Event,
 ) -> None:
-    """All of a run. Returns at the last step, or after a last checkpoint when `stopping` is set on any rank."""
+    """Run the whole training. Ends early with a last checkpoint if `stopping` is set on any rank."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     client = RankMonitorClient()
-    client.init_workload_monitoring()  # from here on, time counts
-    report_sections(checkpointer, client)  # what has a limit of ckpt.stage, ckpt.write, ckpt.finalize, ckpt.restore
+    client.init_workload_monitoring()  # the rank is watched from here on
+    report_sections(checkpointer, client)  # the sections ckpt.* that have a limit
 
     with client.section("setup"):
         text = read_text()
@@ -101,29 +101,29 @@ def train(
             loss.backward()
             optimizer.step()
             hang_if_asked(args, "step", step, rank)
-            is_last = anybody(stopping.is_set()) or step == args.steps
+            is_last = on_any_rank(stopping.is_set()) or step == args.steps
         if is_last or step % args.save_every == 0:
             with client.section("checkpoint"):
                 learned["limits"] = json.dumps(client.state_dict())
-                checkpointer.async_save(state, step)  # back as soon as it is staged; only that is in the section
+                checkpointer.async_save(state, step)  # the section covers staging only
                 hang_if_asked(args, "checkpoint", step, rank)
-            if step >= args.learn_after:  # all ranks are here now: learning is a collective
+            if step >= args.learn_after:  # on all ranks: learning is a collective
                 client.calculate_and_set_section_timeouts(["step", "checkpoint"], False, skip_if_not_ready=True)
         checkpointer.maybe_finalize()
         if is_last:
             break
 
-    client.shutdown_workload_monitoring()  # what follows takes the time it takes
+    client.shutdown_workload_monitoring()  # no limits for the rest
     checkpointer.maybe_finalize(blocking=True)
     if rank == 0:
         digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
         print(f"step {step}: weights sha256 {digest}", flush=True)
-    del ddp  # as last owner of the group it could block for ever in its destructor
+    del ddp  # freed after its group it could block indefinitely
     dist.destroy_process_group()
 
 
 def wrapper(args: argparse.Namespace, checkpointer: ckpt.Checkpointer) -> inprocess.Wrapper:
-    """A section that is late restarts `train` in its processes; one that is late for 30 s more ends its process."""
+    """Return the wrapper: a late section restarts `train` in its processes; 30 s later its process is ended."""
     return inprocess.Wrapper(
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer),
@@ -139,7 +139,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--learn-after", type=int, default=20, help="learn limits at checkpoints from this step on")
-    parser.add_argument("--hang", action="append", default=[], metavar="SECTION:STEP", help="hang there, once")
+    parser.add_argument("--hang", action="append", default=[], metavar="SECTION:STEP", help="hang once in this section")
     parser.add_argument("--in-process", action="store_true", help="restart in the same processes")
     parser.add_argument("--limits", default="setup:60,step:10,checkpoint:30,ckpt.write:60", help="with --in-process")
     parser.add_argument("--safety-factor", type=float, default=5.0, help="with --in-process")

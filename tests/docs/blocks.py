@@ -1,12 +1,13 @@
-"""The code blocks of a page: what they say, and how each kind is executed.
+"""The code blocks of a page, and how each kind is executed.
 
-    python     executed, one after the other, in one namespace of names that the page takes for granted; a block whose
-               first line is `# NAME.py` is a script for a console block below it
-    console    commands after `$ `, below each what it prints; `...` stands for any lines
+    python     executed one after the other, in one namespace with the names that the page assumes
+    console    commands after `$ `, each followed by its output; `...` stands for any number of lines
     bash       a shell script
     json       parsed
 
-Everything runs in a folder of its own, and `/data/` or `/tmp/` in a block is that folder. What a command prints is
+A block whose first line is `# NAME.py` or `# NAME.yaml` is written to that file, for a console block below it.
+
+Everything runs in a folder of its own, and `/data/` or `/tmp/` in a block is that folder. The output of a command is
 compared with the page word for word, except numbers.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Commands that other tests run, or that change the machine: only the targets of make are looked at here.
+# Commands that other tests run, or that change the machine. Of `make`, only that the target exists is checked.
 _NOT_RUN = (r"pip install", r"make ", r"\.venv/bin/")
 
 
@@ -60,12 +61,16 @@ class Runner:
         (folder / "tools").symlink_to(REPOSITORY / "tools")
 
     def run(self, block: Block) -> None:
-        """Execute a block. AssertionError or the block's own exception, with the page and line in a note."""
+        """Execute a block, or write it to its file. Errors have the page and line in a note."""
         text = re.sub(r"/(data|tmp)/", f"{self.folder}/", block.text)
+        if (file := re.match(r"# (\w+\.(?:py|yaml))\n", text)) is not None:
+            (self.folder / file[1]).write_text(text)
+            return
         try:
             match block.language:
                 case "python":
-                    self._run_python(block, text)
+                    exec(compile(text, str(block), "exec"), self.names)
+                    self.executed.append(str(block))
                 case "console":
                     for command, printed in commands_of(text):
                         self._run_command(command, printed)
@@ -80,7 +85,7 @@ class Runner:
             raise
 
     def shell(self, script: str, timeout_s: float = 150.0, may_fail: bool = False) -> str:
-        """Run a shell script; return what it prints. AssertionError if it fails."""
+        """Run a shell script; return its output. AssertionError if it fails."""
         environment = {
             **os.environ,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -95,26 +100,18 @@ class Runner:
         assert may_fail or done.returncode == 0, f"{script}\nexit code {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def _run_python(self, block: Block, text: str) -> None:
-        script = re.match(r"# (\w+\.py)\n", text)
-        if script is None:
-            exec(compile(text, str(block), "exec"), self.names)
-            self.executed.append(str(block))
-        else:
-            (self.folder / script[1]).write_text(text)
-
     def _run_command(self, command: str, printed: str) -> None:
         if re.match(r"make ([\w-]+)", command):
             subprocess.run(["make", "-n", command.split()[1]], cwd=REPOSITORY, check=True, capture_output=True)
         if any(re.search(pattern, command) for pattern in _NOT_RUN):
             return
         found = self.shell(command, may_fail=bool(printed.strip()))
-        assert said(printed, found), f"$ {command}\nprints\n{found}\nand not\n{printed}"
+        assert matches(printed, found), f"$ {command}\nprints\n{found}\nand not\n{printed}"
         self.executed.append(command)
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
-    """Return each command of a console block with what the block says it prints."""
+    """Return each command of a console block with its output on the page."""
     parts = re.split(r"^\$ ", text, flags=re.MULTILINE)
     assert not parts[0].strip(), "a console block begins with a command"
     found = []
@@ -127,8 +124,8 @@ def commands_of(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def said(expected: str, found: str) -> bool:
-    """Whether `found` is what the page says, apart from numbers, units and columns; nothing expected is everything."""
+def matches(expected: str, found: str) -> bool:
+    """Whether `found` is the output on the page, except numbers and spacing. Empty matches everything."""
     pattern = "".join(
         r"(?:.*\n)*?" if line.strip() == "..." else re.escape(_shape(line)) + r"\n" for line in expected.splitlines()
     )
@@ -138,6 +135,6 @@ def said(expected: str, found: str) -> bool:
 
 
 def _shape(line: str) -> str:
-    """Return a line without what differs from run to run."""
+    """Return a line without the numbers and spacing that differ between runs."""
     line = re.sub(r"\b\d+(\.\d+)? (s|ms|min|h|kB|MB|GB|B|MB/s|GB/s)\b", "#", line)
     return " ".join(re.sub(r"\d+(\.\d+)?", "0", line).split())

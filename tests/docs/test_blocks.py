@@ -11,19 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import ckpt
 import ckpt.restart
 import inprocess
 from tests.ckpt.async_calls.functions import append
-from tests.docs.blocks import REPOSITORY, Block, Runner, blocks_of, commands_of, said
+from tests.docs.blocks import REPOSITORY, Block, Runner, blocks_of, commands_of, matches
 from tests.support import run_ranks
 from tests.support.selection import FULL
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("docs/*.md"))]
-# Minutes of benchmarks, or of hangs that are waited for: only with TESTS=full.
+# Benchmarks and hangs that take minutes: only with TESTS=full.
 _LONG = ("tools.bench", "train_sections.py", "restart_spares.py")
 
 
@@ -31,8 +30,8 @@ def _upload(path: str) -> None:
     append(Path(path) / "uploaded", "yes")
 
 
-def _looked_at(rank: int, world_size: int, root: str) -> None:
-    """The checkpoints that README looks into."""
+def _save_four_steps(rank: int, world_size: int, root: str) -> None:
+    """Write the checkpoints that README inspects."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 1024)).sum().backward()
@@ -75,7 +74,7 @@ def _foreign_files(folder: Path, state: dict[str, Any]) -> None:
         checkpointer.save(state, 100)
     tensors = state["model"].state_dict()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process only
+        warnings.simplefilter("ignore")  # about saving with a single process
         dcp.save({"model": tensors}, checkpoint_id=folder / "dcp", no_dist=True)
     torch.save(tensors, folder / "model.pt")
 
@@ -86,20 +85,16 @@ def _for_format(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _for_restart(folder: Path) -> dict[str, Any]:
-    return {"dist": dist, "timedelta": timedelta, "config": None}
-
-
-def _for_sections(folder: Path) -> dict[str, Any]:
-    return {"start": 1, "end": 3}
+def _no_names(folder: Path) -> dict[str, Any]:
+    return {}
 
 
 NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": _for_readme,
     "docs/guide.md": _for_guide,
     "docs/format.md": _for_format,
-    "docs/restart.md": _for_restart,
-    "docs/sections.md": _for_sections,
+    "docs/restart.md": _no_names,
+    "docs/sections.md": _no_names,
 }
 
 
@@ -107,7 +102,7 @@ NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
 def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runner = Runner(tmp_path, NAMES.get(page, lambda folder: {})(tmp_path))
+    runner = Runner(tmp_path, NAMES.get(page, _no_names)(tmp_path))
     for block in blocks_of(page):
         if FULL or not any(word in block.text for word in _LONG):
             _prepare(block, tmp_path)
@@ -115,16 +110,16 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     if isinstance(checkpointer := runner.names.get("checkpointer"), ckpt.Checkpointer):
         checkpointer.close()
     if page == "README.md":
-        assert (tmp_path / "run7" / "uploaded").read_text() == "yes"
+        assert (tmp_path / "trained" / "uploaded").read_text() == "yes"
     if page in NAMES:
         assert runner.executed
 
 
 def _prepare(block: Block, folder: Path) -> None:
-    """What README looks into is another run, one byte of which was changed by hand."""
+    """Replace the checkpoints that README inspects by those of another run, with one byte changed."""
     if block.page == "README.md" and "inspect_ckpt ls" in block.text:
         (folder / "run7").rename(folder / "trained")
-        run_ranks(_looked_at, 2, str(folder / "run7"))
+        run_ranks(_save_four_steps, 2, str(folder / "run7"))
         chunk = folder / "run7" / "step_00000009" / "model" / "3.weight" / "c.0.0"
         data = bytearray(chunk.read_bytes())
         data[1000] ^= 1
@@ -146,7 +141,7 @@ def test_every_fence_names_a_language_or_is_a_drawing() -> None:
 
 def test_commands_and_what_they_print() -> None:
     assert commands_of("$ a \\\n    b   # why\nx\ny\n$ c\n") == [("a \\\n    b", "x\ny\n"), ("c", "")]
-    assert said("took 3 s\n...\ndone, loss 0.5\n", "took 12.5 s\nmore\nmore\ndone, loss 0.1\n")
-    assert said("", "anything")
-    assert not said("whole (91 files)\n", "DAMAGED (91 files)\n")
-    assert not said("one\ntwo\n", "one\n")
+    assert matches("took 3 s\n...\ndone, loss 0.5\n", "took 12.5 s\nmore\nmore\ndone, loss 0.1\n")
+    assert matches("", "anything")
+    assert not matches("whole (91 files)\n", "DAMAGED (91 files)\n")
+    assert not matches("one\ntwo\n", "one\n")

@@ -1,4 +1,4 @@
-"""What docs/restart.md says of nodes that fail is what the scenarios play."""
+"""Each line about failing nodes in docs/restart.md is a scenario of the tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The example reads what was saved, and of a part of a tensor only the chunks it lies in."""
+"""The dask example reads saved tensors, and only the chunks that it needs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The example runs as a user runs it: a fault on one rank, and all ranks go on from what they kept."""
+"""The basic restart example: after a fault on one rank, all ranks continue from the weights they kept."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The example runs as a user runs it: a killed rank is replaced by the reserve of its node."""
+"""The example with spares: a killed rank is replaced by the spare of its node."""
 
 import signal
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.support import run_ranks
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "restart_spares.py"
 
 
-def test_the_reserve_of_the_node_takes_over() -> None:
+def test_the_spare_of_the_node_takes_over() -> None:
     results = run_ranks(SCRIPT, 4, init_process_group=False, returncodes={2: -signal.SIGKILL})
     assert [result.stdout.splitlines() for result in results] == [
         [

@@ -1,4 +1,4 @@
-"""The example runs as a user runs it, stops, and goes on to the same weights."""
+"""The language model example stops, resumes, and ends with the same weights."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_a_run_in_two_halves_ends_like_one_run(tmp_path: Path) -> None:
     first = train(tmp_path / "halves", 4, tmp_path / "first.jsonl")
     second = train(tmp_path / "halves", 6, tmp_path / "second.jsonl")
     assert first[-1]["step"] == 4
-    assert second[0]["step"] == 4, "it goes on where it stopped"
+    assert second[0]["step"] == 4, "it continues where it stopped"
     assert second[-1]["digest"] == whole[-1]["digest"]
     losses = {record["step"]: record["loss"] for record in whole if record["event"] == "step"}
     assert all(losses[r["step"]] == r["loss"] for r in first + second if r["event"] == "step")

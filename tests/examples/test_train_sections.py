@@ -1,4 +1,4 @@
-"""The example hangs where it is told to, comes back each time, and ends with the weights of an undisturbed run."""
+"""The example with sections recovers from each hang, and ends with the weights of a run without hangs."""
 
 import re
 import signal
@@ -45,7 +45,7 @@ def weights(launcher: Launcher, step: int = STEPS) -> str:
 
 @full_only
 @pytest.mark.timeout(150)
-def test_it_comes_back_from_hangs_to_the_same_weights(example: Job) -> None:
+def test_it_recovers_from_hangs_to_the_same_weights(example: Job) -> None:
     undisturbed = start(example, "undisturbed")
     assert undisturbed.wait(60) == 0
     assert "hangs" not in undisturbed.log()
@@ -59,19 +59,19 @@ def test_it_comes_back_from_hangs_to_the_same_weights(example: Job) -> None:
     assert "root suspect: rank 1, in 'step'" in launched.log()
     assert "root suspect: rank 0" not in launched.log()
     assert re.search(r"begins after step [69], .*calculated_sections=\{'(step|checkpoint)', '", launched.log()), (
-        "limits that were learned come back with the checkpoint"
+        "learned limits are restored with the checkpoint"
     )
 
 
 @full_only
 @pytest.mark.timeout(150)
-def test_it_comes_back_in_process(example: Job) -> None:
+def test_it_recovers_in_process(example: Job) -> None:
     undisturbed = start(example, "undisturbed")
     assert undisturbed.wait(60) == 0
     stayed = start(example, "stayed", "--in-process", f"--limits={LIMITS}", "--safety-factor=1000", *HANGS)
     assert stayed.wait(100) == 0, stayed.log()
     assert weights(stayed) == weights(undisturbed)
-    assert "cycle 1 begins" not in stayed.log(), "the launcher has started nothing again"
+    assert "cycle 1 begins" not in stayed.log(), "the launcher has restarted no worker"
     assert stayed.log().count("begins after step") == 3
 
 
