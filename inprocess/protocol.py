@@ -375,9 +375,10 @@ class RestartProtocol:
         _log.critical("%s: leaving with %s: %s", self, type(error).__name__, error)
         self.phase = Phase.LEAVE
         if isinstance(error, StaleViewError):  # the job must not be touched any more
-            self._services.monitor_process.leave()
+            self._services.monitor_process.leave(reported=True)
             self.state.mode, self.state.rank = Mode.TERMINATED, None
             return
+        self._services.monitor_process.leave(reported=False)  # until the others know, it reports a death for this rank
         if not isinstance(error, RankDiscarded | StoreLostError):
             record = InterruptionRecord.of_exception(error, self.state.rank, Interruption.BASE_EXCEPTION)
             try:
@@ -390,7 +391,7 @@ class RestartProtocol:
                 )
             except RestartError as problem:
                 _log.error("the others may not know that this rank leaves: %s", problem)
-        self._services.monitor_process.leave()
+        self._services.monitor_process.leave(reported=True)
         self._services.monitor_process.disable_sibling_monitor()
         self.state.mode, self.state.rank = Mode.TERMINATED, None
         self._hooks.terminate(self.state.freeze())

@@ -44,6 +44,7 @@ class MonitorProcess:
         self._handle: MonitorHandle | None = None
         self._connect: messages.Connect | None = None
         self._iteration: messages.IterationStart | None = None
+        self._leaving: messages.Leaving | None = None
         self._timeouts_disabled = 0
         self._wake = Wakeup()
         self._closing = False
@@ -98,9 +99,10 @@ class MonitorProcess:
         if enabled:
             self._send(messages.EnableTimeouts())
 
-    def leave(self) -> None:
-        """This rank leaves the job by itself: its end is not reported."""
-        self._send(messages.Leaving())
+    def leave(self, reported: bool) -> None:
+        """Announce that this rank leaves the job by itself; again with `reported` when the others know."""
+        self._leaving = messages.Leaving(reported)
+        self._send(self._leaving)
 
     def stop_replacing(self) -> None:
         """Do not replace a monitor process that dies from now on; waits for one that is just starting. Idempotent.
@@ -177,6 +179,8 @@ class MonitorProcess:
             self._send(self._iteration)
         if self._timeouts_disabled:
             self._send(messages.DisableTimeouts())
+        if self._leaving is not None:
+            self._send(self._leaving)
 
     def _send(self, message: Message) -> None:
         if self._handle is not None:

@@ -202,7 +202,12 @@ class EnableTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The rank leaves the job and has told the others itself: do not report its end."""
+    """The rank leaves the job: that the others go on without it is no reason to end it.
+
+    Once it has `reported` that to the others, its end need not be reported for it.
+    """
+
+    reported: bool
 
 
 # -- to a monitor's sockets --------------------------------------------------------------------------------------------

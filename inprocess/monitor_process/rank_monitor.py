@@ -57,7 +57,8 @@ class RankMonitor:
         self._store: Any = None
         self._position: _Position | None = None
         self._sibling: SiblingMonitor | None = None
-        self._leaving = False
+        self._leaving = False  # the rank leaves the job by itself
+        self._reported = False  # and the others know it
         self._done = False
         self._last_progress_at = 0.0  # when the rank last sent its timestamps
         self._left_behind = False  # the others are in a later iteration, and go on without this rank
@@ -121,8 +122,8 @@ class RankMonitor:
                 self._limits.enabled = False
             case messages.EnableTimeouts():
                 self._limits.enabled = True
-            case messages.Leaving():
-                self._leaving = True
+            case messages.Leaving(reported):
+                self._leaving, self._reported = True, reported
             case messages.Shutdown():
                 self._done = True
             case _:
@@ -206,6 +207,12 @@ class RankMonitor:
         A rank that has lost the store ends itself; one that is stuck is ended here, some time later.
         """
         failure = getattr(self._store, "failure", None)
+        if self._left_behind:
+            self._read_messages()  # it announces that it leaves before the others can go on
+            if self._leaving and failure is None:
+                _log.info("the others went on without this rank, which leaves")
+                self._left_behind = False
+                self._stop_sibling()
         if failure is None and not self._left_behind:
             self._cut_off_since = None
             return True
@@ -284,7 +291,7 @@ class RankMonitor:
         """Report the death and leave the iteration for the rank, unless the call was over or it has left itself."""
         self._read_messages()  # its last ones
         position = self._position
-        if self._done or self._leaving or position is None or self._store is None:
+        if self._done or self._reported or position is None or self._store is None:
             self._done = True
             return
         _log.error("process %d of rank %d has died", self.process.pid, position.rank)

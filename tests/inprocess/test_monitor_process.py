@@ -246,10 +246,39 @@ def test_a_death_is_reported(job: Job) -> None:
 def test_the_end_of_a_rank_that_has_left_is_not_reported(job: Job) -> None:
     rank = job.rank()
     monitor = job.monitor(rank)
-    monitor.leave()
+    monitor.leave(reported=True)
     rank.process.kill()
     eventually(lambda: is_gone(monitor.pid), "the monitor ends after its rank")
     assert job.agreement().wait_outcome(0.0) is None
+
+
+def test_the_death_of_a_rank_that_is_about_to_leave_is_reported(job: Job) -> None:
+    rank = job.rank()
+    job.monitor(rank).leave(reported=False)
+    rank.process.kill()
+    assert job.faults() == [(0, "TERMINATED")]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_leaves_is_not_ended_when_the_others_go_on(job: Job, leaves: bool, tmp_path: Path) -> None:
+    rank, log = job.rank(), tmp_path / "monitor.log"
+    monitor = job.monitor(rank, 1, 2, heartbeat_interval_s=0.1, interval_s=0.1, logfile=str(log))
+    agreement = job.agreement(2)
+    agreement.publish_rank(0, 0)
+    if leaves:
+        monitor.leave(reported=False)
+    agreement.interrupt(InterruptionRecord(1, Interruption.BASE_EXCEPTION))
+    agreement.mark_departed(1)
+    for number in (0, 1):
+        agreement.arrive_at_end(number)
+    assert agreement.wait_roster(0, LONG_S).departed == {1}
+    RestartIndex(job.client).advance(0)
+    eventually(lambda: "the others went on without this rank" in log.read_text(), "the monitor notices")
+    if leaves:
+        monitor.shutdown()
+        assert rank.process.poll() is None
+    else:
+        eventually(lambda: rank.process.poll() is not None, "the rank is ended")
 
 
 def test_a_rank_that_dies_before_the_monitor_is_connected(job: Job) -> None:
