@@ -25,7 +25,7 @@ from ckpt.async_calls.agreement import Agreement
 from ckpt.async_calls.call import AsyncRequest, Call
 from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.messages import Event
-from ckpt.async_calls.writer import Outcome, Writer, WriterPool, wait_for_any
+from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from inprocess.ipc.wakeup import Wakeup
@@ -79,7 +79,7 @@ class AsyncCallsQueue:
         self._timeout_s = timeout_s
         self._owner_pid = os.getpid()
         self._pending: deque[Call] = deque()  # in order of index, without gaps
-        self._results: deque[Outcome | Event] = deque()  # of the writers, not yet passed to their calls
+        self._results: deque[CallOutcome | Event] = deque()  # of the writers, not yet passed to their calls
         self._next_index = 0
         self._pool = WriterPool(self._config, num_writers)
         self._intact = True  # False while a method changes `_pool`; if it stays so, the method was interrupted

@@ -1,7 +1,7 @@
 """One writer process at a time, seen from the trainer.
 
     submit() ──▶ [ outbox ] ════ socket ════▶ writer (see `writer_main`)
-    poll()  ◀─── Outcome, Event ═════════════ writer
+    poll()  ◀─── CallOutcome, Event ═════════ writer
       ├── pidfd, end of socket: the writer died
       ├── its progress counter stands still: the writer hangs, and is killed
       └── the call is over its time limit (`CallTimer`): the same
@@ -35,14 +35,14 @@ from ckpt.errors import RemoteTraceback, WriterError
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["Outcome", "Writer", "WriterPool", "wait_for_any"]
+__all__ = ["CallOutcome", "Writer", "WriterPool", "wait_for_any"]
 
 _MAX_ATTEMPTS = 2
 _EXIT_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """A call is over. `error` is None when its function returned."""
 
     index: int
@@ -60,7 +60,7 @@ class Writer:
         self._server = server
         self._process: _Process | None = None
         self._calls: dict[int, Call] = {}  # in the order submitted
-        self._results: list[Outcome | Event] = []  # for the next `poll`
+        self._results: list[CallOutcome | Event] = []  # for the next `poll`
         self._alive_at = time.monotonic()  # when the writer was last seen to make progress, or had nothing to do
         self._last_progress = 0
         release_in_forked_children(self)
@@ -89,7 +89,7 @@ class Writer:
         """Whether there are calls without an outcome."""
         return bool(self._calls)
 
-    def poll(self) -> list[Outcome | Event]:
+    def poll(self) -> list[CallOutcome | Event]:
         """Return what happened since the last call, without waiting.
 
         Notices a process that died or hangs, and replaces it if calls are left for it.
@@ -268,7 +268,7 @@ class Writer:
             where = "" if rank is None else f" on rank {rank}"
             error = WriterError(f"background call {index} ({call.label}){where} {problem}", rank=rank)
             error.__cause__ = RemoteTraceback(trace) if trace else None
-        self._results.append(Outcome(index, error))
+        self._results.append(CallOutcome(index, error))
 
 
 class _Process:

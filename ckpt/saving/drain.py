@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from ckpt.errors import CheckpointError
 from ckpt.meeting import named
 from ckpt.saving.publish import publish
-from ckpt.storage.commit import Abandoned, Outcome, PendingSave, Reason
+from ckpt.storage.commit import Abandoned, PendingSave, Reason, SaveOutcome
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
 
@@ -47,7 +47,7 @@ class InFlight:
 
 def settle(
     root: CheckpointRoot, in_flight: InFlight, rank: int, deadline: float, pump: Callable[[float], None]
-) -> Outcome:
+) -> SaveOutcome:
     """Wait until the save is decided, at the latest soon after `deadline` (monotonic), and return the outcome.
 
     `pump(seconds)` waits so long, and takes in messages of writers. StorageError when nothing can be decided.
@@ -94,7 +94,7 @@ def _problem(pending: PendingSave, world_size: int) -> str | None:
     return _NO_COORDINATOR if not missing and _COORDINATOR not in alive else None
 
 
-def _give_up(pending: PendingSave, rank: int, why: str) -> Outcome:
+def _give_up(pending: PendingSave, rank: int, why: str) -> SaveOutcome:
     outcome = pending.abandon(Reason(rank, "SaveAbandonedError", why))
     if isinstance(outcome, Abandoned):
         _log.warning("rank %d: the save of step %d was given up: %s", rank, pending.save.step, outcome.reason.message)

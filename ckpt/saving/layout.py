@@ -94,7 +94,7 @@ def _packed_entry(entry: PackedTensor, plan: SavePlan) -> dict[str, Any]:
 
 
 class _LayoutBuilder:
-    """Places one image after the other; begins a new batch when a slot is full."""
+    """Places one chunk after the other; begins a new batch when a slot is full."""
 
     def __init__(
         self,

@@ -174,7 +174,7 @@ class PlanCache:
                 "batches, and saves block training until all but the last are written; raise max_host_bytes to avoid "
                 "this",
                 rank,
-                sum(chunk.image_bytes for chunk in layout.plan.chunks),
+                sum(chunk.buffer_bytes for chunk in layout.plan.chunks),
                 self._max_slot_bytes,
                 layout.plan.batches,
             )

@@ -45,7 +45,7 @@ __all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "StagedMemory"]
 
 _log = logging.getLogger("ckpt")
 Array = np.ndarray[Any, np.dtype[Any]]
-HEADER_BYTES = 4096  # a page behind the images
+HEADER_BYTES = 4096  # a page behind the chunks
 _NAME_OFFSET = 64
 _NAME_BYTES = 256
 SAMPLES_OFFSET = 1024

@@ -53,14 +53,14 @@ COORDINATOR = 0
 class PlannedChunk:
     """One chunk file of this rank: chunk `index` of array number `array`.
 
-    Its image, the bytes of the file, is at `offset` in the slot of batch number `batch`. A save that fits one slot has
+    The bytes of the file are at `offset` in the slot of batch number `batch`. A save that fits one slot has
     one batch, number 0.
     """
 
     array: int
     index: tuple[int, ...]
     offset: int
-    image_bytes: int
+    buffer_bytes: int
     batch: int
 
 
@@ -124,7 +124,7 @@ def unpack_offsets(data: bytes) -> frozenset[int]:
 class WriteTask:
     """One rank's share of one save, or a batch of it, as its writer process gets it.
 
-    `plan` is a pickled `WritePlan`. `region` is the slot with the images of batch number `batch`; they are complete
+    `plan` is a pickled `WritePlan`. `region` is the slot with the chunks of batch number `batch`; they are complete
     when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed`
     are the packed offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are
     not tensors, `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are

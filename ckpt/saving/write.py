@@ -217,16 +217,16 @@ class ShareWriter:
         plan, task = self.plan, self.task
         writer = self._chunk_writer()
         chunks = [chunk for chunk in plan.chunks if chunk.batch == task.batch]
-        chunks.sort(key=lambda chunk: chunk.image_bytes)  # the disk has work before the first large checksum is made
+        chunks.sort(key=lambda chunk: chunk.buffer_bytes)  # the disk has work before the first large checksum is made
         described = plan.described if task.batch == 0 else ()
         checksummed = unpack_offsets(task.checksummed)
 
         def write_one(chunk: PlannedChunk) -> WrittenChunk:
-            image = task.region.buffer[chunk.offset : chunk.offset + chunk.image_bytes]
+            buffer = task.region.buffer[chunk.offset : chunk.offset + chunk.buffer_bytes]
             meta = plan.metas[chunk.array]
             offsets = [inner.offset for inner in meta.layout(chunk.index).inner_chunks]
             done = frozenset(offset for offset in offsets if chunk.offset + offset in checksummed)
-            written = writer.write(ChunkJob(meta, plan.directories[chunk.array], chunk.index, image, done))
+            written = writer.write(ChunkJob(meta, plan.directories[chunk.array], chunk.index, buffer, done))
             self._progress()
             return written
 

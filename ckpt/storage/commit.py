@@ -23,7 +23,7 @@ from ckpt.storage.documents import decode_document, encode_document
 from ckpt.storage.names import SaveId, part_name
 from ckpt.storage.root import FORMAT_VERSION, INTENT, CheckpointRoot, read_bytes, read_json
 
-__all__ = ["Abandoned", "NotDurableError", "Outcome", "PendingSave", "Published", "Reason"]
+__all__ = ["Abandoned", "NotDurableError", "SaveOutcome", "PendingSave", "Published", "Reason"]
 
 _REASON = "reason.json"
 _RECORD_GRACE_S = 1.0  # to wait for the reason of an abandoned save
@@ -62,7 +62,7 @@ class Abandoned:
     reason: Reason
 
 
-Outcome = Published | Abandoned | None
+SaveOutcome = Published | Abandoned | None
 """None: not decided, or not begun."""
 
 
@@ -240,7 +240,7 @@ class PendingSave:
             return Abandoned(reason)
         return outcome
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SaveOutcome:
         """Return the outcome as found in storage."""
         if os.path.exists(os.path.join(self.path, INTENT)):
             return None
@@ -260,7 +260,7 @@ class PendingSave:
             time.sleep(0.01)
         return outcome
 
-    def decided(self) -> Outcome:
+    def decided(self) -> SaveOutcome:
         """Return the outcome, for ranks that saw the save begin: if it does not exist any more, it was removed."""
         outcome = self._outcome_with_reason()
         if outcome is None and not os.path.isdir(self.path):
