@@ -49,9 +49,7 @@ def test_boxes_are_those_of_dtensor(shape: tuple[int, ...], mesh: tuple[int, ...
     theirs = [Replicate() if dim is None else Shard(dim) for dim in dims]
     for coordinate in sharding.coordinates().values():
         boxes = local_boxes(shape, sharding, coordinate)
-        size, offset = _compute_local_shape_and_global_offset(
-            shape, mesh, lambda dim, at=coordinate: at[dim], theirs, skip_offset=False
-        )
+        size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), theirs)
         if 0 in size:
             assert boxes == []
         else:
