@@ -37,7 +37,7 @@ def fit(rank: int, world_size: int, kept: dict[str, Any], call: inprocess.CallWr
     start = torch.tensor(kept.get("step", 0))
     dist.broadcast(start, src=0)  # ranks may have kept different steps; DDP, too, uses the weights of rank 0
     first = int(start) + 1
-    print(f"iteration {call.iteration}: rank {rank} of {world_size} begins with step {first}", flush=True)
+    tell(f"iteration {call.iteration}: rank {rank} of {world_size} begins with step {first}")
 
     loss = torch.zeros(())
     for step in range(first, STEPS + 1):
@@ -60,7 +60,12 @@ def main() -> None:
         initialize=inprocess.initialize.RetryController(max_iterations=3),
         soft_timeout=timedelta(seconds=30),
     )
-    print(f"done, loss {wrapper(train)({}):.4f}", flush=True)
+    tell(f"done, loss {wrapper(train)({}):.4f}")
+
+
+def tell(line: str) -> None:
+    """Print a line in one write, so that lines of several ranks do not mix."""
+    print(f"{line}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

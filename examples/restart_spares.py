@@ -31,7 +31,7 @@ def train(call: inprocess.CallWrapper | None = None) -> float:
     """Run on active ranks only. A spare waits in the wrapper until it becomes active or the job has completed."""
     assert call is not None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # among the active ranks
-    print(f"iteration {call.iteration}: process {call.state.initial_rank} is rank {rank} of {world_size}", flush=True)
+    tell(f"iteration {call.iteration}: process {call.state.initial_rank} is rank {rank} of {world_size}")
     dist.init_process_group("gloo")
     if call.iteration == 0 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,9 +49,12 @@ def main() -> None:
     wrapper = inprocess.Wrapper(rank_assignment=Tree(layers))
     process = int(os.environ["RANK"])
     total = wrapper(train)()
-    print(
-        f"process {process}: {'was a spare' if total is None else f'sum over the active ranks {total:g}'}", flush=True
-    )
+    tell(f"process {process}: {'was a spare' if total is None else f'sum over the active ranks {total:g}'}")
+
+
+def tell(line: str) -> None:
+    """Print a line in one write, so that lines of several ranks do not mix."""
+    print(f"{line}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

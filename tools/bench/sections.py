@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, messages
+from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient
 from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.link import LinkError
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
+from inprocess.monitor_process import messages
 from inprocess.monitor_process.start import MonitorHandle
 from tools.bench.harness import (
     Row,

@@ -95,7 +95,7 @@ def test_what_goes_to_a_gpu_is_only_checked() -> None:
     runs, whole = table.out_of_slot(nowhere, ~on_gpu, on_gpu, slot.data_ptr())
     copy_together(runs)
     assert whole.all()
-    found = dict(zip(table.piece_offset.tolist(), runs["crc32c"][table.piece_end - 1].tolist(), strict=True))
+    found = dict(zip(table.chunk_offset.tolist(), runs["crc32c"][table.piece_end - 1].tolist(), strict=True))
     assert found == found_by(unstage(copies, tensors, slot))
     assert found.keys() == staged.checksummed
 
