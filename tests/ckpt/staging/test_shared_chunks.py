@@ -17,12 +17,12 @@ _START = 16
 Laid = tuple[tuple[CopyOp, ...], tuple[Shared, ...], dict[tuple[str, ...], torch.Tensor], int]
 
 
-def laid_out(pieces: list[list[tuple[int, int]]]) -> Laid:
+def laid_out(chunks: list[list[tuple[int, int]]]) -> Laid:
     """Pieces of float32 tensors, each some bytes behind the one before, and as many zeros behind the last."""
     ops: list[CopyOp] = []
     shared, tensors = [], {}
     at = _START
-    for entries in pieces:
+    for entries in chunks:
         first, start = len(ops), at
         for gap, elements in entries:
             at += gap
@@ -37,13 +37,13 @@ def laid_out(pieces: list[list[tuple[int, int]]]) -> Laid:
 
 
 def found_by(unstaged: Unstaged) -> dict[int, int]:
-    """The checksums of pieces, by offset."""
+    """The checksums of chunks, by offset."""
     return dict(zip(unstaged.offsets.tolist(), unstaged.checksums.tolist(), strict=True))
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 400)), min_size=1, max_size=5), max_size=4))
-def test_every_piece_is_sealed_and_known(pieces: list[list[tuple[int, int]]]) -> None:
-    ops, shared, tensors, size = laid_out(pieces)
+def test_every_chunk_is_sealed_and_known(chunks: list[list[tuple[int, int]]]) -> None:
+    ops, shared, tensors, size = laid_out(chunks)
     copies = Copies.of(ops, shared)
     slot = torch.zeros(size, dtype=torch.uint8)
     staged = stage(copies, tensors, slot, None)
@@ -95,7 +95,7 @@ def test_what_goes_to_a_gpu_is_only_checked() -> None:
     runs, whole = table.out_of_slot(nowhere, ~on_gpu, on_gpu, slot.data_ptr())
     copy_together(runs)
     assert whole.all()
-    found = dict(zip(table.chunk_offset.tolist(), runs["crc32c"][table.piece_end - 1].tolist(), strict=True))
+    found = dict(zip(table.chunk_offset.tolist(), runs["crc32c"][table.chunk_end - 1].tolist(), strict=True))
     assert found == found_by(unstage(copies, tensors, slot))
     assert found.keys() == staged.checksummed
 
@@ -106,7 +106,7 @@ def test_what_goes_to_a_gpu_is_only_checked() -> None:
     assert bytes(slot.numpy()) == before
 
 
-def test_damage_anywhere_in_a_piece_shows_also_between_the_tensors() -> None:
+def test_damage_anywhere_in_a_chunk_shows_also_between_the_tensors() -> None:
     ops, shared, tensors, size = laid_out([[(8, 10), (8, 10)]])
     copies = Copies.of(ops, shared)
     for at in range(_START, size - 4):
@@ -118,7 +118,7 @@ def test_damage_anywhere_in_a_piece_shows_also_between_the_tensors() -> None:
         tensors = {path: torch.randn(10) for path in tensors}
 
 
-def test_a_piece_is_left_to_the_writer_when_a_tensor_is_no_run_of_memory() -> None:
+def test_a_chunk_is_left_to_the_writer_when_a_tensor_is_no_run_of_memory() -> None:
     ops, shared, tensors, size = laid_out([[(0, 10), (4, 12)], [(0, 30)]])
     strided = {**tensors, ("t1",): torch.randn(12, 2)[:, 0]}
     copies = Copies.of(ops, shared)
