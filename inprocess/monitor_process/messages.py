@@ -239,7 +239,7 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class QueryStanding:
-    """Another monitor's only message: its rank is late and will be killed; where is yours?"""
+    """Another monitor, whose rank is late and will be killed, asks where the rank of this monitor is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ STEPS_PER_ITERATION = 4
 
 @dataclass(frozen=True)
 class Fault:
-    """In `iteration`, on the rank that has this number then, when it gets to `moment`, `offset` steps after its start
-    or later."""
+    """A fault in `iteration`, on the rank that has this number then.
+
+    It happens when the rank gets to `moment`, `offset` steps after the start of the iteration or later.
+    """
 
     iteration: int
     kind: str

@@ -56,8 +56,11 @@ class Save(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """A trainer and its writer. `step` is the last one scheduled, `saw` what it restored after the epoch; `doubts`: it
-    has seen its save unpublished, and is about to abandon it (only with `ABANDON_IN_TWO_ACTS`)."""
+    """A trainer and its writer.
+
+    `step` is the last one scheduled, `saw` what it restored after the restart; `doubts`: it has seen its save
+    unpublished, and is about to abandon it (only with `ABANDON_IN_TWO_ACTS`).
+    """
 
     trainer: str = RUNNING
     writer: str = IDLE

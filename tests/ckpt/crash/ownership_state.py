@@ -55,9 +55,11 @@ class Save(NamedTuple):
 
 
 class Dir(NamedTuple):
-    """A directory with the files of one save, or of one after the other. `intent` is the save that its intent.json
-    names, -1 without one; `files` are the saves whose bytes the file of each rank has; `parts` are the ranks whose part
-    is there; `mover` is the token of the owner that has moved it out of the way."""
+    """A directory with the files of one save, or of several in turn.
+
+    `intent` is the save that its intent.json names, -1 without one; `files` are the saves whose bytes the file of each
+    rank has; `parts` are the ranks whose part is there; `mover` is the token of the owner that moved it out of the way.
+    """
 
     place: Place = Place.NOWHERE
     save: int = -1

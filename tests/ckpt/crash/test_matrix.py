@@ -1,8 +1,7 @@
-"""What a SIGKILL leaves: every process x every point of a save x every position of the rank, in new files and in those
-of a step that was removed.
+"""What a SIGKILL leaves: every process x every point of a save x every position of the rank x new or recycled files.
 
-    step 1 is published -> step 2 is saved, and somebody dies at the point -> what is on disk, what do the others
-    say -> the next save (if all trainers live) -> a new start restores the right step
+    step 1 is published -> step 2 is saved, and a process dies at the point -> what is on disk, what the others report
+    -> the next save (if all trainers live) -> a new start restores the right step
 
 `make test` runs the cells of `REPRESENTATIVE`, `make test-faults` all.
 """

@@ -1,4 +1,6 @@
-"""Every named scenario; `make test` plays the quick ones, `make test-faults` all. One by itself:
+"""Every named scenario; `make test` plays the quick ones, `make test-faults` all.
+
+One by itself:
 
 TESTS=full pytest tests/inprocess/nodes/test_scenarios.py -k 'long-blip'
 """

@@ -1,4 +1,6 @@
-"""Random schedules of faults: NODES_SCHEDULES of them, beginning with number NODES_SEED. One by itself:
+"""Random schedules of faults: NODES_SCHEDULES of them, beginning with number NODES_SEED.
+
+One by itself:
 
     NODES_SEED=17 NODES_SCHEDULES=1 pytest -s tests/inprocess/nodes/test_schedules.py
 

@@ -95,8 +95,11 @@ class _Limits:
 
 @dataclass
 class _Job:
-    """A job in this rank. `failures` are systems that raised on any rank: they get no more turns. `counts` says whether
-    the present round does."""
+    """A job in this rank.
+
+    `failures` are systems that raised on any rank: they get no more turns. `counts` says whether the present round is
+    one of those that are reported.
+    """
 
     spec: JobSpec
     temporary: Path

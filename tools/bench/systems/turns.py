@@ -29,8 +29,10 @@ _WINDOW = 1.25  # times what the last save took
 
 @dataclass(frozen=True)
 class Tools:
-    """What a turn needs of the job: `memory` is None on all ranks but 0; a window of training has at most `most_steps`
-    steps."""
+    """What a turn needs of the job.
+
+    `memory` is None on all ranks but 0. A window of training has at most `most_steps` steps.
+    """
 
     memory: MemoryRequest | None
     most_steps: int
