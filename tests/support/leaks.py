@@ -56,7 +56,10 @@ def _holdings() -> _Holdings:
         threads={thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None},
         children=_children(),
         mappings=_shared_mappings(),
-        shm_files=frozenset(os.listdir(shm)) if shm.is_dir() else frozenset(),
+        # Semaphores of `multiprocessing` come and go with other test processes; nothing here makes any.
+        shm_files=frozenset(name for name in os.listdir(shm) if not name.startswith("sem.mp-"))
+        if shm.is_dir()
+        else frozenset(),
     )
 
 

@@ -119,7 +119,9 @@ def test_a_server_killed_at_its_start_is_replaced(queue: AsyncCallsQueue, leak_c
 
 
 def test_a_server_that_hangs_at_its_start_is_given_up(leak_check: LeakCheck) -> None:
-    with AsyncCallsQueue(timeout_s=30, config=WriterConfig(start_timeout_s=1.0)) as queue:
+    with AsyncCallsQueue(
+        timeout_s=30, config=WriterConfig(start_timeout_s=8.0)
+    ) as queue:  # the next one starts in time
         queue.start()
         server = _newest_child()
         server.suspend()
