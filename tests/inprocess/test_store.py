@@ -1,7 +1,6 @@
 """One set of tests for every store that the wrapper may get, then what is particular to ours."""
 
 import os
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from inprocess.coordination import Access, CoordinationStore, Namespace, Restart
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.store import EtcdStore, FileStore, PrefixStore, TCPStore
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
-from tests.support import LeakCheck, run_ranks
+from tests.support import LeakCheck, free_port, run_ranks
 
 SOON = timedelta(milliseconds=50)
 LONG = timedelta(seconds=20)
@@ -27,12 +26,6 @@ FIRST = InterruptionRecord(1, Interruption.EXCEPTION, "ValueError: a\nb", "trace
 SECOND = InterruptionRecord(2, Interruption.TERMINATED)
 
 Connect = Callable[[], Any]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tcp(request: pytest.FixtureRequest) -> Connect:
@@ -314,7 +307,7 @@ class TestTCPStore:
             "RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }.items():
             monkeypatch.setenv(name, value)
 

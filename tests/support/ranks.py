@@ -59,11 +59,11 @@ class RanksFailed(AssertionError):
         self.results = list(results)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that no process uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 class RankGroup:
@@ -91,7 +91,7 @@ class RankGroup:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             MARKER: self._marker,

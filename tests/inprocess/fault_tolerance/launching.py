@@ -206,9 +206,3 @@ class LauncherServer:
         values = json.loads(self._end.recv(1 << 16))
         self._codes[values["pid"]] = values["code"]
         return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.inprocess.fault_tolerance.launching import Job, Launcher, free_port
+from tests.inprocess.fault_tolerance.launching import Job, Launcher
+from tests.support import free_port
 from tests.support.selection import full_only
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ import psutil
 from inprocess.coordination import Access, StoreClient
 from tests.inprocess.faults.events import Event, read_events, wait_until
 from tests.inprocess.faults.nursery import Nursery
+from tests.support import free_port
 
 __all__ = ["Job"]
 
@@ -38,7 +38,7 @@ class Job:
         self.exit_codes: dict[int, int] = {}
         self._nursery = nursery
         self._marker = uuid.uuid4().hex
-        self._port = _free_port()
+        self._port = free_port()
         self._pidfds: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         common = {
@@ -147,10 +147,3 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

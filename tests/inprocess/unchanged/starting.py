@@ -6,7 +6,6 @@ import contextlib
 import enum
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.support import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(__file__).with_name("programs")
@@ -148,7 +149,7 @@ def _commands(program: Path, way: Way, ranks: int) -> list[tuple[list[str], dict
     if way is Way.ALONE:
         return [([*python, str(program)], {})]
     if way is Way.ENVIRONMENT:
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         common["LOCAL_WORLD_SIZE"] = str(ranks)
         own = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         return [([*python, str(program)], variables) for variables in own]
@@ -157,13 +158,6 @@ def _commands(program: Path, way: Way, ranks: int) -> list[tuple[list[str], dict
         return [([*python, "-m", "torch.distributed.run", *options, str(program)], {})]
     options += ["--ft-restart-policy=in-process", "--max-restarts=0"]
     return [([*python, "-m", "tools.ckpt_launcher", *options, str(program)], {})]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _marked(marker: str) -> list[psutil.Process]:
