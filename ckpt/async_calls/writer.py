@@ -3,7 +3,7 @@
     submit() ──▶ [ outbox ] ════ socket ════▶ writer (see `writer_main`)
     poll()  ◀─── CallOutcome, Event ═════════ writer
       ├── pidfd, end of socket: the writer died
-      ├── its progress counter stands still: the writer hangs, and is killed
+      ├── its progress counter does not advance: the writer hangs, and is killed
       └── the call is over its time limit (`CallTimer`): the same
 
     no writer ──submit / start──▶ starting ──Ready──▶ serving ──death──▶ no writer

@@ -18,13 +18,13 @@ import logging
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt.ranks import Ranks
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
+from inprocess.ipc.unix_sockets import peer_pid
 
 __all__ = ["exchange_slots"]
 
@@ -86,8 +86,8 @@ def _give(listener: socket.socket, regions: list[SharedMemory], count: int) -> N
             return  # a neighbour that has not connected reads from storage
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_TIMEOUT_S)
-            if _same_user(connection):
-                socket.send_fds(connection, [sizes], [region.fd for region in regions])
+            peer_pid(connection)  # PermissionError if it belongs to another user
+            socket.send_fds(connection, [sizes], [region.fd for region in regions])
 
 
 def _take(rank: int, address: str) -> list[SharedMemory]:
@@ -96,8 +96,7 @@ def _take(rank: int, address: str) -> list[SharedMemory]:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(f"\0ckpt-{address}")
-            if not _same_user(connection):
-                return []
+            peer_pid(connection)  # PermissionError if it belongs to another user
             data, fds, _, _ = socket.recv_fds(connection, 1 << 16, _MAX_SLOTS)
     except OSError as error:
         _log.warning("the staging memory of rank %d cannot be shared: %s", rank, error)
@@ -114,9 +113,3 @@ def _take(rank: int, address: str) -> list[SharedMemory]:
     for fd in fds:
         os.close(fd)
     return []
-
-
-def _same_user(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.getuid())

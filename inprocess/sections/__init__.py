@@ -1,4 +1,4 @@
-"""Sections of a rank's program: which are open and since when, in memory shared with a monitor, and their deadlines.
+"""Sections of a rank's program: open sections and their start times in memory shared with a monitor, and deadlines.
 
     timeouts        limits of heartbeats and sections
     board           the shared memory: its layout, and what the rank writes

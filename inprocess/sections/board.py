@@ -181,7 +181,7 @@ class Board:
         self._sequence = words[SEQUENCE] = sequence + 2
 
     def set_background(self, slot: int, stamp: int) -> None:
-        """Set since when the section with this slot goes on in the background; 0: it does not. One word, no event."""
+        """Set the start time of the background section with this slot; 0 if it is not open. One word, no event."""
         self.words[slot + 3] = stamp
 
     def beat(self, stamp: int) -> None:

@@ -6,7 +6,7 @@ torch tries to connect inside one C++ call; `interruptible_store_connections` re
 
 Not freed, and ended only by the timeout given to `init_process_group`:
 * a wait in a store that the caller passed in (`store=`), which may serve others, unless it is that of the iteration;
-* attempts to connect to a store that nobody serves (yet), unless `interruptible_store_connections` is active;
+* attempts to connect to a store that no process serves (yet), unless `interruptible_store_connections` is active;
 * a wait in a `FileStore` or `HashStore`, which have no connection.
 """
 
