@@ -148,7 +148,7 @@ static int read_block(struct window *window, struct segments *left) {
         const uint8_t *data = window->buffer + (offset - window->start);
         uint64_t got = least(window->start + window->bytes - offset, all - at), end = at + got;
         uint64_t checked = at < block_bytes ? least(block_bytes, end) - at : 0;
-        found = take(left, found, data, base, number * block_bytes + at, checked);
+        if (checked) found = take(left, found, data, base, number * block_bytes + at, checked);
         for (uint64_t n = checked; n < got; n++) expected |= (uint32_t)data[n] << (8 * (at + n - block_bytes));
         at = end;
     }

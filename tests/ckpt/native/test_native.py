@@ -214,9 +214,9 @@ def test_segments_go_to_their_places(tmp_path: Path, piece_bytes: int, lengths: 
     parts=st.lists(
         st.tuples(
             st.integers(0, 6000),  # bytes before the series
-            st.integers(1, 400) | st.just(9_000),  # bytes of a block
+            st.integers(1, 400) | st.just(9000),  # bytes of a block
             st.integers(0, 500),  # the first byte
-            st.integers(0, 300) | st.just(3_000),  # bytes of a row
+            st.integers(0, 300) | st.just(3000),  # bytes of a row
             st.integers(0, 12),  # rows
             st.integers(0, 3000),  # bytes between rows
         ),
@@ -226,7 +226,7 @@ def test_segments_go_to_their_places(tmp_path: Path, piece_bytes: int, lengths: 
     backwards=st.booleans(),
     flip=st.none() | st.integers(0, 1 << 20),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_of_many_series(tmp_path: Path, parts: list[tuple[int, ...]], backwards: bool, flip: int | None) -> None:
     """A flipped bit is found if it is in a block that is needed, and nowhere else."""
     content, table, expected, needed = b"", [], [], set[int]()
@@ -289,6 +289,17 @@ def test_small_blocks_near_each_other_are_read_together(tmp_path: Path) -> None:
     assert target[: 500 * 1000].tobytes() == block * 1000
     calls, nbytes = bytes_read(file, table[::100].copy())
     assert (calls, nbytes) == (10, 10 * 504)
+
+
+def test_the_buffer_ends_in_a_checksum(tmp_path: Path) -> None:
+    """With blocks of this size, the first read of the system ends after two bytes of a checksum."""
+    block_bytes = (256 << 10) - 2
+    file, target = tmp_path / "file", np.full(3 * block_bytes + GUARD, 0xA5, np.uint8)
+    write_blocks(file, NOISE[: 3 * block_bytes].tobytes(), block_bytes)
+    segments = [(n * block_bytes, address(target) + n * block_bytes, block_bytes) for n in range(3)]
+    assert read_segments(file, block_bytes, segments)
+    assert np.array_equal(target[: 3 * block_bytes], NOISE[: 3 * block_bytes])
+    assert (target[3 * block_bytes :] == 0xA5).all()
 
 
 def test_blocks_between_rows_are_not_read(tmp_path: Path) -> None:
