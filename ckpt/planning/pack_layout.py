@@ -35,17 +35,20 @@ class ArrayDraft:
 
 
 def lay_out(drafts: Sequence[ArrayDraft], world_size: int, file_bytes: int) -> PackIndex:
-    """Give every chunk its place. The arrays of the index are the `drafts`, in order."""
-    open_regions: dict[Owners, int] = {}
+    """Give every chunk its place. The arrays of the index are the `drafts`, in order.
+
+    Equal owners must be one object: comparing those of thousands of ranks takes long.
+    """
+    open_regions: dict[int, int] = {}  # by the identity of the owners
     sizes: list[int] = []  # of the regions
     owners_of: list[Owners] = []
     arrays: list[StoredArray] = []
     for number, draft in enumerate(drafts):
         region, offset = None, 0
         if draft.owners:
-            region = open_regions.get(draft.owners)
+            region = open_regions.get(id(draft.owners))
             if region is None or sizes[region] >= file_bytes:
-                region = open_regions[draft.owners] = len(sizes)
+                region = open_regions[id(draft.owners)] = len(sizes)
                 sizes.append(0)
                 owners_of.append(draft.owners)
             offset = sizes[region]
