@@ -1,8 +1,8 @@
 """Where the chunks of all arrays lie in the packs: arrays with the same owners share regions.
 
-The arrays whose chunks have the same owners, one by one, form regions of about the size of a file: each owner has a
-copy of the region, with its chunks in the same order at the same offsets. Each rank puts its copies one behind the
-other, and begins a new file when one is full.
+The arrays whose chunks have the same owners, one by one, form regions: each owner has a copy of the region, with its
+chunks in the same order at the same offsets. Each rank puts its copies one behind the other, and begins a new file when
+one is full. A region is smaller than half a file, so a file has less than one and a half times the size asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.pack_index import ALIGNMENT, PackIndex, Region, StoredArray
 
 __all__ = ["ArrayDraft", "Owners", "lay_out"]
+
+_REGIONS_IN_FILE = 4
 
 Owners = tuple[int, ...]
 """The rank that writes each chunk of an array, in C order of its grid."""
@@ -35,17 +37,20 @@ class ArrayDraft:
 
 
 def lay_out(drafts: Sequence[ArrayDraft], world_size: int, file_bytes: int) -> PackIndex:
-    """Give every chunk its place. The arrays of the index are the `drafts`, in order."""
-    open_regions: dict[Owners, int] = {}
+    """Give every chunk its place. The arrays of the index are the `drafts`, in order.
+
+    Equal owners must be one object: comparing those of thousands of ranks takes long.
+    """
+    open_regions: dict[int, int] = {}  # by the identity of the owners
     sizes: list[int] = []  # of the regions
     owners_of: list[Owners] = []
     arrays: list[StoredArray] = []
     for number, draft in enumerate(drafts):
         region, offset = None, 0
         if draft.owners:
-            region = open_regions.get(draft.owners)
-            if region is None or sizes[region] >= file_bytes:
-                region = open_regions[draft.owners] = len(sizes)
+            region = open_regions.get(id(draft.owners))
+            if region is None or sizes[region] * _REGIONS_IN_FILE >= file_bytes:
+                region = open_regions[id(draft.owners)] = len(sizes)
                 sizes.append(0)
                 owners_of.append(draft.owners)
             offset = sizes[region]

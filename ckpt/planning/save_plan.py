@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, Sharding, local_boxes, unravel_index
+from ckpt.planning.boxes import Box, BoxFinder, Sharding, unravel_index
 from ckpt.planning.chunk_grid import Grid, GridOptions, common_grid, refine
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.pack_layout import ArrayDraft, Owners, lay_out
@@ -27,6 +27,8 @@ from ckpt.storage.pack_index import PackIndex, StoredArray
 __all__ = ["PlannedChunk", "SavePlan", "make_save_plan"]
 
 _BALANCE = 20  # the least number of chunks in a rank's share, so that ranks finish within 1/20 of each other
+
+_SLACK = 100  # a difference of 1/100 of a rank's share is no reason to give a small tensor to another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def make_save_plan(
     share = sum(spec.itemsize * math.prod(spec.shape) for _, spec, _ in units) / max(world_size, 1)
     divider = _Divider(share, options)
     drafts = [draft for path, spec, boxes in units for draft in divider.divide(path, spec, boxes)]
-    owners = _assign(drafts, world_size, options.smallest_split_bytes)
+    owners = _assign(drafts, world_size, min(options.smallest_split_bytes, int(share / _SLACK)))
     arrays = [_array_draft(draft, own, compression) for draft, own in zip(drafts, owners, strict=True)]
     values, per_rank_values = _value_owners(descriptions)
     return SavePlan(world_size, lay_out(arrays, world_size, options.file_bytes), values, per_rank_values, aliases)
@@ -208,9 +210,10 @@ def _distinct_boxes(spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int,
             boxes.setdefault(Box.whole(spec.shape), set()).update(ranks)
             continue
         coordinates = sharding.coordinates()
+        find = BoxFinder(spec.shape, sharding)
         for rank in ranks:
             if rank in coordinates:
-                for box, _ in local_boxes(spec.shape, sharding, coordinates[rank]):
+                for box, _ in find(coordinates[rank]):
                     boxes.setdefault(box, set()).add(rank)
     return {box: tuple(sorted(ranks)) for box, ranks in sorted(boxes.items())}
 
@@ -330,22 +333,25 @@ def _assign(drafts: list[_Draft], world_size: int, slack: int) -> list[Owners]:
     What only one rank holds is fixed; the rest is assigned by size, the largest first, to the first holder that has at
     most `slack` bytes more than the least loaded one. So small tensors do not scatter.
     """
-    loads = np.zeros(world_size, np.int64)
     fixed: dict[int, Owners | None] = {}  # by the candidates, which many arrays share
     columns: dict[int, list[_Column]] = {}
+    known: dict[Owners, Owners] = {}  # equal ones become one object
+    fixed_bytes: dict[int, int] = {}
     free: list[tuple[int, int]] = []
     for number, draft in enumerate(drafts):
         which = id(draft.candidates)
         if which not in fixed:
             alone = all(len(holders) == 1 for holders in draft.candidates)
-            fixed[which] = tuple(rank for (rank,) in draft.candidates) if alone else None
-        own = fixed[which]
-        if own is not None:
-            np.add.at(loads, np.asarray(own, np.intp), draft.chunk_bytes)
-            continue
-        if which not in columns:
-            columns[which] = list(_columns(draft.candidates))
-        free.append((-draft.chunk_bytes, number))
+            own = tuple(rank for (rank,) in draft.candidates) if alone else None
+            fixed[which] = own if own is None else known.setdefault(own, own)
+            columns[which] = [] if alone else list(_columns(draft.candidates))
+        if fixed[which] is None:
+            free.append((-draft.chunk_bytes, number))
+        else:
+            fixed_bytes[which] = fixed_bytes.get(which, 0) + draft.chunk_bytes
+    loads = np.zeros(world_size, np.int64)
+    for which, nbytes in fixed_bytes.items():
+        np.add.at(loads, np.array(fixed[which], np.intp), nbytes)
     owners: list[Owners] = [fixed[id(draft.candidates)] or () for draft in drafts]
     for negative_bytes, number in sorted(free):
         candidates = drafts[number].candidates
@@ -355,7 +361,8 @@ def _assign(drafts: list[_Draft], world_size: int, slack: int) -> list[Owners]:
             ranks = column.holders[:, int(np.argmax(load <= load.min() + slack))]
             loads[ranks] -= negative_bytes
             chosen[list(column.chunks)] = ranks
-        owners[number] = tuple(chosen.tolist())
+        own = tuple(chosen.tolist())
+        owners[number] = known.setdefault(own, own)
     return owners
 
 
