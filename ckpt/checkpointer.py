@@ -80,8 +80,8 @@ class Checkpointer:
         spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
         most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
         wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
-        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. A rank begins a new
-        file when one has `file_bytes`; what is read and verified at once has `inner_bytes` at most.
+        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. A rank begins a
+        new file when one has `file_bytes`; what is read and verified at once has `inner_bytes` at most.
 
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. That is the default with `keep_last`

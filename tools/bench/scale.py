@@ -42,6 +42,7 @@ from tools.bench.harness import (
     Row,
     add_disk_option,
     at_least,
+    kilobytes,
     megabytes,
     milliseconds,
     print_report,
@@ -65,8 +66,8 @@ TARGETS = (
     ("planning", "cached_replicated", "planning, cached, replicated", 0.01),
     ("commit", "seconds", "commit, from the last part to the step", 5.0),
     ("commit", "memory", "commit: memory", 500e6),
-    ("commit", "index", "index: memory on disk", 4e6),
-    ("commit", "part", "largest part but the coordinator's: memory on disk", 100e3),
+    ("commit", "index", "index: size", 4e6),
+    ("commit", "part", "largest part manifest: size", 100e3),
     ("open", "seconds", "open the index, find a rank's pieces", 0.3),
     ("open", "memory", "open the index: memory", 100e6),
 )
@@ -170,7 +171,7 @@ def _name(number: int) -> str:
 def _write_parts(root: Path, parts: int, tensors: int) -> None:
     """Write a save that has all of its parts. The files are not synced: that is not measured here."""
     sharding = Sharding((parts,), tuple(range(parts)), (Placement(0),))
-    specs = {
+    specs: dict[tuple[str | int, ...], TensorSpec] = {
         (_name(number),): TensorSpec(
             "float32", 4, (parts * _ROWS_PER_RANK, _COLUMNS[number % len(_COLUMNS)]), sharding=sharding
         )
@@ -257,5 +258,5 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _row(title: str, values: list[float], target: float) -> Row:
-    show = megabytes if "memory" in title else milliseconds
+    show = megabytes if title.endswith("memory") else kilobytes if title.endswith("size") else milliseconds
     return Row(title, values, [target] * len(values), 1.0, show)

@@ -20,6 +20,6 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert result["scale"].keys() == {"planning", "commit", "open"}
     assert all(seconds > 0 for seconds in result["scale"]["planning"]["first"])
     titles = [row["title"] for row in result["rows"]]
-    assert len(titles) == 8
+    assert len(titles) == 10
     table = capsys.readouterr().out
     assert all(title in table for title in titles)
