@@ -35,7 +35,7 @@ PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
-_PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
+_ESCAPED = re.compile(rb"[^A-Za-z0-9_.-]")
 _RESERVED = frozenset({"zarr.json", "state.json", "intent.json", "reason.json", "parts", PACK_DIRECTORY, "c"})
 _RESERVED_PREFIXES = (".", "c.", "__")
 _MAX_COMPONENT_BYTES = 180  # file systems allow 255; the names of temporary files need some
@@ -76,7 +76,7 @@ def _escaped(key: str | int) -> str:
 
 
 def _escaped_bytes(raw: bytes) -> str:
-    return "".join(chr(byte) if _PLAIN.match(bytes([byte])) else f"%{byte:02X}" for byte in raw)
+    return _ESCAPED.sub(lambda found: b"%%%02X" % ord(found[0]), raw).decode("ascii")
 
 
 def _digest(text: str) -> str:

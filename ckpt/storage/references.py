@@ -3,7 +3,7 @@
 A reference manifest of kerchunk, version 1 (https://fsspec.github.io/kerchunk/spec.html). Chunks whose places follow a
 rule are one entry of "gen": a range for each loop variable, and formulas in jinja. So it grows with the number of
 arrays, not with that of chunks. URLs begin with the template "step", which a reader sets to the directory or the URL
-of the step.
+of the step. Keys begin with "step", too: zarr-python lists a group in a reference file system only if it has a name.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ckpt.storage.zarr_names import array_document, array_names, group_documents
 __all__ = ["references"]
 
 _STEP = "{{step}}"
+_GROUP = "step/"
 _VARIABLES = "ijklmn"
 _FEW_COPIES = 2  # listed instead of generated
 
@@ -59,10 +60,12 @@ def references(index: PackIndex) -> bytes:
     missing chunks, which Zarr would read as zeros.
     """
     names = {name: array for name, array in array_names(index).items() if array.meta.compression is None}
-    documents = group_documents(names) | {name: array_document(array) for name, array in names.items()}
-    refs: dict[str, Any] = {f"{name}/zarr.json": canonical_json(node).decode() for name, node in documents.items()}
+    documents = group_documents(names) | {name: array_document(name, array) for name, array in names.items()}
+    refs: dict[str, Any] = {
+        f"{_GROUP}{name}/zarr.json": canonical_json(node).decode() for name, node in documents.items()
+    }
     gen: list[dict[str, Any]] = [
-        {"key": "zarr.json", "url": f"{_STEP}/zarr.json", "dimensions": {"i": {"stop": 1}}},
+        {"key": f"{_GROUP}zarr.json", "url": f"{_STEP}/zarr.json", "dimensions": {"i": {"stop": 1}}},
     ]
     regions = [_loops_of(region) for region in index.regions]
     for name, array in names.items():
@@ -78,7 +81,7 @@ def _listed(index: PackIndex, name: str, array: StoredArray, loops: _Loops) -> I
     for copy in range(loops.copy, loops.copy + loops.copies):
         chunk = tuple(map(int, np.unravel_index(copy, array.meta.grid_shape)))
         file, offset, nbytes = index.place(array, chunk)
-        yield f"{name}/{array.meta.chunk_key(chunk)}", [f"{_STEP}/{file}", offset, nbytes]
+        yield f"{_GROUP}{name}/{array.meta.chunk_key(chunk)}", [f"{_STEP}/{file}", offset, nbytes]
 
 
 def _generated(name: str, array: StoredArray, loops: _Loops) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def _generated(name: str, array: StoredArray, loops: _Loops) -> dict[str, Any]:
     )
     shown = [_shown(position) for position in chunk] + ["0" for _ in meta.stored.trailing]
     return {
-        "key": f"{name}/{'.'.join(['c', *shown])}",
+        "key": f"{_GROUP}{name}/{'.'.join(['c', *shown])}",
         "url": f"{_STEP}/packs/{_directory(loops, rank)}/rank_{_shown(rank, 5)}_{_shown(file, 3)}",
         "offset": _shown(start),
         "length": _shown(_length(meta, chunk)),

@@ -21,7 +21,7 @@ from ckpt.storage.array_metadata import ArrayMeta, group_document, groups
 from ckpt.storage.names import directory
 from ckpt.storage.pack_index import PackIndex, StoredArray
 
-__all__ = ["array_document", "array_names", "chunk_index", "group_documents", "tensor_name"]
+__all__ = ["array_document", "array_names", "chunk_index", "group_documents", "named_document", "tensor_name"]
 
 
 def tensor_name(path: Path, rank: int | None = None) -> str:
@@ -43,14 +43,24 @@ def array_names(index: PackIndex) -> dict[str, StoredArray]:
     return names
 
 
-def array_document(array: StoredArray) -> dict[str, Any]:
-    """Return the ``zarr.json`` of an array. Its attribute ``ckpt`` has the path, and which part of the tensor it is."""
+def array_document(name: str, array: StoredArray) -> dict[str, Any]:
+    """Return the ``zarr.json`` of the array with this name.
+
+    Its attribute ``ckpt`` has the path, and which part of the tensor it is. The names of its dimensions, which xarray
+    needs, are those of no other array in its group, and of no key.
+    """
     about: dict[str, Any] = {"name": list(array.path)}
     if array.rank is not None:
         about["rank"] = array.rank
     if not array.is_whole:
         about |= {"box_offset": list(array.box_offset), "tensor_shape": list(array.tensor_shape)}
-    return dataclasses.replace(array.meta, attributes={"ckpt": about}).array_document()
+    return named_document(name, dataclasses.replace(array.meta, attributes={"ckpt": about}))
+
+
+def named_document(name: str, meta: ArrayMeta) -> dict[str, Any]:
+    """Return the ``zarr.json`` of an array with the names of its dimensions."""
+    document, key = meta.array_document(), name.rpartition("/")[2]
+    return document | {"dimension_names": [f"{key}[{dim}]" for dim in range(len(document["shape"]))]}
 
 
 def group_documents(names: Iterable[str]) -> dict[str, dict[str, Any]]:
