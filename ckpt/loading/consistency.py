@@ -12,7 +12,7 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor, parse_index
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, tile_exactly
 from ckpt.storage.dtypes import stored
-from ckpt.storage.names import PACK_DIRECTORY
+PACK_DIRECTORY = "packed"
 
 __all__ = ["Inconsistency", "all_tensors", "find_inconsistencies", "read_index"]
 

@@ -19,7 +19,7 @@ from ckpt.loading.index import CheckpointIndex, StoredBox, StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.chunk_reader import ArrayRead, ArrayReader
 from ckpt.storage.dtypes import stored
-from ckpt.storage.names import PACK_DIRECTORY
+PACK_DIRECTORY = "packed"
 
 __all__ = ["Fetch", "BoxRead"]
 

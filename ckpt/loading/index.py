@@ -18,7 +18,7 @@ from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import MAX_DIMENSIONS, ArrayMeta
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, decode_root
 from ckpt.storage.dtypes import stored
-from ckpt.storage.names import PACK_DIRECTORY
+PACK_DIRECTORY = "packed"
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, read_regular
 from ckpt.storage.root import FORMAT_VERSION
 from ckpt.values.codec import decode_value

@@ -12,6 +12,7 @@ with their product, and where a chunk lies is found without looking at any other
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -143,6 +144,29 @@ class PackIndex:
             "regions": [region.to_document() for region in self.regions],
         }
 
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], world_size: int) -> PackIndex:
+        """Return the index that `to_document` has made."""
+        most = max([1, *(math.prod(entry["shape"]) for entry in document["arrays"])])
+        regions = tuple(Region.from_document(region, most) for region in document["regions"])
+        return cls(tuple(_array(number, entry) for number, entry in enumerate(document["arrays"])), regions)
+
+    def files(self) -> dict[tuple[int, int], int]:
+        """Return the size of each file of uncompressed chunks, by rank and number of the file."""
+        last = {array.region: array for array in self.arrays if array.region is not None}  # has the highest offset
+        sizes: dict[tuple[int, int], int] = {}
+        for number, region in enumerate(self.regions):
+            array = last[number]
+            bytes_of = array.meta.file_bytes
+            even = not any(size % part for size, part in zip(array.meta.shape, array.meta.chunk_shape, strict=True))
+            whole = bytes_of((0,) * len(array.meta.shape))
+            grid = array.meta.grid_shape
+            columns = zip(region.ranks.tolist(), region.files.tolist(), region.starts.tolist(), strict=True)
+            for copy, (rank, file, start) in enumerate(columns):
+                nbytes = whole if even else bytes_of(unravel(copy, grid))
+                sizes[rank, file] = max(sizes.get((rank, file), 0), start + array.offset + nbytes)
+        return sizes
+
     def place(self, array: StoredArray, index: tuple[int, ...]) -> ChunkPlace:
         """Return where the chunk at `index` of the grid of an array lies."""
         assert array.region is not None
@@ -162,6 +186,27 @@ def chunk_number(index: tuple[int, ...], grid_shape: tuple[int, ...]) -> int:
     for position, size in zip(index, grid_shape, strict=True):
         number = number * size + position
     return number
+
+
+def unravel(number: int, grid_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of chunk `number`, in C order of the grid."""
+    position = []
+    for size in reversed(grid_shape):
+        number, index = divmod(number, size)
+        position.append(index)
+    return tuple(reversed(position))
+
+
+def _array(number: int, entry: Mapping[str, Any]) -> StoredArray:
+    path, shape = tuple(entry["path"]), tuple(entry["shape"])
+    about: dict[str, Any] = {"name": list(path)}
+    about |= {key: entry[key] for key in ("rank", "box_offset", "tensor_shape") if key in entry}
+    inner = None if "inner" not in entry else tuple(entry["inner"])
+    meta = ArrayMeta(shape, entry["dtype"], tuple(entry["chunk"]), inner, entry.get("compression"), {"ckpt": about})
+    box_offset = tuple(entry.get("box_offset", (0,) * len(shape)))
+    tensor_shape = tuple(entry.get("tensor_shape", shape))
+    region, offset = entry.get("region"), entry.get("offset", 0)
+    return StoredArray(number, path, meta, region, offset, box_offset, tensor_shape, entry.get("rank"))
 
 
 def _runs(numbers: Numbers) -> list[list[int]]:
