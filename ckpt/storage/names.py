@@ -25,10 +25,22 @@ from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["INDEX", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
+__all__ = [
+    "INDEX",
+    "PUBLISHED_STEP",
+    "REFERENCES",
+    "SaveId",
+    "directory",
+    "parse_save_name",
+    "part_name",
+    "step_name",
+]
 
 INDEX = "index.json"
 """The document with the place of every tensor, in a save and in a step."""
+
+REFERENCES = "references.json"
+"""The same for fsspec."""
 
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""

@@ -22,30 +22,19 @@ import numpy as np
 from ckpt.paths import Path
 from ckpt.storage.array_metadata import ArrayMeta
 
-__all__ = [
-    "ALIGNMENT",
-    "RANKS_PER_DIRECTORY",
-    "ChunkPlace",
-    "PackIndex",
-    "Region",
-    "StoredArray",
-    "Table",
-    "chunk_number",
-    "pack_file",
-]
+__all__ = ["ALIGNMENT", "ChunkPlace", "PackIndex", "Region", "StoredArray", "Table", "chunk_number", "pack_file"]
 
 ALIGNMENT = 16
 """Chunks begin at multiples of this in a file."""
 
-RANKS_PER_DIRECTORY = 512
-"""The pack files, and the parts, of so many ranks are in one directory."""
+_RANKS_PER_DIRECTORY = 512
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def pack_file(rank: int, number: int) -> str:
     """Return the path of a file of a rank's pack, relative to the step."""
-    return f"packs/{rank // RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
+    return f"packs/{rank // _RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from tests.support import run_ranks
 
 @dataclass(frozen=True)
 class Saved:
-    """Published steps by name, and the content of those named ``layouts`` and ``layouts_packed``."""
+    """Published steps by name, and the content of the one named ``layouts``."""
 
     steps: dict[str, Path]
     layouts: dict[tuple[str | int, ...], tuple[str, list[int], bytes]]
@@ -24,6 +24,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("interop")
     run_ranks(states.save_many_dtypes, 2, folder)
     results: Any = run_ranks(states.save_layouts, 4, folder)
-    steps = {name: folder / name / "step_00000005" for name in ("plain", "zstd", "packed")}
-    steps |= {name: folder / name / "step_00000012" for name in ("layouts", "layouts_packed")}
+    steps = {name: folder / name / "step_00000005" for name in ("plain", "zstd", "large")}
+    steps["layouts"] = folder / "layouts" / "step_00000012"
     return Saved(steps, results[0].value)
