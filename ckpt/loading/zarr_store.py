@@ -8,7 +8,6 @@ put together from the boxes when they are read. Its boxes have names, too, but a
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
-from ckpt.loading.lazy import Checkpoint, open_checkpoint
+from ckpt.loading.lazy import Checkpoint, block_shape, open_checkpoint
 from ckpt.native import crc32c
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
@@ -48,8 +47,6 @@ except ImportError as error:
 
 __all__ = ["ZarrStore", "zarr_store"]
 
-_BLOCK_BYTES = 4 << 20  # of a chunk that is put together
-
 
 def zarr_store(path: str | os.PathLike[str], step: int | None = None) -> ZarrStore:
     """Open a published step as a store of zarr-python: `path` and `step` are those of `ckpt.open`.
@@ -73,11 +70,8 @@ class _Assembled:
     @classmethod
     def of(cls, path: Path, rank: int | None, tensor: StoredTensor) -> _Assembled:
         about = {"name": list(path), **({} if rank is None else {"rank": rank})}
-        meta = ArrayMeta(tensor.shape, tensor.dtype, (1,) * len(tensor.shape))
-        row_bytes = math.prod(tensor.shape[1:]) * meta.stored.itemsize
-        rows = min(max(_BLOCK_BYTES // max(row_bytes, 1), 1), max(tensor.shape[0], 1))
-        chunk = (rows, *(max(size, 1) for size in tensor.shape[1:]))
-        return cls(display(path), tensor, ArrayMeta(tensor.shape, tensor.dtype, chunk, attributes={"ckpt": about}))
+        meta = ArrayMeta(tensor.shape, tensor.dtype, block_shape(tensor), attributes={"ckpt": about})
+        return cls(display(path), tensor, meta)
 
     def chunk(self, index: CheckpointIndex, position: tuple[int, ...]) -> bytes:
         """Return an encoded chunk. CheckpointCorruptError if bytes of a box are damaged."""
@@ -106,11 +100,11 @@ class ZarrStore(Store):
         super().__init__(read_only=True)
         self._is_open = True
         self._checkpoint = checkpoint
-        index = checkpoint.index
-        self._arrays: dict[str, StoredArray | _Assembled] = dict(array_names(index.packs))
-        nodes = {name: array_document(name, array) for name, array in array_names(index.packs).items()}
-        unlisted = {name for name, array in array_names(index.packs).items() if not array.is_whole}
-        for path, rank, tensor in _tensors(index):
+        arrays = array_names(checkpoint.index.packs)
+        self._arrays: dict[str, StoredArray | _Assembled] = dict(arrays)
+        nodes = {name: array_document(name, array) for name, array in arrays.items()}
+        unlisted = {name for name, array in arrays.items() if not array.is_whole}
+        for path, rank, tensor in _tensors(checkpoint.index):
             name = tensor_name(path, rank)
             if name not in nodes:
                 self._arrays[name] = assembled = _Assembled.of(path, rank, tensor)
@@ -120,7 +114,7 @@ class ZarrStore(Store):
         root = {
             "zarr_format": 3,
             "node_type": "group",
-            "attributes": {"ckpt": index.summary},
+            "attributes": {"ckpt": checkpoint.summary},
             "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": listed},
         }
         documents = {name: canonical_json(node) for name, node in (nodes | listed).items()}
