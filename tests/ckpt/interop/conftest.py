@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ckpt
 from tests.ckpt.interop import states
 from tests.support import run_ranks
 
@@ -16,6 +18,28 @@ class Saved:
 
     steps: dict[str, Path]
     layouts: dict[tuple[str | int, ...], tuple[str, list[int], bytes]]
+
+
+def extract(step: Path, folder: Path) -> Path:
+    """Write a step as Zarr with a file for each chunk to `folder`, for readers that have stores of their own."""
+
+    async def copy() -> None:
+        async for key in store.list():
+            value = await store.get(key)
+            path = folder / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(value.to_bytes())
+
+    with ckpt.zarr_store(step) as store:
+        asyncio.run(copy())
+    return folder
+
+
+@pytest.fixture(scope="package")
+def extracted(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the steps as Zarr with a file for each chunk."""
+    folder = tmp_path_factory.mktemp("extracted")
+    return {name: extract(step, folder / name) for name, step in saved.steps.items()}
 
 
 @pytest.fixture(scope="package")
