@@ -11,8 +11,7 @@ import numpy as np
 
 from ckpt.native import crc32c
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_codec import add_checksums, inner_chunk_array
-from ckpt.storage.chunk_layout import crc32c_of_checksums
+from ckpt.storage.chunk_codec import inner_chunk_array
 from ckpt.storage.documents import encode_document, encode_root
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
 from ckpt.storage.references import references
@@ -87,7 +86,7 @@ def layouts() -> Layouts:
 def write_step(step: Path, index: PackIndex, contents: Sequence[np.ndarray[Any, Any]], world_size: int) -> None:
     """Write a step without values and without compressed arrays. `contents` are the elements as they are stored."""
     packs: dict[str, bytearray] = {}
-    checksums: dict[str, dict[int, int]] = {}
+    checksums: dict[str, dict[int, bytes]] = {}  # by offset
     for array, elements in zip(index.arrays, contents, strict=True):
         for position in array.meta.chunk_indices():
             layout, place = array.meta.layout(position), index.place(array, position)
@@ -95,21 +94,22 @@ def write_step(step: Path, index: PackIndex, contents: Sequence[np.ndarray[Any, 
             for inner in layout.inner_chunks:
                 box = tuple(slice(o, o + n) for o, n in zip(inner.origin, inner.shape, strict=True))
                 inner_chunk_array(array.meta, layout, inner, chunk)[...] = elements[(*box, ...)]
-            add_checksums(array.meta, layout, chunk)
+                end = inner.offset + layout.inner_chunk_bytes
+                crc = crc32c(chunk[inner.offset : end]).to_bytes(4, "little")
+                chunk[end : end + 4] = crc
+                checksums.setdefault(place.file, {})[place.offset + inner.offset] = crc
+            chunk[layout.index_offset :] = layout.index
             pack = packs.setdefault(place.file, bytearray())
             pack.extend(bytes(max(0, place.offset + place.nbytes - len(pack))))
             assert not any(pack[place.offset : place.offset + place.nbytes]), "chunks overlap"
             pack[place.offset : place.offset + place.nbytes] = chunk
-            for inner in layout.inner_chunks:
-                end = inner.offset + layout.inner_chunk_bytes
-                crc = int.from_bytes(chunk[end : end + 4], "little")
-                checksums.setdefault(place.file, {})[place.offset + inner.offset] = crc
     files: dict[int, list[list[int]]] = {rank: [] for rank in range(world_size)}
     for file, pack in sorted(packs.items()):
         (step / file).parent.mkdir(parents=True, exist_ok=True)
         (step / file).write_bytes(pack)
         rank, number = map(int, file.split("/rank_")[1].split("_"))
-        files[rank].append([number, len(pack), crc32c_of_checksums(crc for _, crc in sorted(checksums[file].items()))])
+        crcs = b"".join(crc for _, crc in sorted(checksums[file].items()))
+        files[rank].append([number, len(pack), crc32c(crcs)])
     _write_documents(step, index, files)
 
 
