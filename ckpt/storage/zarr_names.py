@@ -74,5 +74,5 @@ def chunk_index(meta: ArrayMeta, key: str) -> tuple[int, ...] | None:
         index = tuple(map(int, key.split(".")[1 : 1 + len(meta.shape)]))
     except ValueError:
         return None
-    inside = len(index) == len(meta.shape) and all(i < n for i, n in zip(index, meta.grid_shape, strict=True))
+    inside = len(index) == len(meta.shape) and all(0 <= i < n for i, n in zip(index, meta.grid_shape, strict=True))
     return index if inside and meta.chunk_key(index) == key else None

@@ -29,7 +29,7 @@ __all__ = ["DTYPES", "bytes_of", "many_dtypes", "save_layouts", "save_many_dtype
 DTYPES = dtypes.names()
 
 _SHAPES: dict[str, tuple[int, ...]] = {"matrix": (37, 50), "cube": (3, 5, 41), "row": (1, 1301), "scalar": ()}
-_SMALL = {"inner_bytes": 700, "file_bytes": 2500}
+_SMALL = {"inner_bytes": 700, "file_bytes": 10_000}
 
 
 def bits(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -81,7 +81,7 @@ def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | i
     file = io.BytesIO(b"abc")
     file.seek(2)
     state["file"] = file
-    with Checkpointer(folder / "layouts", inner_bytes=512, file_bytes=2048) as checkpointer:
+    with Checkpointer(folder / "layouts", inner_bytes=512, file_bytes=8192) as checkpointer:
         checkpointer.save(state, 12)
     return {path: _whole(tensor) for path, tensor in _tensors(state)}
 
