@@ -56,10 +56,13 @@ from ckpt.saving.task import (
 )
 from ckpt.storage.chunk_layout import PAGE_BYTES
 from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published, Reason
+from ckpt.storage.documents import decode_document
 from ckpt.storage.leases import Lease, Leases
-from ckpt.storage.names import INDEX, SaveId
+from ckpt.storage.names import INDEX, REFERENCES, SaveId
+from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
 from ckpt.storage.recycled import discard_recycled, take_recycled
+from ckpt.storage.references import references
 from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
@@ -230,7 +233,8 @@ class ShareWriter:
         with ThreadPoolExecutor(task.options.threads, "ckpt-write") as pool:
             written = list(pool.map(write_one, (file for file in plan.files if file.batch == task.batch)))
         if plan.index and task.last:
-            writer.write_documents({INDEX: plan.index})
+            index = PackIndex.from_document(decode_document(plan.index, INDEX), plan.world_size)
+            writer.write_documents({INDEX: plan.index, REFERENCES: references(index)})
         end = time.time()
         writer.finish()
         self._progress()

@@ -12,7 +12,7 @@ key                   directory
 ``"3"``                ``%33`` (a string of digits is not a number)
 ``"a b"``              ``a%20b`` (the bytes of its UTF-8)
 ``""``                 ``%``
-``"parts"``            ``%70arts`` (reserved by the format)
+``"c"``                ``%63`` (reserved by Zarr)
 a very long key        its first 100 characters, ``~`` and a hash
 ====================  ==========================================================
 """
@@ -25,17 +25,29 @@ from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["INDEX", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
+__all__ = [
+    "INDEX",
+    "PUBLISHED_STEP",
+    "REFERENCES",
+    "SaveId",
+    "directory",
+    "parse_save_name",
+    "part_name",
+    "step_name",
+]
 
 INDEX = "index.json"
 """The document with the place of every tensor, in a save and in a step."""
+
+REFERENCES = "references.json"
+"""The same for fsspec."""
 
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""
 
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
-_PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
+_ESCAPED = re.compile(rb"[^A-Za-z0-9_.-]")
 _RESERVED = frozenset({"zarr.json", "c"})
 _RESERVED_PREFIXES = (".", "c.", "__")
 _MAX_COMPONENT_BYTES = 180  # file systems allow 255; the names of temporary files need some
@@ -76,7 +88,7 @@ def _escaped(key: str | int) -> str:
 
 
 def _escaped_bytes(raw: bytes) -> str:
-    return "".join(chr(byte) if _PLAIN.match(bytes([byte])) else f"%{byte:02X}" for byte in raw)
+    return _ESCAPED.sub(lambda found: b"%%%02X" % ord(found[0]), raw).decode("ascii")
 
 
 def _digest(text: str) -> str:
