@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -70,8 +69,6 @@ class Checkpointer:
         timeout: timedelta = timedelta(minutes=10),
         file_bytes: int = _GRID.file_bytes,
         inner_bytes: int = _GRID.inner_bytes,
-        pack_below_bytes: int = _GRID.pack_below_bytes,
-        layout: Literal["arrays", "packed"] = "arrays",
         reuse_files: bool = False,
         read_only: bool = False,
         replicas: Literal["error", "warn", "ignore"] = "error",
@@ -83,10 +80,8 @@ class Checkpointer:
         spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
         most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
         wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
-        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. The sizes are
-        those of files, of their inner chunks, and of tensors that are packed together. With `layout` "packed" all are:
-        each rank writes a few large files, at less cost, but other programs need an index to find a tensor (see
-        docs/format.md); "arrays" makes a Zarr array of every larger tensor. Steps of both are restored alike.
+        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. A rank begins a new
+        file when one has `file_bytes`; what is read and verified at once has `inner_bytes` at most.
 
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. `restore` and inspect_ckpt keep a
@@ -108,11 +103,9 @@ class Checkpointer:
                 "reuse_files writes over the files of steps that are removed: it needs keep_last, and no compression "
                 f"(these are keep_last={keep_last}, compression={compression!r})"
             )
-        if layout not in ("arrays", "packed"):
-            raise ValueError(f"layout must be 'arrays' or 'packed', not {layout!r}")
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files))
-        grid = GridOptions(sys.maxsize if layout == "packed" else pack_below_bytes, file_bytes, inner_bytes)
+        grid = GridOptions(file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
         self._root = CheckpointRoot(_local_path(root))
         self._ranks = Ranks(process_group, self._timeout_s)

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "values": {"errors"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),
+    "planning": BASE | {"storage"},  # what lies where is a matter of the format
     "saving": BASE | SIBLINGS | {"async_calls"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import CheckpointIndex, StoredTensor, parse_index
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, tile_exactly
-from ckpt.storage.dtypes import stored
-from ckpt.storage.names import PACK_DIRECTORY
+from ckpt.storage.names import INDEX
 
 __all__ = ["Inconsistency", "all_tensors", "find_inconsistencies", "read_index"]
 
@@ -21,7 +19,7 @@ def read_index(path: str) -> CheckpointIndex:
     """Read the metadata of the published step in directory `path`, and check that they are consistent.
 
     Every element of every tensor is then in exactly one box, and every alias has a target; only the bytes of the arrays
-    remain to be checked. Nothing but two regular files of the step is opened.
+    remain to be checked. Nothing but three regular files of the step is opened.
 
     Raises CheckpointNotFoundError, FormatVersionError (before anything else is checked), CheckpointCorruptError,
     StorageError.
@@ -44,29 +42,28 @@ class Inconsistency:
 
 
 def find_inconsistencies(index: CheckpointIndex) -> Iterator[Inconsistency]:
-    """Yield all problems: boxes that do not tile their tensor, entries outside the pack, aliases without a target.
+    """Yield all problems: boxes that do not tile their tensor, other files than recorded, aliases without a target.
 
-    If there are none, every box of every tensor can be read from the arrays. Takes time in proportion to the number of
-    boxes, apart from sorting the entries of the pack.
+    If there are none, every box of every tensor can be read from the packs. Takes time in proportion to the number of
+    boxes, apart from sorting the regions.
     """
-    entries: list[_Entry] = []
     for path, rank, tensor in _tensors(index):
-        if not (_is_one_box(tensor) or tile_exactly(tensor.shape, [Box(b.box_offset, b.shape) for b in tensor.boxes])):
-            yield Inconsistency("zarr.json", _name(path, rank), "the stored boxes do not cover the tensor exactly")
-        for box in tensor.boxes:
-            start = box.pack_offset
-            if start is not None and 0 not in box.shape:
-                nbytes = math.prod(box.shape) * stored(tensor.dtype).itemsize
-                entries.append((start, start + nbytes, len(entries), path, rank))
-    yield from _pack_problems(index, entries)
+        boxes = tensor.boxes
+        if len(boxes) == 1 and boxes[0].is_whole:
+            continue
+        if not tile_exactly(tensor.shape, [Box(box.box_offset, box.meta.shape) for box in boxes]):
+            yield Inconsistency(INDEX, _name(path, rank), "the stored boxes do not cover the tensor exactly")
     yield from _alias_problems(index)
     for path in index.tensors.keys() & index.values.keys():
         yield Inconsistency("state.json", display(path), "is a tensor, but there is a value of this name as well")
-    metas = index.arrays.values()
-    chunks = sum([1 if meta.shape == meta.chunk_shape else math.prod(meta.grid_shape) for meta in metas])
-    if chunks != index.summary["files"]:
-        written = index.summary["files"]
-        yield Inconsistency("zarr.json", None, f"describes {chunks} chunks, but says that {written} were written")
+    summary, packs = index.summary, index.packs
+    files = packs.files()
+    found = {"files": len(files), "tensors": len(packs.arrays)}
+    if all(array.meta.compression is None for array in packs.arrays):
+        found["bytes"] = sum(files.values())
+    for key, number in found.items():
+        if summary[key] != number:
+            yield Inconsistency("zarr.json", None, f"says that there are {summary[key]} {key}, the index {number}")
 
 
 def all_tensors(index: CheckpointIndex) -> Iterator[tuple[str, StoredTensor]]:
@@ -84,29 +81,6 @@ def _tensors(index: CheckpointIndex) -> Iterator[tuple[Path, int | None, StoredT
 
 def _name(path: Path, rank: int | None) -> str:
     return display(path) if rank is None else f"{display(path)}@rank{rank}"
-
-
-def _is_one_box(tensor: StoredTensor) -> bool:
-    box = tensor.boxes[0]
-    return len(tensor.boxes) == 1 and box.shape == tensor.shape and not any(box.box_offset)
-
-
-_Entry = tuple[int, int, int, Path, int | None]  # first byte, last byte (excluded), number, tensor
-
-
-def _pack_problems(index: CheckpointIndex, entries: list[_Entry]) -> Iterator[Inconsistency]:
-    meta = index.arrays.get(PACK_DIRECTORY)
-    size = 0 if meta is None else meta.shape[0]
-    (unit,) = (1,) if meta is None else meta.inner_chunk_shape or meta.chunk_shape
-    last = 0
-    for start, end, _, path, rank in sorted(entries):
-        if end > size:
-            yield Inconsistency("state.json", _name(path, rank), "lies outside the pack")
-        elif start // unit != (end - 1) // unit:
-            yield Inconsistency("state.json", _name(path, rank), "lies across inner chunks of the pack")
-        elif start < last:
-            yield Inconsistency("state.json", _name(path, rank), "overlaps with another tensor in the pack")
-        last = max(last, end)
 
 
 def _alias_problems(index: CheckpointIndex) -> Iterator[Inconsistency]:

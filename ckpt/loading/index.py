@@ -1,4 +1,4 @@
-"""The index of a published step: its tensors and values, read from two metadata files and checked.
+"""The index of a published step: its tensors and values, read from three documents and checked.
 
 Does not import torch.
 """
@@ -6,19 +6,17 @@ Does not import torch.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StateError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StorageError
 from ckpt.native import crc32c
 from ckpt.paths import Path, display
-from ckpt.storage.array_metadata import MAX_DIMENSIONS, ArrayMeta
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, decode_root
-from ckpt.storage.dtypes import stored
-from ckpt.storage.names import PACK_DIRECTORY
+from ckpt.storage.names import INDEX, part_name
+from ckpt.storage.pack_index import PackIndex, StoredArray, Table
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, read_regular
 from ckpt.storage.root import FORMAT_VERSION
 from ckpt.values.codec import decode_value
@@ -26,14 +24,14 @@ from ckpt.values.codec import decode_value
 __all__ = [
     "ILL_FORMED",
     "CheckpointIndex",
-    "StoredBox",
     "StoredTensor",
     "checked_summary",
-    "dtype_name",
+    "chunk_table",
     "items",
     "key_path",
     "parse_index",
     "rank_of",
+    "read_vouched",
     "sizes",
     "whole_number",
 ]
@@ -42,30 +40,16 @@ ILL_FORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Overf
 """The exceptions that code raises when a document does not have the expected structure."""
 
 _MAX_INT = 1 << 63
-_MAX_ELEMENTS = 1 << 58  # so that sizes in bytes are not too large for numpy and the file system
-
-_INSIDE = re.compile(r"(?!(.*/)?\.{0,2}(/|$))[A-Za-z0-9_.~%/-]+")
-"""A path below the step, made of the characters of names (see `ckpt.storage.names`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBox:
-    """A box of a tensor, and where it is stored: the array in `directory`, or `pack_offset` bytes into the pack."""
-
-    box_offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    directory: str
-    meta: ArrayMeta
-    pack_offset: int | None = None
+_READS_FORMAT_1 = "0.1"
 
 
 @dataclass(slots=True)
 class StoredTensor:
-    """A tensor of a step. `dtype` is torch's name."""
+    """A tensor of a step, stored as one array or several, its boxes. `dtype` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
-    boxes: list[StoredBox] = field(default_factory=list)
+    boxes: list[StoredArray] = field(default_factory=list)
 
 
 @dataclass
@@ -74,7 +58,7 @@ class CheckpointIndex:
 
     path: str
     summary: dict[str, Any]
-    arrays: dict[str, ArrayMeta]
+    packs: PackIndex
     tensors: dict[Path, StoredTensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     per_rank_tensors: dict[Path, dict[int, StoredTensor]] = field(default_factory=dict)
@@ -109,23 +93,67 @@ def parse_index(path: str) -> CheckpointIndex:
     where = root_path
     try:
         summary = checked_summary(document["attributes"]["ckpt"], root_path)
-        nodes = document["consolidated_metadata"]["metadata"]
-        arrays = {
-            directory: ArrayMeta.from_document(node, f"{root_path}, array {directory}")
-            for directory, node in nodes.items()
-            if node["node_type"] == "array"
-        }
-        index = CheckpointIndex(path, summary, arrays)
-        _add_arrays(index)
+        where = os.path.join(path, INDEX)
+        packs = _read_packs(path, summary)
+        index = CheckpointIndex(path, summary, packs)
+        for array in packs.arrays:
+            _tensor(index, array).boxes.append(array)
         where = os.path.join(path, "state.json")
-        state_data = _read(path, "state.json", whole_number(summary["state"]["bytes"]))
-        if summary["state"] != {"bytes": len(state_data), "crc32c": crc32c(state_data)}:
-            raise CheckpointCorruptError(f"{where} is not the one that belongs to this step")
-        _add_state(index, decode_document(state_data, where))
+        _add_state(index, read_vouched(path, "state.json", summary["state"]))
     except ILL_FORMED as error:
         why = str(error) if type(error) is ValueError else repr(error)
         raise CheckpointCorruptError(f"{where} does not describe a checkpoint: {why:.300}") from error
     return index
+
+
+def read_vouched(path: str, name: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of the step at `path` of which the root records `bytes` and `crc32c`.
+
+    CheckpointCorruptError if it is another one, or damaged; StorageError if it cannot be read.
+    """
+    where = os.path.join(path, name)
+    data = _read(path, name, whole_number(expected["bytes"]))
+    if expected != {"bytes": len(data), "crc32c": crc32c(data)}:
+        raise CheckpointCorruptError(f"{where} is not the one that belongs to this step")
+    return decode_document(data, where)
+
+
+def _read_packs(path: str, summary: dict[str, Any]) -> PackIndex:
+    document = read_vouched(path, INDEX, summary["index"])
+    return PackIndex.from_document(document, summary["world_size"], _Tables(path, summary["parts"]).of_rank)
+
+
+class _Tables:
+    """Where the compressed chunks are, read from the part manifest of a rank when it is needed. Any thread."""
+
+    def __init__(self, path: str, checksums: list[int]) -> None:
+        self._path = path
+        self._checksums = checksums
+        self._known: dict[int, Table] = {}
+
+    def of_rank(self, rank: int) -> Table:
+        """Return the places of the compressed chunks of a rank. CheckpointCorruptError if its part is damaged."""
+        if rank not in self._known:
+            name = part_name(rank)
+            data = _read(self._path, name, MAX_DOCUMENT_BYTES)
+            where = os.path.join(self._path, name)
+            if crc32c(data) != self._checksums[rank]:
+                raise CheckpointCorruptError(f"{where} is not the one that belongs to this step")
+            try:
+                self._known[rank] = chunk_table(decode_document(data, where))
+            except ILL_FORMED as error:
+                raise CheckpointCorruptError(f"{where} is not a part of a checkpoint: {error!r:.300}") from error
+        return self._known[rank]
+
+
+def chunk_table(part: dict[str, Any]) -> Table:
+    """Return where the compressed chunks are that a part manifest lists. One of `ILL_FORMED` if that is invalid."""
+    table: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for entry in items(part.get("chunks", [])):
+        array, copy, file, offset, nbytes = sizes(entry)
+        if table.setdefault((array, copy), (file, offset, nbytes)) != (file, offset, nbytes):
+            raise ValueError(f"chunk {copy} of array {array} is in two places")
+    return table
 
 
 def _read(step: str, name: str, most_bytes: int) -> bytes:
@@ -152,17 +180,24 @@ def _version(data: bytes) -> Any:
 
 
 def _check_version(version: Any, where: str) -> None:
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is not int:
+        return
+    if version > FORMAT_VERSION:
         raise FormatVersionError(
-            f"{where} is in format {version}; this version of ckpt reads formats up to {FORMAT_VERSION}. Install a "
-            f"newer version of ckpt-inprocess to read it"
+            f"{where} is in format {version}; this version of ckpt reads format {FORMAT_VERSION}. Install a newer "
+            f"version of ckpt-inprocess to read it"
+        )
+    if 0 < version < FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{where} is in format {version}; this version of ckpt reads format {FORMAT_VERSION}. Install version "
+            f"{_READS_FORMAT_1} of ckpt-inprocess to read it"
         )
 
 
 def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the summary of a step, which is the attribute ``ckpt`` of its root, after checking it.
 
-    FormatVersionError if it has a newer format; one of `ILL_FORMED` if a member is missing or invalid. `where` names
+    FormatVersionError if it has another format; one of `ILL_FORMED` if a member is missing or invalid. `where` names
     the file for messages.
     """
     _check_version(summary["format"], where)
@@ -183,23 +218,6 @@ def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
     return summary
 
 
-def _add_arrays(index: CheckpointIndex) -> None:
-    world_size = index.world_size
-    for directory, meta in index.arrays.items():
-        if not _INSIDE.fullmatch(directory):
-            raise ValueError(f"{directory!r:.80} is not inside the step")
-        about = meta.attributes["ckpt"]
-        if directory == PACK_DIRECTORY or "pack" in about:
-            if directory != PACK_DIRECTORY or about != {"pack": True} or (meta.dtype, len(meta.shape)) != ("uint8", 1):
-                raise ValueError(f"{directory!r:.80} is not the array of packed tensors")
-            continue
-        offset, shape = _box_in_tensor(about, meta.shape)
-        rank = rank_of(about.get("rank"), world_size)
-        _tensor(index, key_path(about["name"]), rank, meta.dtype, shape).boxes.append(
-            StoredBox(offset, meta.shape, directory, meta)
-        )
-
-
 def _add_state(index: CheckpointIndex, state: dict[str, Any]) -> None:
     world_size = index.world_size
     for name, rank, value in items(state["values"]):
@@ -212,37 +230,17 @@ def _add_state(index: CheckpointIndex, state: dict[str, Any]) -> None:
             known[key] = decode_value(value)
         except CheckpointCorruptError as error:
             raise ValueError(f"the value {display(path)}: {error}") from None
-    pack = index.arrays.get(PACK_DIRECTORY) or ArrayMeta((0,), "uint8", (1,))
-    for entry in items(state["packed"]):
-        shape = sizes(entry["shape"])
-        offset, whole = _box_in_tensor(entry, shape)
-        stored = StoredBox(offset, shape, PACK_DIRECTORY, pack, whole_number(entry["offset"]))
-        rank = rank_of(entry.get("rank"), world_size)
-        _tensor(index, key_path(entry["path"]), rank, dtype_name(entry["dtype"]), whole).boxes.append(stored)
     for name, target in items(state["aliases"]):
         if index.aliases.setdefault(key_path(name), key_path(target)) != tuple(target):
             raise ValueError(f"{display(key_path(name))} is an alias of two names")
 
 
-def _box_in_tensor(about: dict[str, Any], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset of a box in its tensor, and the shape of the tensor."""
-    if "box_offset" not in about and "tensor_shape" not in about:
-        return (0,) * len(shape), shape
-    offset, whole = sizes(about["box_offset"]), sizes(about["tensor_shape"])
-    if not len(offset) == len(whole) == len(shape):
-        raise ValueError(f"a box of shape {shape} at {offset} does not fit a tensor of shape {whole}")
-    return offset, whole
-
-
-def _tensor(index: CheckpointIndex, path: Path, rank: int | None, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+def _tensor(index: CheckpointIndex, array: StoredArray) -> StoredTensor:
+    """Return the tensor that an array belongs to."""
+    path, rank, dtype, shape = array.path, array.rank, array.meta.dtype, array.tensor_shape
     by_key: dict[Any, StoredTensor] = index.tensors if rank is None else index.per_rank_tensors.setdefault(path, {})
-    key: Any = path if rank is None else rank
-    tensor = by_key.get(key)
-    if tensor is None:
-        if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) > _MAX_ELEMENTS:
-            raise ValueError(f"{display(path)} has an impossible shape: {list(shape)!r:.80}")
-        tensor = by_key[key] = StoredTensor(dtype, shape)
-    elif (tensor.dtype, tensor.shape) != (dtype, shape):
+    tensor = by_key.setdefault(path if rank is None else rank, StoredTensor(dtype, shape))
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
         raise ValueError(f"{display(path)} is stored in two different shapes or dtypes")
     return tensor
 
@@ -283,13 +281,3 @@ def rank_of(value: Any, world_size: int) -> int | None:
         raise ValueError(f"rank {value!r} is not one of the {world_size} ranks that wrote the step")
     rank: int | None = value
     return rank
-
-
-def dtype_name(value: Any) -> str:
-    """Check and return the name of a dtype that can be stored."""
-    try:
-        stored(value)
-    except (StateError, TypeError):
-        raise ValueError(f"{value!r:.80} is not a dtype that can be stored") from None
-    name: str = value
-    return name

@@ -85,15 +85,30 @@ def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
     return int(_engine.crc32c_joined(first, second, second_bytes))
 
 
-def read_checked(fd: int, block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
-    """Read `segments`, a 1-d array of SEGMENT, from a file of blocks of `block_bytes` bytes with a checksum after each.
+def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    """Read `segments`, a 1-d array of SEGMENT, from a file of blocks with a checksum after each.
 
-    Segments are in order and do not overlap. Each block that they touch is read once, as a whole. Returns whether all
-    these blocks are complete and match their checksums. If not, some of the memory may have been written. OSError if
-    the file cannot be read.
+    Segments are in the order of the file and do not overlap, also if all between the first and the last row of one is
+    counted to it; series of blocks do not overlap either. Each block that they touch is read once, as a whole, and
+    blocks near each other with one call of the system. Returns whether all these blocks are complete and match their
+    checksums. If not, some of the memory may have been written. OSError if the file cannot be read.
     """
-    if segments.dtype != SEGMENT or segments.ndim != 1 or not segments.flags.c_contiguous or block_bytes < 1:
-        raise ValueError("segments must be a contiguous 1-d array of SEGMENT, and block_bytes positive")
-    if len(segments) > 1 and (segments["at"][:-1] + segments["bytes"][:-1] > segments["at"][1:]).any():
+    if segments.dtype != SEGMENT or segments.ndim != 1 or not segments.flags.c_contiguous:
+        raise ValueError("segments must be a contiguous 1-d array of SEGMENT")
+    if not segments["block_bytes"].all():
+        raise ValueError("the blocks of a segment must have bytes")
+    if not in_order(segments):
         raise ValueError("segments must be in order and not overlap")
-    return bool(_engine.read_checked(fd, block_bytes, segments))
+    return bool(_engine.read_checked(fd, segments))
+
+
+def in_order(segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    """Return whether segments are in the order of the file and do not overlap."""
+    segments = segments[(segments["bytes"] > 0) & (segments["rows"] > 0)]
+    if ((segments["rows"] > 1) & (segments["at_step"] < segments["bytes"])).any():
+        return False
+    first, last = segments[1:], segments[:-1]
+    ends = last["at"] + (last["rows"] - 1) * last["at_step"] + last["bytes"]
+    same = (first["base"] == last["base"]) & (first["block_bytes"] == last["block_bytes"])
+    block_ends = last["base"] + ((ends - 1) // last["block_bytes"] + 1) * (last["block_bytes"] + CHECKSUM_BYTES)
+    return bool(np.where(same, ends <= first["at"], block_ends <= first["base"]).all())

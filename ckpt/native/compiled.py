@@ -47,7 +47,7 @@ class Compiled:
             ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
             ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
             ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
-            ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, size, pointer, size, pointer, size),
+            ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, pointer, size, pointer, size),
             ("ckpt_record_bytes", size),
         ):
             function = getattr(library, str(name), None)
@@ -73,12 +73,9 @@ class Compiled:
     def crc32c_joined(self, first: int, second: int, second_bytes: int) -> int:
         return int(self._library.ckpt_crc32c_joined(first, second, second_bytes))
 
-    def read_checked(self, fd: int, block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
-        error = int(
-            self._library.ckpt_read_pieces(
-                fd, block_bytes, _address(segments), len(segments), self._buffer.memory, _BUFFER_BYTES
-            )
-        )
+    def read_checked(self, fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+        memory = self._buffer.memory
+        error = int(self._library.ckpt_read_pieces(fd, _address(segments), len(segments), memory, _BUFFER_BYTES))
         if error > 0:
             raise OSError(error, os.strerror(error))
         return error == 0

@@ -1,6 +1,7 @@
 /* Copies and checked reads: many in a single call, without the global interpreter lock. */
 #include <errno.h>
 #include <stdint.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "crc32c.h"
@@ -37,79 +38,134 @@ void ckpt_copy_runs(struct run *runs, uint64_t count) {
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* The same fields, in this order, as SEGMENT in records.py: `bytes` bytes go to `to`, from byte `at` of the blocks
- * of a file, not counting checksums. */
+/* The same fields, in this order, as SEGMENT in records.py. At byte `base` of a file a series of blocks begins, each of
+ * `block_bytes` bytes followed by their checksum. Row number r of the segment has `bytes` bytes: they go to `to` +
+ * r * `to_step`, from byte `at` + r * `at_step` of the blocks, not counting checksums. */
 struct segment {
-    uint64_t at, to, bytes;
+    uint64_t base, block_bytes, at, to, bytes, rows, at_step, to_step;
 };
 
-/* The segments that are left; `done` bytes of the next one are read. */
+/* The segments that are left: of the next one `row` rows are read, and `done` bytes of the next row. */
 struct segments {
     const struct segment *next, *end;
-    uint64_t done;
+    uint64_t row, done;
 };
 
 static void skip_empty(struct segments *left) {
-    while (left->next < left->end && !left->next->bytes) left->next++;
+    while (left->next < left->end && !(left->next->bytes && left->next->rows)) left->next++;
 }
 
-/* Copy what belongs to segments out of `bytes` bytes of data, which begin at `at` of the file's blocks. Returns the
- * checksum `crc` continued by the data. */
-static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, uint64_t at, uint64_t bytes) {
-    uint64_t end = at + bytes;
-    while (at < end) {
+/* Where the next byte is among the blocks of its series. */
+static uint64_t position(const struct segments *left) {
+    return left->next->at + left->row * left->next->at_step + left->done;
+}
+
+/* Where the block with byte `at` of a segment's series begins in the file. */
+static uint64_t block_start(const struct segment *segment, uint64_t at) {
+    return segment->base + at / segment->block_bytes * (segment->block_bytes + CHECKSUM_BYTES);
+}
+
+enum { SHORT_ROW = 2048 };
+
+/* Copy what belongs to segments out of `bytes` bytes of data, which begin at `at` of the blocks at `base`. Returns the
+ * checksum `crc` continued by the data. Short rows are copied after the checksum of all, while the data are in the
+ * cache: then the loop has few calls. */
+static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, uint64_t base, uint64_t at,
+                     uint64_t bytes) {
+    uint64_t end = at + bytes, checked = at;
+    while (left->next < left->end && left->next->base == base && position(left) < end) {
         const struct segment *segment = left->next;
-        uint64_t start = segment < left->end ? least(segment->at + left->done, end) : end;
-        crc = ckpt_crc32c(crc, data, start - at);
-        data += start - at;
-        at = start;
-        if (at == end) break;
-        uint64_t count = least(segment->bytes - left->done, end - at);
-        crc = ckpt_crc32c_copy(crc, (uint8_t *)(uintptr_t)segment->to + left->done, data, count);
-        data += count;
-        at += count;
+        uint64_t from = position(left), count = least(segment->bytes - left->done, end - from);
+        uint8_t *to = (uint8_t *)(uintptr_t)(segment->to + left->row * segment->to_step + left->done);
+        if (segment->bytes < SHORT_ROW) {
+            if (checked < end) crc = ckpt_crc32c(crc, data + (checked - at), end - checked);
+            checked = end;
+        }
+        if (checked <= from) {
+            crc = ckpt_crc32c(crc, data + (checked - at), from - checked);
+            crc = ckpt_crc32c_copy(crc, to, data + (from - at), count);
+            checked = from + count;
+        } else
+            memcpy(to, data + (from - at), count);
         left->done += count;
-        if (left->done == segment->bytes) {
+        if (left->done < segment->bytes) break;
+        left->done = 0;
+        if (++left->row == segment->rows) {
+            left->row = 0;
             left->next++;
-            left->done = 0;
             skip_empty(left);
         }
     }
-    return crc;
+    return checked < end ? ckpt_crc32c(crc, data + (checked - at), end - checked) : crc;
 }
 
-enum { BLOCK_ENDS = -1, BLOCK_DIFFERS = -2 };
+/* The part of the file that is in the buffer. */
+struct window {
+    int fd;
+    uint8_t *buffer;
+    uint64_t buffer_bytes, start, bytes;
+};
 
-/* Read block `number` and the checksum (little-endian) after it, in parts that stay in a core's cache between the copy
- * by the kernel and the one here. */
-static int read_block(int fd, uint64_t number, uint64_t block_bytes, struct segments *left, uint8_t *buffer,
-                      uint64_t buffer_bytes) {
-    uint64_t all = block_bytes + CHECKSUM_BYTES;
-    uint32_t found = 0, expected = 0;
-    for (uint64_t at = 0; at < all;) {
-        ssize_t got = pread(fd, buffer, least(buffer_bytes, all - at), (off_t)(number * all + at));
+enum { BLOCK_ENDS = -1, BLOCK_DIFFERS = -2, NEAR_BYTES = 4096 };
+
+/* Have the byte at `offset` in the buffer. What is read with it are the bytes up to `needed` and the blocks that follow
+ * near enough that one call for all takes less time. */
+static int fill(struct window *window, uint64_t offset, uint64_t needed, const struct segments *left) {
+    uint64_t most = offset + window->buffer_bytes;
+    for (const struct segment *next = left->next; next < left->end && needed < most; next++) {
+        if (!next->bytes || !next->rows) continue;
+        uint64_t at = next == left->next ? position(left) : next->at;
+        if (block_start(next, at) > needed + NEAR_BYTES) break;
+        int apart = next->rows > 1 && next->at_step - next->bytes >= next->block_bytes; /* by blocks not needed */
+        uint64_t row = next == left->next ? left->row : 0, last_row = apart ? row : next->rows - 1;
+        uint64_t end = block_start(next, next->at + last_row * next->at_step + next->bytes - 1);
+        end += next->block_bytes + CHECKSUM_BYTES;
+        if (end > needed) needed = end;
+        if (apart) break;
+    }
+    for (;;) {
+        ssize_t got = pread(window->fd, window->buffer, least(most, needed) - offset, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return got ? errno : BLOCK_ENDS;
-        uint64_t end = at + (uint64_t)got, checked = at < block_bytes ? least(block_bytes, end) - at : 0;
-        found = take(left, found, buffer, number * block_bytes + at, checked);
-        for (uint64_t n = checked; n < (uint64_t)got; n++) expected |= (uint32_t)buffer[n] << (8 * (at + n - block_bytes));
+        window->start = offset;
+        window->bytes = (uint64_t)got;
+        return 0;
+    }
+}
+
+/* Read the block with the next byte, and the checksum (little-endian) after it, in parts that stay in a core's cache
+ * between the copy by the kernel and the one here. */
+static int read_block(struct window *window, struct segments *left) {
+    uint64_t base = left->next->base, block_bytes = left->next->block_bytes, all = block_bytes + CHECKSUM_BYTES;
+    uint64_t number = position(left) / block_bytes, start = base + number * all;
+    uint32_t found = 0, expected = 0;
+    for (uint64_t at = 0; at < all;) {
+        uint64_t offset = start + at;
+        if (offset < window->start || offset >= window->start + window->bytes) {
+            int error = fill(window, offset, start + all, left);
+            if (error) return error;
+        }
+        const uint8_t *data = window->buffer + (offset - window->start);
+        uint64_t got = least(window->start + window->bytes - offset, all - at), end = at + got;
+        uint64_t checked = at < block_bytes ? least(block_bytes, end) - at : 0;
+        if (checked) found = take(left, found, data, base, number * block_bytes + at, checked);
+        for (uint64_t n = checked; n < got; n++) expected |= (uint32_t)data[n] << (8 * (at + n - block_bytes));
         at = end;
     }
     return found == expected ? 0 : BLOCK_DIFFERS;
 }
 
-/* Read `count` segments of a file that begins with blocks of `block_bytes` bytes, each followed by its checksum.
- * Segments are in order and do not overlap. Each block that they touch is read once, as a whole. Returns 0, an errno,
- * BLOCK_ENDS or BLOCK_DIFFERS.
+/* Read `count` segments of a file. They are in order and do not overlap, also if all between the first and the last row
+ * of one is counted to it. Each block that they touch is read once, as a whole. Returns 0, an errno, BLOCK_ENDS or
+ * BLOCK_DIFFERS.
  *
  * `buffer` is the caller's, one for each thread. It cannot be on the stack, of which a Python thread may have as little
  * as 32 KiB, and allocating it for each call takes longer than a small read. */
-int ckpt_read_pieces(int fd, uint64_t block_bytes, const struct segment *segments, uint64_t count, uint8_t *buffer,
-                     uint64_t buffer_bytes) {
-    struct segments left = {segments, segments + count, 0};
+int ckpt_read_pieces(int fd, const struct segment *segments, uint64_t count, uint8_t *buffer, uint64_t buffer_bytes) {
+    struct segments left = {segments, segments + count, 0, 0};
+    struct window window = {fd, buffer, buffer_bytes, 0, 0};
     int error = 0;
-    for (skip_empty(&left); !error && left.next < left.end;)
-        error = read_block(fd, (left.next->at + left.done) / block_bytes, block_bytes, &left, buffer, buffer_bytes);
+    for (skip_empty(&left); !error && left.next < left.end;) error = read_block(&window, &left);
     return error;
 }
 

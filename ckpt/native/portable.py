@@ -7,7 +7,8 @@ checksum are two passes over the memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
@@ -18,6 +19,7 @@ from ckpt.native.records import CHECKSUM_BYTES
 __all__ = ["copy_runs", "crc32c", "crc32c_joined", "read_checked"]
 
 _STRIDE = 256 << 10  # bytes that stay in a core's cache between the copy and the checksum
+_NEAR_BYTES = 4096  # blocks that are so near each other are read with one call
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, bits in reversed order
 _ONE = 1 << 31  # the polynomial 1, in this order
 
@@ -95,47 +97,71 @@ def _copy(to: int, source: int, nbytes: int, crc: int) -> int:
     return int(crc)
 
 
-def read_checked(fd: int, block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
     """Read `segments` of a file of checksummed blocks, as `ckpt.native.read_checked`."""
-    for number, parts in _by_block(block_bytes, segments):
-        block = _read_block(fd, number, block_bytes)
-        if block is None:
+    for blocks in _near_blocks(_by_block(segments)):
+        first, last = blocks[0], blocks[-1]
+        data = _read(fd, first.start, last.end - first.start)
+        if data is None:
             return False
-        for start, to, nbytes in parts:
-            np.copyto(_at(to, nbytes), block[start : start + nbytes])
+        for block in blocks:
+            end = block.end - CHECKSUM_BYTES - first.start
+            content = data[block.start - first.start : end]
+            if crc32c(content, 0) != int.from_bytes(data[end : end + CHECKSUM_BYTES].tobytes(), "little"):
+                return False
+            for start, to, nbytes in block.parts:
+                np.copyto(_at(to, nbytes), content[start : start + nbytes])
     return True
 
 
-def _by_block(
-    block_bytes: int, segments: np.ndarray[Any, np.dtype[Any]]
-) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-    """Yield each block to read, once: its number, and (start in the block, target address, bytes) of its parts."""
-    current = -1
-    parts: list[tuple[int, int, int]] = []
-    for at, to, nbytes in segments.tolist():
-        done = 0
-        while done < nbytes:
-            number, start = divmod(at + done, block_bytes)
-            count = min(nbytes - done, block_bytes - start)
-            if number != current and parts:
-                yield current, parts
-                parts = []
-            current = number
-            parts.append((start, to + done, count))
-            done += count
-    if parts:
-        yield current, parts
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block to read, with its checksum, and the (start in it, target address, bytes) of its parts."""
+
+    start: int
+    end: int
+    parts: list[tuple[int, int, int]]
 
 
-def _read_block(fd: int, number: int, block_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-    """Return a block; None if it is incomplete or does not match its checksum."""
-    size = block_bytes + CHECKSUM_BYTES
-    data = np.empty(size, np.uint8)
+def _by_block(segments: np.ndarray[Any, np.dtype[Any]]) -> Iterator[_Block]:
+    """Yield each block to read, once."""
+    current = _Block(-1, -1, [])
+    for base, block_bytes, first, to, nbytes, rows, at_step, to_step in segments.tolist():
+        for row in range(rows):
+            at, target, done = first + row * at_step, (to + row * to_step) % (1 << 64), 0
+            while done < nbytes:
+                number, start = divmod(at + done, block_bytes)
+                count = min(nbytes - done, block_bytes - start)
+                begin = base + number * (block_bytes + CHECKSUM_BYTES)
+                if begin != current.start:
+                    if current.parts:
+                        yield current
+                    current = _Block(begin, begin + block_bytes + CHECKSUM_BYTES, [])
+                current.parts.append((start, target + done, count))
+                done += count
+    if current.parts:
+        yield current
+
+
+def _near_blocks(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Group blocks that one call reads."""
+    group: list[_Block] = []
+    for block in blocks:
+        if group and (block.start > group[-1].end + _NEAR_BYTES or block.end > group[0].start + _STRIDE):
+            yield group
+            group = []
+        group.append(block)
+    if group:
+        yield group
+
+
+def _read(fd: int, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """Return bytes of a file; None if it ends before."""
+    data = np.empty(nbytes, np.uint8)
     done = 0
-    while done < size:
-        count = os.preadv(fd, [data[done:].data], number * size + done)
+    while done < nbytes:
+        count = os.preadv(fd, [data[done:].data], offset + done)
         if count == 0:
             return None
         done += count
-    expected = int.from_bytes(data[block_bytes:].tobytes(), "little")
-    return data[:block_bytes] if crc32c(data[:block_bytes], 0) == expected else None
+    return data

@@ -15,5 +15,11 @@ Afterwards `crc32c` holds the checksum of the bytes. If `checksum_at` is not 0 t
 address (4 bytes, little-endian). The checksum of a run that `continues` covers the run before, too. With 0 in `to`
 only the checksum is computed; with 0 in `from` it is the checksum of zeros, and no memory is accessed."""
 
-SEGMENT = np.dtype([(name, np.uint64) for name in ("at", "to", "bytes")])
-"""A read of `bytes` bytes to the address `to`, from byte `at` of a file's blocks, not counting their checksums."""
+SEGMENT = np.dtype(
+    [(name, np.uint64) for name in ("base", "block_bytes", "at", "to", "bytes", "rows", "at_step", "to_step")]
+)
+"""A read of `rows` rows of `bytes` bytes each from a file.
+
+At byte `base` of the file a series of blocks begins, each of `block_bytes` bytes followed by their checksum. Row r goes
+to the address ``to + r * to_step``, from byte ``at + r * at_step`` of the blocks, not counting checksums. `to_step` may
+be negative, modulo 2**64."""

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import product
 
-__all__ = ["Box", "Placement", "Sharding", "local_boxes", "tile_exactly", "unravel_index"]
+__all__ = ["Box", "BoxFinder", "Placement", "Sharding", "local_boxes", "tile_exactly", "unravel_index"]
 
 _PRIME = (1 << 61) - 1
 
@@ -123,25 +123,49 @@ def local_boxes(
 
     Nearly always one; several for some strided shards of dimensions that do not divide evenly; none for an empty shard.
     """
-    runs_by_dim = [_runs(size, dim, sharding, coordinate) for dim, size in enumerate(shape)]
-    boxes = []
-    for choice in product(*runs_by_dim):
-        offset = tuple(start for start, _, _ in choice)
-        boxes.append((Box(offset, tuple(n for _, n, _ in choice)), tuple(local for _, _, local in choice)))
-    return boxes
+    return BoxFinder(shape, sharding)(coordinate)
 
 
-def _runs(size: int, dim: int, sharding: Sharding, coordinate: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Return the runs (start, length, local start) of dimension `dim` at `coordinate`."""
-    runs = [(0, size)] if size else []
-    for placement, ways, position in zip(sharding.placements, sharding.mesh_shape, coordinate, strict=True):
-        if placement.dim == dim:
-            runs = _chunk(runs, ways, position, placement.split_factor)
-    result, local = [], 0
-    for start, length in runs:
-        result.append((start, length, local))
-        local += length
-    return result
+class BoxFinder:
+    """Finds the boxes of one tensor as `local_boxes` does, for many ranks of its mesh."""
+
+    def __init__(self, shape: tuple[int, ...], sharding: Sharding) -> None:
+        self._shape = shape
+        self._steps = [
+            [
+                (ways, mesh_dim, placement.split_factor)
+                for mesh_dim, (placement, ways) in enumerate(zip(sharding.placements, sharding.mesh_shape, strict=True))
+                if placement.dim == dim
+            ]
+            for dim in range(len(shape))
+        ]
+        self._known: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+
+    def __call__(self, coordinate: tuple[int, ...]) -> list[tuple[Box, tuple[int, ...]]]:
+        """Return the boxes of the rank at `coordinate`."""
+        boxes = []
+        for choice in product(*(self._runs(dim, coordinate) for dim in range(len(self._shape)))):
+            offset = tuple([start for start, _, _ in choice])
+            boxes.append((Box(offset, tuple([n for _, n, _ in choice])), tuple([local for _, _, local in choice])))
+        return boxes
+
+    def _runs(self, dim: int, coordinate: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        """Return the runs (start, length, local start) of dimension `dim` at `coordinate`."""
+        steps = self._steps[dim]
+        key = dim, *(coordinate[mesh_dim] for _, mesh_dim, _ in steps)
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        size = self._shape[dim]
+        runs = [(0, size)] if size else []
+        for ways, mesh_dim, sections in steps:
+            runs = _chunk(runs, ways, coordinate[mesh_dim], sections)
+        result, local = [], 0
+        for start, length in runs:
+            result.append((start, length, local))
+            local += length
+        self._known[key] = result
+        return result
 
 
 def _chunk(runs: list[tuple[int, int]], ways: int, position: int, sections: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Chunk grids: how a tensor is divided into files such that exactly one rank writes each file.
+"""Chunk grids: how a tensor is divided into chunks such that exactly one rank writes each chunk.
 
 Every boundary between the boxes of two ranks must lie on the regular grid. If the tensor is divided evenly, the chunks
 are the boxes. Otherwise the greatest common divisor of all boundaries may give chunks of reasonable size; if it does
@@ -16,7 +16,9 @@ from ckpt.planning.boxes import Box
 __all__ = ["Grid", "GridOptions", "common_grid", "refine"]
 
 _INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
-_MIN_INNER_BYTES = 96 << 10
+_INNER_CHUNKS_OF_CHUNK = 8  # the same where thousands of ranks have a little each
+_MIN_INNER_BYTES = 8 << 10
+_CHUNKS_IN_FILE = 4  # so that files are not much larger than wanted
 _TOO_SMALL = 8  # times smaller than wanted
 
 
@@ -24,15 +26,19 @@ _TOO_SMALL = 8  # times smaller than wanted
 class GridOptions:
     """Sizes, in bytes, that determine the files of a checkpoint.
 
-    Tensors of at most `pack_below_bytes` share the files of their rank. Files have about `file_bytes` at most. They are
-    divided into inner chunks of about `inner_bytes` at most, so that a restore to another sharding reads little more
-    than it needs.
+    A rank begins a new file when one has `file_bytes`. Chunks are divided into inner chunks of about `inner_bytes` at
+    most, so that a restore to another sharding reads little more than it needs. What several ranks hold is divided
+    between them, into parts of at least `smallest_split_bytes`.
     """
 
-    pack_below_bytes: int = 16 << 10
     file_bytes: int = 64 << 20
     inner_bytes: int = 4 << 20
     smallest_split_bytes: int = 64 << 10
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of a chunk, about, at most."""
+        return max(1, self.file_bytes // _CHUNKS_IN_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +65,21 @@ def _common_size(size: int, boundaries: Iterable[int]) -> int:
 
 
 def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target_bytes: int, inner_bytes: int) -> Grid:
-    """Divide the chunks of a grid into files of about `target_bytes`, as even as possible, and these into inner chunks.
+    """Divide the chunks of a grid into some of about `target_bytes`, as even as possible, and these into inner chunks.
 
     Only leading dimensions are divided, so that every inner chunk is contiguous in a C-ordered tensor. Inner chunks
     have about `inner_bytes`, and less in tensors that are not large (see `_INNER_CHUNKS`).
     """
     bounded = [part < size for part, size in zip(chunk, shape, strict=True)]
     outer = list(_cut(chunk, bounded, itemsize, target_bytes))
-    wanted = math.prod(shape) * itemsize // _INNER_CHUNKS
+    chunk_bytes = math.prod(outer) * itemsize
+    wanted = min(math.prod(shape) * itemsize // _INNER_CHUNKS, chunk_bytes // _INNER_CHUNKS_OF_CHUNK)
     inner = _cut(tuple(outer), bounded, itemsize, min(target_bytes, inner_bytes, max(wanted, _MIN_INNER_BYTES)))
-    file_bytes = math.prod(outer) * itemsize
     for dim, is_bounded in enumerate(bounded):
         if not is_bounded:
             outer[dim] = -(-outer[dim] // inner[dim]) * inner[dim]
     too_much = math.prod(outer) * itemsize - target_bytes
-    if file_bytes <= target_bytes and too_much > 0:  # rounding up to inner chunks made it too large
+    if chunk_bytes <= target_bytes and too_much > 0:  # rounding up to inner chunks made it too large
         return refine(shape, chunk, itemsize, target_bytes - too_much, inner_bytes)
     return Grid(tuple(outer), inner if tuple(outer) != inner else None)
 

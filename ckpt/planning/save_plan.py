@@ -1,6 +1,7 @@
-"""The plan of a save: which rank writes which chunk.
+"""The plan of a save: which rank writes which chunk, and where in its pack.
 
-Every rank computes the same plan for the whole job, from the descriptions of all ranks and without communication.
+Every rank computes the same plan for the whole job, from the descriptions of all ranks and without communication. What
+only one rank holds is written by it. What several hold is divided into chunks, which the least loaded of them writes.
 """
 
 from __future__ import annotations
@@ -15,86 +16,81 @@ import numpy as np
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, Sharding, local_boxes
+from ckpt.planning.boxes import Box, BoxFinder, Sharding, unravel_index
 from ckpt.planning.chunk_grid import Grid, GridOptions, common_grid, refine
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.packing import LoadBalancer, PackedTensor, PackItem, make_pack
+from ckpt.planning.pack_layout import ArrayDraft, Owners, lay_out
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.documents import encode_document
+from ckpt.storage.pack_index import PackIndex, StoredArray
 
-__all__ = ["ArrayPlan", "SavePlan", "make_save_plan"]
+__all__ = ["PlannedChunk", "SavePlan", "make_save_plan"]
 
 _BALANCE = 20  # the least number of chunks in a rank's share, so that ranks finish within 1/20 of each other
 
+_SLACK = 100  # a difference of 1/100 of a rank's share is no reason to give a small tensor to another rank
+
 
 @dataclass(frozen=True, slots=True)
-class ArrayPlan:
-    """One array to write: a tensor, one `box` of it where there is no common grid, or the tensor of one `rank`.
+class PlannedChunk:
+    """A chunk that a rank writes: that at `index` of the grid of `array`, the number `copy` in C order.
 
-    `owners` are the ranks that write its chunks, in C order of the grid.
+    It is to be at byte `offset` of file number `file` of the rank's pack.
     """
 
-    path: Path
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    grid: Grid
-    owners: tuple[int, ...]
-    box: Box
-    tensor_shape: tuple[int, ...]
-    box_number: int | None = None
-    rank: int | None = None
+    array: StoredArray
+    index: tuple[int, ...]
+    copy: int
+    file: int
+    offset: int
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The plan of a save, the same on all ranks. `packed`, `pack_owners` and `pack_grid` are those of a `Pack`."""
+    """The plan of a save, the same on all ranks: every array with its place, and who writes which value."""
 
     world_size: int
-    arrays: tuple[ArrayPlan, ...]
-    packed: tuple[PackedTensor, ...]
-    pack_owners: tuple[int, ...]
-    pack_grid: Grid | None
+    index: PackIndex
     value_owners: dict[Path, int]
     per_rank_values: dict[Path, tuple[int, ...]]
     aliases: dict[Path, Path]
 
-    def chunks_of(self, rank: int) -> Iterator[tuple[int, ArrayPlan, int]]:
-        """Yield the chunks that `rank` writes: array number, array, chunk number."""
-        known: dict[int, list[int]] = {}  # many arrays share the tuple of their owners
-        for number, array in enumerate(self.arrays):
-            chunks = known.get(id(array.owners))
-            if chunks is None:
-                chunks = known[id(array.owners)] = [n for n, owner in enumerate(array.owners) if owner == rank]
-            for chunk in chunks:
-                yield number, array, chunk
+    def chunks_of(self, rank: int) -> Iterator[PlannedChunk]:
+        """Yield the chunks that `rank` writes, in the order of its pack."""
+        arrays: dict[int, list[StoredArray]] = {}
+        for array in self.index.arrays:
+            if array.region is not None:
+                arrays.setdefault(array.region, []).append(array)
+        lanes = []
+        for number, region in enumerate(self.index.regions):
+            for copy in np.flatnonzero(region.ranks == rank).tolist():
+                lanes.append((int(region.files[copy]), int(region.starts[copy]), number, copy))
+        for file, start, number, copy in sorted(lanes):
+            for array in arrays[number]:
+                index = unravel_index(copy, array.meta.grid_shape)
+                yield PlannedChunk(array, index, copy, file, start + array.offset)
 
-    @property
-    def pack_bytes(self) -> int:
-        """The size of each chunk of the pack."""
-        return self.pack_grid.chunk_shape[0] if self.pack_grid is not None else 0
+    @cached_property
+    def index_bytes(self) -> bytes:
+        """The index of the step, as it is stored."""
+        return encode_document(self.index.to_document())
 
     @cached_property
     def digest(self) -> str:
         """A digest of the whole plan."""
-        digest = hashlib.blake2b(digest_size=16)
-        known: dict[int, bytes] = {}  # many arrays share the tuple of their owners
-        for array in self.arrays:
-            owners = known.get(id(array.owners))
-            if owners is None:
-                owners = known[id(array.owners)] = np.asarray(array.owners, "<u4").tobytes()
-            about = (array.path, array.dtype, array.itemsize, array.shape, array.grid, len(array.owners), array.box)
-            digest.update(repr((*about, array.tensor_shape, array.box_number, array.rank)).encode())
-            digest.update(owners)
-        rest = (self.world_size, self.packed, self.pack_owners, self.pack_grid)
-        digest.update(repr((*rest, self.value_owners, self.per_rank_values, self.aliases)).encode())
+        digest = hashlib.blake2b(self.index_bytes, digest_size=16)
+        digest.update(repr((self.world_size, self.value_owners, self.per_rank_values, self.aliases)).encode())
         return digest.hexdigest()
 
 
-def make_save_plan(descriptions: Sequence[StateDescription], options: GridOptions) -> SavePlan:
+def make_save_plan(
+    descriptions: Sequence[StateDescription], options: GridOptions, compression: str | None = None
+) -> SavePlan:
     """Divide every tensor into chunks and assign each to one of the ranks that hold it, evenly by bytes.
 
     Each box of a tensor that is `from_lowest` on any rank is assigned to the lowest rank that holds it. `descriptions`
-    are by rank, and equal ones are one object. Deterministic. Raises StateError if the ranks' boxes of a tensor overlap
-    partly or leave a gap.
+    are by rank, and equal ones are one object. `compression` is that of all chunks: None or "zstd". Deterministic.
+    Raises StateError if the ranks' boxes of a tensor overlap partly or leave a gap.
     """
     world_size = len(descriptions)
     tensors = _holders(descriptions)
@@ -107,22 +103,12 @@ def make_save_plan(descriptions: Sequence[StateDescription], options: GridOption
         if path not in aliases
     ]
     share = sum(spec.itemsize * math.prod(spec.shape) for _, spec, _ in units) / max(world_size, 1)
-    target = options.file_bytes
-    if world_size > 1:
-        target = min(target, max(options.smallest_split_bytes, int(share / _BALANCE)))
-    loads = [0] * world_size
-    divider = _Divider(target, options)
-    drafts: list[_Draft] = []
-    small: list[PackItem] = []
-    for path, spec, boxes in units:
-        if math.prod(spec.shape) * spec.itemsize <= options.pack_below_bytes:
-            small += [PackItem(path, spec, box, holders) for box, holders in boxes.items()]
-        else:
-            drafts += divider.divide(path, spec, boxes)
-    arrays = _assign(drafts, loads)
-    pack = make_pack(small, LoadBalancer(loads), target, options)
+    divider = _Divider(share, options)
+    drafts = [draft for path, spec, boxes in units for draft in divider.divide(path, spec, boxes)]
+    owners = _assign(drafts, world_size, min(options.smallest_split_bytes, int(share / _SLACK)))
+    arrays = [_array_draft(draft, own, compression) for draft, own in zip(drafts, owners, strict=True)]
     values, per_rank_values = _value_owners(descriptions)
-    return SavePlan(world_size, arrays, pack.entries, pack.owners, pack.grid, values, per_rank_values, aliases)
+    return SavePlan(world_size, lay_out(arrays, world_size, options.file_bytes), values, per_rank_values, aliases)
 
 
 _Holders = dict[Sharding | None, tuple[int, ...]]
@@ -224,58 +210,86 @@ def _distinct_boxes(spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int,
             boxes.setdefault(Box.whole(spec.shape), set()).update(ranks)
             continue
         coordinates = sharding.coordinates()
+        find = BoxFinder(spec.shape, sharding)
         for rank in ranks:
             if rank in coordinates:
-                for box, _ in local_boxes(spec.shape, sharding, coordinates[rank]):
+                for box, _ in find(coordinates[rank]):
                     boxes.setdefault(box, set()).add(rank)
     return {box: tuple(sorted(ranks)) for box, ranks in sorted(boxes.items())}
 
 
 _Candidates = tuple[tuple[int, ...], ...]
-_Draft = tuple[ArrayPlan, _Candidates]
+"""The ranks that hold each chunk of an array, in C order of its grid; one object for arrays that are divided alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """An array whose chunks have no owners yet: a tensor, one `box` of it, or the tensor of one `rank`."""
+
+    path: Path
+    spec: TensorSpec
+    box: Box
+    grid: Grid
+    candidates: _Candidates
+    rank: int | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.grid.chunk_shape) * self.spec.itemsize
+
+
+def _array_draft(draft: _Draft, owners: Owners, compression: str | None) -> ArrayDraft:
+    about: dict[str, object] = {"name": list(draft.path)}
+    if draft.rank is not None:
+        about["rank"] = draft.rank
+    if draft.box.shape != draft.spec.shape:
+        about |= {"box_offset": list(draft.box.offset), "tensor_shape": list(draft.spec.shape)}
+    grid = draft.grid
+    meta = ArrayMeta(
+        draft.box.shape, draft.spec.dtype, grid.chunk_shape, grid.inner_chunk_shape, compression, {"ckpt": about}
+    )
+    return ArrayDraft(draft.path, meta, owners, draft.box.offset, draft.spec.shape, draft.rank)
 
 
 class _Divider:
-    """Divides tensors into arrays and chunks, once for all tensors with the same shape and boxes."""
+    """Divides tensors into arrays and chunks, once for all tensors with the same shape and boxes.
 
-    def __init__(self, target: int, options: GridOptions) -> None:
-        self._target = target
+    `share` is what each rank writes, about. What several ranks hold is cut into chunks that can be shared out evenly.
+    """
+
+    def __init__(self, share: float, options: GridOptions) -> None:
         self._options = options
-        self._known: dict[tuple[object, ...], list[tuple[int | None, Box, Grid, _Candidates]]] = {}
+        self._shared_bytes = min(options.chunk_bytes, max(options.smallest_split_bytes, int(share / _BALANCE)))
+        self._known: dict[tuple[object, ...], list[tuple[Box, Grid, _Candidates]]] = {}
 
-    def divide(self, path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> list[_Draft]:
-        """Return the arrays of a tensor with the possible owners of their chunks. Caches by the identity of `boxes`."""
+    def divide(self, path: Path, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> Iterator[_Draft]:
+        """Yield the arrays of a tensor with the possible owners of their chunks. Caches by the identity of `boxes`."""
         if spec.per_rank:
-            shape, inner_bytes = spec.shape, self._options.inner_bytes
-            grid = refine(shape, _at_least_one(shape), spec.itemsize, self._options.file_bytes, inner_bytes)
-            whole = Box.whole(shape)
-            return [
-                (_array(path, spec, whole, grid, rank=rank), _candidates(whole, grid, {whole: (rank,)}))
-                for rank in boxes[whole]
-            ]
+            whole = Box.whole(spec.shape)
+            grid = self._grid(spec, spec.shape, tuple(max(size, 1) for size in spec.shape), shared=False)
+            for rank in boxes[whole]:
+                yield _Draft(path, spec, whole, grid, _candidates(whole, grid, {whole: (rank,)}), rank)
+            return
         key = (spec.shape, spec.itemsize, id(boxes))
         if key not in self._known:
             self._known[key] = list(self._arrays(spec, boxes))
-        return [(_array(path, spec, box, grid, number), owners) for number, box, grid, owners in self._known[key]]
+        for box, grid, candidates in self._known[key]:
+            yield _Draft(path, spec, box, grid, candidates)
 
-    def _arrays(
-        self, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]
-    ) -> Iterator[tuple[int | None, Box, Grid, _Candidates]]:
-        target, inner_bytes = self._target, self._options.inner_bytes
+    def _arrays(self, spec: TensorSpec, boxes: dict[Box, tuple[int, ...]]) -> Iterator[tuple[Box, Grid, _Candidates]]:
+        shared = any(len(holders) > 1 for holders in boxes.values())
         chunk = common_grid(spec.shape, list(boxes), spec.itemsize)
         if chunk is not None:
-            whole, grid = Box.whole(spec.shape), refine(spec.shape, chunk, spec.itemsize, target, inner_bytes)
-            yield None, whole, grid, _candidates(whole, grid, boxes)
+            whole, grid = Box.whole(spec.shape), self._grid(spec, spec.shape, chunk, shared)
+            yield whole, grid, _candidates(whole, grid, boxes)
             return
-        for number, (box, holders) in enumerate(boxes.items()):
-            grid = refine(box.shape, box.shape, spec.itemsize, target, inner_bytes)
-            yield number, box, grid, _candidates(box, grid, {box: holders})
+        for box, holders in boxes.items():
+            grid = self._grid(spec, box.shape, box.shape, shared)
+            yield box, grid, _candidates(box, grid, {box: holders})
 
-
-def _array(
-    path: Path, spec: TensorSpec, box: Box, grid: Grid, number: int | None = None, rank: int | None = None
-) -> ArrayPlan:
-    return ArrayPlan(path, spec.dtype, spec.itemsize, box.shape, grid, (), box, spec.shape, number, rank)
+    def _grid(self, spec: TensorSpec, shape: tuple[int, ...], chunk: tuple[int, ...], shared: bool) -> Grid:
+        target = self._shared_bytes if shared else self._options.chunk_bytes
+        return refine(shape, chunk, spec.itemsize, target, self._options.inner_bytes)
 
 
 def _candidates(box: Box, grid: Grid, boxes: dict[Box, tuple[int, ...]]) -> _Candidates:
@@ -302,42 +316,65 @@ def _indices(first: tuple[int, ...], last: tuple[int, ...]) -> Iterator[tuple[in
             yield (index, *rest)
 
 
-def _at_least_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(max(size, 1) for size in shape)
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Chunks that are assigned together: at most one of each box, so that all ranks that share a sharding do alike.
+
+    `holders` has a row for each of the `chunks`, with the ranks that hold it.
+    """
+
+    chunks: tuple[int, ...]
+    holders: np.ndarray[tuple[int, int], np.dtype[np.intp]]
 
 
-def _assign(drafts: list[_Draft], loads: list[int]) -> tuple[ArrayPlan, ...]:
-    """Assign every chunk to the least loaded rank that holds it: those with only one first, then the largest."""
-    fixed: dict[int, tuple[int, ...] | None] = {}  # by the candidates, which many arrays share
-    work = []
-    for number, (array, candidates) in enumerate(drafts):
-        nbytes = math.prod(array.grid.chunk_shape) * array.itemsize
-        if id(candidates) not in fixed:
-            alone = all(len(holders) == 1 for holders in candidates)
-            fixed[id(candidates)] = tuple(rank for (rank,) in candidates) if alone else None
-        if fixed[id(candidates)] is None:
-            work += [(len(holders) > 1, -nbytes, number, chunk, holders) for chunk, holders in enumerate(candidates)]
-    _add_fixed(drafts, fixed, loads)
-    balancer = LoadBalancer(loads)
-    chosen: dict[int, list[int]] = {}
-    for _, negative_bytes, number, chunk, holders in sorted(work):
-        owners = chosen.setdefault(number, [0] * len(drafts[number][1]))
-        owners[chunk] = balancer.assign(holders, -negative_bytes)
-    return tuple(
-        replace(array, owners=fixed[id(candidates)] or tuple(chosen.get(number, ())))
-        for number, (array, candidates) in enumerate(drafts)
-    )
+def _assign(drafts: list[_Draft], world_size: int, slack: int) -> list[Owners]:
+    """Return the ranks that write the chunks of each array.
+
+    What only one rank holds is fixed; the rest is assigned by size, the largest first, to the first holder that has at
+    most `slack` bytes more than the least loaded one. So small tensors do not scatter.
+    """
+    fixed: dict[int, Owners | None] = {}  # by the candidates, which many arrays share
+    columns: dict[int, list[_Column]] = {}
+    known: dict[Owners, Owners] = {}  # equal ones become one object
+    fixed_bytes: dict[int, int] = {}
+    free: list[tuple[int, int]] = []
+    for number, draft in enumerate(drafts):
+        which = id(draft.candidates)
+        if which not in fixed:
+            alone = all(len(holders) == 1 for holders in draft.candidates)
+            own = tuple(rank for (rank,) in draft.candidates) if alone else None
+            fixed[which] = own if own is None else known.setdefault(own, own)
+            columns[which] = [] if alone else list(_columns(draft.candidates))
+        if fixed[which] is None:
+            free.append((-draft.chunk_bytes, number))
+        else:
+            fixed_bytes[which] = fixed_bytes.get(which, 0) + draft.chunk_bytes
+    loads = np.zeros(world_size, np.int64)
+    for which, nbytes in fixed_bytes.items():
+        np.add.at(loads, np.array(fixed[which], np.intp), nbytes)
+    owners: list[Owners] = [fixed[id(draft.candidates)] or () for draft in drafts]
+    for negative_bytes, number in sorted(free):
+        candidates = drafts[number].candidates
+        chosen = np.zeros(len(candidates), np.intp)
+        for column in columns[id(candidates)]:
+            load = loads[column.holders].max(axis=0)
+            ranks = column.holders[:, int(np.argmax(load <= load.min() + slack))]
+            loads[ranks] -= negative_bytes
+            chosen[list(column.chunks)] = ranks
+        own = tuple(chosen.tolist())
+        owners[number] = known.setdefault(own, own)
+    return owners
 
 
-def _add_fixed(drafts: list[_Draft], fixed: dict[int, tuple[int, ...] | None], loads: list[int]) -> None:
-    """Add the bytes that only one rank can write to its load."""
-    chunk_bytes: dict[int, int] = {}
-    for array, candidates in drafts:
-        nbytes = math.prod(array.grid.chunk_shape) * array.itemsize
-        chunk_bytes[id(candidates)] = chunk_bytes.get(id(candidates), 0) + nbytes
-    for which, nbytes in chunk_bytes.items():
-        for rank in fixed[which] or ():
-            loads[rank] += nbytes
+def _columns(candidates: _Candidates) -> Iterator[_Column]:
+    """Group the chunks of an array: the first of each box, the second of each, and so on."""
+    seen: dict[tuple[int, ...], int] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, holders in enumerate(candidates):
+        position = seen[holders] = seen.get(holders, -1) + 1
+        groups.setdefault((position, len(holders)), []).append(number)
+    for group in groups.values():
+        yield _Column(tuple(group), np.array([candidates[number] for number in group], np.intp))
 
 
 def _value_owners(descriptions: Sequence[StateDescription]) -> tuple[dict[Path, int], dict[Path, tuple[int, ...]]]:

@@ -12,8 +12,8 @@ from ckpt.errors import CheckpointError
 from ckpt.saving.task import BatchWritten, NotDurable, ReplicasDiffer, Report, SlotFree, WriteTask, from_event
 from ckpt.saving.write import Fenced, error_for, give_up, reason_for, write_share
 from ckpt.staging.arena import Slot
-from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published
+from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["SaveHandle"]
@@ -41,7 +41,7 @@ class SaveHandle:
         self.in_writer: Callable[[], None] = functools.partial(write_share, task)
         self.on_begun = on_begun
         self.on_decided = on_decided
-        self.written: list[WrittenChunk] = []  # of a batch that is not the last
+        self.written: list[WrittenFile] = []  # of a batch that is not the last
         self._slot: Slot | None = slot
         self._on_differing = on_differing
         self._reported: Abandoned | NotDurable | None = None
@@ -101,8 +101,8 @@ class SaveHandle:
         match report:
             case SlotFree():
                 self.free_slot()
-            case BatchWritten(chunks):
-                self.written += chunks
+            case BatchWritten(files):
+                self.written += files
             case ReplicasDiffer():
                 self._on_differing(report)
             case Abandoned() | NotDurable():

@@ -162,10 +162,10 @@ class PlanCache:
         kinds = replica_kinds(flat)
         from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
         own = replace(description, from_lowest=from_lowest)
-        plan = make_save_plan(exchange(own, self._ranks), self._grid)
+        plan = make_save_plan(exchange(own, self._ranks), self._grid, self._compression)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
-        layout = make_layout(plan, rank, boxes, self._max_slot_bytes, self._compression)
+        layout = make_layout(plan, rank, boxes, self._max_slot_bytes)
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
         plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
@@ -175,7 +175,7 @@ class PlanCache:
                 "batches, and saves block training until all but the last are written; raise max_host_bytes to avoid "
                 "this",
                 rank,
-                sum(chunk.buffer_bytes for chunk in layout.plan.chunks),
+                sum(file.nbytes for file in layout.plan.files),
                 self._max_slot_bytes,
                 layout.plan.batches,
             )

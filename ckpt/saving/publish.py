@@ -6,18 +6,20 @@ the process that recovers what an earlier start left. Needs only what is in the 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.native import crc32c
-from ckpt.saving.replicas import Warn, all_names, check_replicas
+from ckpt.saving.replicas import Warn, check_replicas
 from ckpt.storage import files
-from ckpt.storage.array_metadata import ArrayMeta, group_document, groups, root_document
+from ckpt.storage.array_metadata import root_document
 from ckpt.storage.commit import Abandoned, PendingSave, Published
-from ckpt.storage.documents import EncodedList, canonical_json, encode_document, encode_root
+from ckpt.storage.documents import decode_document, encode_document, encode_root
+from ckpt.storage.names import INDEX
+from ckpt.storage.pack_index import PackIndex
+from ckpt.storage.root import read_bytes
 
 __all__ = ["PartFile", "publish"]
 
@@ -52,19 +54,16 @@ def publish(
         if outcome is None:
             raise CheckpointCorruptError(f"{pending.path} has lost its intent.json; was it changed by hand?")
         return outcome
-    summary, arrays, state = _merge(pending, intent, written or {}, tick, warn)
+    summary, state = _merge(pending, intent, written or {}, tick, warn)
     tick()
     state_bytes = encode_document(state)
     summary["state"] = {"bytes": len(state_bytes), "crc32c": crc32c(state_bytes)}
-    directories = groups(arrays)
-    documents = {f"{directory}/zarr.json": canonical_json(group_document()) for directory in directories}
-    documents |= {"state.json": state_bytes, "zarr.json": encode_root(root_document(arrays, summary))}
+    documents = {"state.json": state_bytes, "zarr.json": encode_root(root_document(summary))}
     for name, data in documents.items():
         path = os.path.join(pending.path, name)
         if not files.holds(path, data):  # those of recycled files hold it already
             files.write_document(path, data, pending.root.pending_path)
-    made = [pending.path, *(os.path.join(pending.path, directory) for directory in directories)]
-    files.sync_files([os.path.join(pending.path, name) for name in documents], made)
+    files.sync_files([os.path.join(pending.path, name) for name in documents], [pending.path])
     tick()
     before_commit()
     return pending.publish()
@@ -72,53 +71,39 @@ def publish(
 
 def _merge(
     pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
-) -> tuple[dict[str, Any], dict[str, ArrayMeta], dict[str, Any]]:
-    """Return the summary for the root, all arrays by directory, and the state document, from all parts."""
-    arrays: dict[str, ArrayMeta] = {}
-    chunks: set[str] = set()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the summary for the root, and the state document, from the index and all parts."""
+    path = os.path.join(pending.path, INDEX)
+    index_bytes = read_bytes(path)
+    if index_bytes is None:
+        raise CheckpointCorruptError(f"{path} is missing")
+    index = PackIndex.from_document(decode_document(index_bytes, path), intent["world_size"])
+    expected = index.files()
+    compressed = any(array.meta.compression for array in index.arrays)
     state: dict[str, Any] = {"values": [], "aliases": []}
-    packed: list[EncodedList] = []
     replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
-    summary |= {"bytes": 0, "files": 0, "parts": []}
+    summary["index"] = {"bytes": len(index_bytes), "crc32c": crc32c(index_bytes)}
+    summary |= {"bytes": 0, "files": 0, "tensors": len(index.arrays), "parts": []}
     for rank in range(intent["world_size"]):
         part, part_checksum = parts[rank] if rank in parts else pending.read_part(rank)
         where = f"{pending.path}: the part of rank {rank}"
-        expected = {key: intent[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
-        if any(part.get(key) != value for key, value in expected.items()):
+        identity = {key: intent[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
+        if any(part.get(key) != value for key, value in identity.items()):
             raise CheckpointCorruptError(f"{where} belongs to another save or plan")
-        for directory, document in part["arrays"].items():
-            if directory in arrays:
-                raise CheckpointCorruptError(f"{where} describes {directory}, which another part describes")
-            arrays[directory] = ArrayMeta.from_document(document, f"{where}, array {directory}")
-        for directory, written in part["chunks"].items():
-            for key, file_bytes, _ in written:
-                if f"{directory}/{key}" in chunks:
-                    raise CheckpointCorruptError(f"{where} holds {directory}/{key}, which another part holds")
-                chunks.add(f"{directory}/{key}")
-                summary["bytes"] += file_bytes
-                summary["files"] += 1
+        for number, nbytes, _ in part["files"]:
+            wanted = expected.pop((rank, number), None)
+            if wanted is None or (wanted != nbytes and not compressed):
+                raise CheckpointCorruptError(f"{where} has file {number} of {nbytes} bytes, the index {wanted}")
+            summary["bytes"] += nbytes
+            summary["files"] += 1
         for kind in state:
             state[kind] += part[kind]
-        packed.append(EncodedList.of(part["packed"]))
         replicas.append(part.get("replicas", {}))
         summary["parts"].append(part_checksum)
         tick()
-    _check_cover(pending, arrays, chunks)
-    all_packed = EncodedList.joined(packed)
-    attributes = [meta.attributes for meta in arrays.values()]
-    check_replicas(replicas, lambda: all_names(attributes, json.loads(all_packed.data), state["values"]), warn)
-    summary["tensors"] = len(arrays) + all_packed.items
-    return summary, arrays, {**state, "packed": all_packed}
-
-
-def _check_cover(pending: PendingSave, arrays: dict[str, ArrayMeta], chunks: set[str]) -> None:
-    """Raise CheckpointCorruptError unless every chunk of every array is in a part. `_merge` rejects duplicates."""
-    expected = 0
-    for directory, meta in arrays.items():
-        for index in meta.chunk_indices():
-            expected += 1
-            if f"{directory}/{meta.chunk_key(index)}" not in chunks:
-                raise CheckpointCorruptError(f"{pending.path}: no part holds chunk {index} of {directory}")
-    if expected != len(chunks):
-        raise CheckpointCorruptError(f"{pending.path}: the parts hold {len(chunks)} chunks, the arrays have {expected}")
+    for rank, number in expected:
+        raise CheckpointCorruptError(f"{pending.path}: the part of rank {rank} has no file {number}")
+    names = (*(array.path for array in index.arrays), *(tuple(name) for name, _, _ in state["values"]))
+    check_replicas(replicas, lambda: names, warn)
+    return summary, state

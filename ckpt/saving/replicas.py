@@ -19,7 +19,7 @@ import numpy as np
 from ckpt.errors import StateError
 from ckpt.meeting import named
 from ckpt.native import crc32c
-from ckpt.paths import Path, display
+from ckpt.paths import display
 
 __all__ = ["ENTRY", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
 
@@ -119,17 +119,3 @@ def _how(groups: list[list[int]]) -> str:
     first = min(groups, key=min)
     others = sorted(rank for group in groups if group is not first for rank in group)
     return f"{named(others)} unlike rank {min(first)}"
-
-
-def all_names(
-    arrays: Iterable[Mapping[str, object]], packed: Iterable[Mapping[str, Path]], values: Iterable[Sequence[Path]]
-) -> Iterable[Path]:
-    """Return the names in the parts of a save: of attributes of arrays, of packed tensors, and of values."""
-    for attributes in arrays:
-        about = attributes.get("ckpt")
-        if isinstance(about, dict) and "name" in about:
-            yield tuple(about["name"])
-    for entry in packed:
-        yield tuple(entry["path"])
-    for value in values:
-        yield tuple(value[0])

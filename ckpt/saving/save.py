@@ -24,10 +24,10 @@ from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.saving.task import ReplicasDiffer, SaveOptions, WriteTask, pack_offsets
-from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.commit import PendingSave, Reason
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import ClaimLease
+from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.root import CheckpointRoot
 from inprocess.ipc.process import Process
 
@@ -266,7 +266,7 @@ class Saver:
         except BaseException:
             staged.slot.release()
             raise
-        written = tuple(chunk for handle in earlier for chunk in handle.written)
+        written = tuple(file for handle in earlier for file in handle.written)
         return SaveHandle(
             self._task(prepared, save, last, staged, written),
             staged.slot,
@@ -281,7 +281,7 @@ class Saver:
         save: SaveId,
         batch: int,
         staged: StagedBatch,
-        earlier: tuple[WrittenChunk, ...] = (),
+        earlier: tuple[WrittenFile, ...] = (),
     ) -> WriteTask:
         is_last = batch == prepared.cached.layout.plan.batches - 1
         return WriteTask(

@@ -166,10 +166,12 @@ class Stager:
         self, layout: RankLayout, flat: FlatState, slot: Slot, batch: int, stream: torch.cuda.Stream | None
     ) -> Staged:
         tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
-        if slot.cleared_for is not layout.gaps[batch]:
-            if slot.cleared_for is not None:  # new memory is zero
-                layout.clear_gaps(batch, slot.region.buffer)
-            slot.cleared_for = layout.gaps[batch]
+        if slot.prepared_for != (layout, batch):
+            if slot.prepared_for is not None:  # new memory is zero
+                slot.tensor[: self._flag_offset].zero_()
+            slot.prepared_for = ()  # nothing, if this is interrupted
+            layout.prepare(batch, slot.region.buffer)
+            slot.prepared_for = layout, batch
         staged = stage(layout.copies[batch], tensors, slot.tensor, stream)
         flag = slot.tensor[self._flag_offset :][:8].view(torch.int64)
         if stream is None:

@@ -36,7 +36,6 @@ from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.copy_table import Copies
 from ckpt.staging.neighbors import exchange_slots
 from ckpt.staging.runs import checksums_of
-from ckpt.storage.chunk_codec import stored_checksums
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import read_part_of_step
 from inprocess.ipc.shared_memory import SharedMemory
@@ -64,7 +63,7 @@ class _SharedPlan:
         own = self.cached.layout
         if holder == rank == own.plan.rank and boxes == self.cached.boxes:
             return own
-        return make_restore_layout(self.cached.save_plan, holder, boxes, rank, self.max_slot_bytes, self.compression)
+        return make_restore_layout(self.cached.save_plan, holder, boxes, rank, self.max_slot_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,26 +198,18 @@ class _InnerChunks:
 
 
 def _inner_chunks(
-    plan: WritePlan, region: SharedMemory, recorded: Mapping[str, tuple[int, int]]
+    plan: WritePlan, region: SharedMemory, recorded: Mapping[int, tuple[int, int]]
 ) -> _InnerChunks | None:
     """Return the inner chunks; None if their checksums are not those of the files that were written."""
-    first, strides, counts, checksums = [], [], [], []
-    slot = region.buffer
-    for chunk in plan.chunks:
-        meta = plan.metas[chunk.array]
-        layout = meta.layout(chunk.index)
-        behind = stored_checksums(layout, slot[chunk.offset :]).copy()
-        file = f"{plan.directories[chunk.array]}/{meta.chunk_key(chunk.index)}"
-        if recorded.get(file) != (layout.file_bytes, crc32c(behind.tobytes())):
+    memory = np.frombuffer(region.buffer, np.uint8)
+    starts, sizes = plan.inner_chunks.each(0, len(plan.inner_chunks.starts))
+    behind = memory[(starts + sizes)[:, np.newaxis] + np.arange(CHECKSUM_BYTES)]
+    ends = np.cumsum(plan.inner_chunks.counts)
+    for file in plan.files:
+        first = int(ends[file.first - 1]) if file.first else 0
+        if recorded.get(file.number) != (file.nbytes, crc32c(behind[first : ends[file.end - 1]].tobytes())):
             return None
-        first.append(chunk.offset)
-        strides.append(layout.inner_chunk_bytes + CHECKSUM_BYTES)
-        counts.append(len(behind))
-        checksums.append(behind)
-    stride = np.repeat(strides, counts)
-    within = np.arange(len(stride)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(first, counts) + within * stride
-    return _InnerChunks(starts, stride - CHECKSUM_BYTES, np.concatenate(checksums))
+    return _InnerChunks(starts, sizes, behind.copy().view("<u4").reshape(-1))
 
 
 def _are_sound(chunks: _InnerChunks, unstaged: Unstaged, slot: torch.Tensor) -> bool:
@@ -242,11 +233,7 @@ def _complete(copied: Iterable[Copies], leaves: Mapping[Path, TensorLeaf]) -> se
     }
 
 
-def _recorded(step_path: str, rank: int) -> dict[str, tuple[int, int]]:
-    """Return size and checksum of each file that a rank wrote, as its part manifest says."""
+def _recorded(step_path: str, rank: int) -> dict[int, tuple[int, int]]:
+    """Return size and checksum of each file that a rank wrote, by number, as its part manifest says."""
     part = read_part_of_step(step_path, rank)
-    return {
-        f"{directory}/{key}": (int(file_bytes), int(checksum))
-        for directory, written in part["chunks"].items()
-        for key, file_bytes, checksum in written
-    }
+    return {int(number): (int(nbytes), int(checksum)) for number, nbytes, checksum in part["files"]}

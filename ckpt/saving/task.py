@@ -15,23 +15,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from ckpt.native import CHECKSUM_BYTES
 from ckpt.paths import Path
 from ckpt.saving.recover import Branch
 from ckpt.saving.replicas import Digests
 from ckpt.saving.retention import Retention
-from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.commit import Abandoned, Reason
-from ckpt.storage.documents import EncodedList
 from ckpt.storage.names import SaveId
+from ckpt.storage.pack_writers import ChunkToCompress, WrittenFile
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = [
     "COORDINATOR",
     "BatchWritten",
+    "InnerChunks",
     "NotDurable",
-    "PlannedChunk",
+    "PlannedFile",
     "ReplicasDiffer",
     "Report",
     "SaveOptions",
@@ -45,41 +47,62 @@ __all__ = [
     "unpickled_plan",
 ]
 
+Array = np.ndarray[Any, np.dtype[np.int64]]
+
 COORDINATOR = 0
 """The rank whose writer begins and publishes every save."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedChunk:
-    """One chunk file of this rank: chunk `index` of array number `array`.
+class PlannedFile:
+    """A file of this rank's pack: `nbytes` bytes at `offset` in the slot of batch number `batch`.
 
-    The bytes of the file are at `offset` in the slot of batch number `batch`. A save that fits one slot has
-    one batch, number 0.
+    A save that fits one slot has one batch, number 0. `first` and `end` (exclusive) number its chunks.
     """
 
-    array: int
-    index: tuple[int, ...]
+    number: int
     offset: int
-    buffer_bytes: int
+    nbytes: int
     batch: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class InnerChunks:
+    """The inner chunks of all chunks, in the order of the pack, as columns with a row for each chunk.
+
+    `counts` inner chunks of `sizes` bytes begin at `starts` in the slot, each with its checksum behind it.
+    """
+
+    starts: Array
+    sizes: Array
+    counts: Array
+
+    def each(self, first: int, end: int) -> tuple[Array, Array]:
+        """Return where the inner chunks of chunks `first` to `end` (exclusive) begin in the slot, and their sizes."""
+        counts = self.counts[first:end]
+        sizes = np.repeat(self.sizes[first:end], counts)
+        within = np.arange(len(sizes)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(self.starts[first:end], counts) + within * (sizes + CHECKSUM_BYTES), sizes
 
 
 @dataclass(frozen=True)
 class WritePlan:
     """What a rank's writer does in every save of this structure.
 
-    `described` are the numbers of the arrays whose metadata this rank writes; `packed` are the entries of the part
-    manifest about tensors (or boxes of them) in the pack; `slot_bytes` is what each batch needs at most.
+    `to_compress` are the chunks, in the order of `inner_chunks`, if they are to be compressed; their offsets are those
+    in their file. `index` is the index of the step, as the coordinator writes it; empty on other ranks. `slot_bytes`
+    is what each batch needs at most.
     """
 
     rank: int
     world_size: int
     plan_digest: str
-    directories: tuple[str, ...]
-    metas: tuple[ArrayMeta, ...]
-    described: tuple[int, ...]
-    chunks: tuple[PlannedChunk, ...]
-    packed: EncodedList
+    files: tuple[PlannedFile, ...]
+    inner_chunks: InnerChunks
+    to_compress: tuple[ChunkToCompress, ...]
+    index: bytes
     aliases: tuple[tuple[Path, Path], ...]
     slot_bytes: int
     batches: int
@@ -115,20 +138,20 @@ def pack_offsets(offsets: frozenset[int]) -> bytes:
 
 
 @functools.lru_cache(maxsize=2)
-def unpack_offsets(data: bytes) -> frozenset[int]:
-    """Return the offsets in the bytes of a task."""
-    return frozenset(array("Q", data))
+def unpack_offsets(data: bytes) -> Array:
+    """Return the offsets in the bytes of a task, sorted."""
+    return np.sort(np.frombuffer(data, np.int64))
 
 
 @dataclass(frozen=True)
 class WriteTask:
     """One rank's share of one save, or a batch of it, as its writer process gets it.
 
-    `plan` is a pickled `WritePlan`. `region` is the slot with the chunks of batch number `batch`; they are complete
+    `plan` is a pickled `WritePlan`. `region` is the slot with the files of batch number `batch`; they are complete
     when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed`
     are the packed offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are
     not tensors, `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are
-    the chunks that were written with earlier batches. With a `branch` the coordinator first takes over what earlier
+    the files that were written with earlier batches. With a `branch` the coordinator first takes over what earlier
     owners of the root left.
     """
 
@@ -147,7 +170,7 @@ class WriteTask:
     trainer: Process
     branch: Branch | None = None
     checksummed: bytes = b""
-    earlier: tuple[WrittenChunk, ...] = ()
+    earlier: tuple[WrittenFile, ...] = ()
     replicas: Digests | None = None
 
 
@@ -158,9 +181,9 @@ class SlotFree:
 
 @dataclass(frozen=True, slots=True)
 class BatchWritten:
-    """These chunks of a batch are written and durable; the part manifest will list them."""
+    """These files of a batch are written and durable; the part manifest will list them."""
 
-    chunks: tuple[WrittenChunk, ...]
+    files: tuple[WrittenFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +210,8 @@ def to_event(report: Report) -> dict[str, Any]:
     match report:
         case SlotFree():
             return {"slot_free": True}
-        case BatchWritten(chunks):
-            return {"written": [[chunk.file, chunk.file_bytes, chunk.crc32c] for chunk in chunks]}
+        case BatchWritten(files):
+            return {"written": [[file.number, file.nbytes, file.crc32c, file.chunks] for file in files]}
         case ReplicasDiffer(names, mixed):
             return {"differing": list(names), "mixed": mixed}
         case Abandoned(reason):
@@ -202,8 +225,8 @@ def from_event(event: dict[str, Any]) -> Report:
     match event:
         case {"slot_free": True}:
             return SlotFree()
-        case {"written": chunks}:
-            return BatchWritten(tuple(_written(chunks)))
+        case {"written": files}:
+            return BatchWritten(tuple(_written(files)))
         case {"differing": names, "mixed": mixed}:
             return ReplicasDiffer(tuple(map(str, names)), bool(mixed))
         case {"abandoned": reason}:
@@ -213,5 +236,7 @@ def from_event(event: dict[str, Any]) -> Report:
     raise ValueError(f"not a report of a writer: {event!r:.200}")
 
 
-def _written(chunks: Iterable[Any]) -> Iterable[WrittenChunk]:
-    return (WrittenChunk(str(file), int(file_bytes), int(crc32c)) for file, file_bytes, crc32c in chunks)
+def _written(files: Iterable[Any]) -> Iterable[WrittenFile]:
+    for number, nbytes, crc32c, chunks in files:
+        places = tuple((int(array), int(copy), int(offset), int(size)) for array, copy, offset, size in chunks)
+        yield WrittenFile(int(number), int(nbytes), int(crc32c), places)

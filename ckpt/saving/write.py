@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ckpt.async_calls import context
 from ckpt.async_calls.messages import clip
 from ckpt.errors import (
@@ -43,7 +45,7 @@ from ckpt.saving.task import (
     COORDINATOR,
     BatchWritten,
     NotDurable,
-    PlannedChunk,
+    PlannedFile,
     ReplicasDiffer,
     Report,
     SlotFree,
@@ -52,18 +54,18 @@ from ckpt.saving.task import (
     unpack_offsets,
     unpickled_plan,
 )
-from ckpt.storage.chunk_codec import WrittenChunk
-from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter, DirectChunkWriter, TensorStoreChunkWriter
+from ckpt.storage.chunk_layout import PAGE_BYTES
 from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published, Reason
 from ckpt.storage.leases import Lease, Leases
-from ckpt.storage.names import SaveId
+from ckpt.storage.names import INDEX, SaveId
+from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
 from ckpt.storage.recycled import discard_recycled, take_recycled
 from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
 
 _log = logging.getLogger("ckpt")
-_CHUNKS_PER_REPORT = 200
+_FILES_PER_REPORT = 200
 _ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others that make no progress
 _FIRST_PROBE_S = 1.0
 _LIVENESS_CHECK_S = 0.25  # how often a writer without a trainer checks whether the others are alive
@@ -138,8 +140,8 @@ class ShareWriter:
         self._begin()
         written, times = self._write()
         if not self.task.last:
-            for first in range(0, len(written), _CHUNKS_PER_REPORT):
-                self._report(BatchWritten(tuple(written[first : first + _CHUNKS_PER_REPORT])))
+            for first in range(0, len(written), _FILES_PER_REPORT):
+                self._report(BatchWritten(tuple(written[first : first + _FILES_PER_REPORT])))
         self._report(SlotFree())
         if not self.task.last:
             return None
@@ -211,60 +213,53 @@ class ShareWriter:
         with contextlib.suppress(CheckpointError):
             pending.root.clean()
 
-    def _write(self) -> tuple[list[WrittenChunk], dict[str, float]]:
-        """Write the chunk files and make them durable; return what was written, and how long that took."""
+    def _write(self) -> tuple[list[WrittenFile], dict[str, float]]:
+        """Write the files of the batch and make them durable; return what was written, and how long that took."""
         begin = time.time()
         plan, task = self.plan, self.task
-        writer = self._chunk_writer()
-        chunks = [chunk for chunk in plan.chunks if chunk.batch == task.batch]
-        chunks.sort(key=lambda chunk: chunk.buffer_bytes)  # the disk has work before the first large checksum is made
-        described = plan.described if task.batch == 0 else ()
+        writer = PackWriter(
+            self.pending.path, task.rank, threads=task.options.threads, reuse=task.options.retention.reuse_files
+        )
         checksummed = unpack_offsets(task.checksummed)
 
-        def write_one(chunk: PlannedChunk) -> WrittenChunk:
-            buffer = task.region.buffer[chunk.offset : chunk.offset + chunk.buffer_bytes]
-            meta = plan.metas[chunk.array]
-            offsets = [inner.offset for inner in meta.layout(chunk.index).inner_chunks]
-            done = frozenset(offset for offset in offsets if chunk.offset + offset in checksummed)
-            written = writer.write(ChunkJob(meta, plan.directories[chunk.array], chunk.index, buffer, done))
+        def write_one(file: PlannedFile) -> WrittenFile:
+            written = writer.write(self._file_job(file, checksummed))
             self._progress()
             return written
 
         with ThreadPoolExecutor(task.options.threads, "ckpt-write") as pool:
-            files = pool.map(write_one, chunks)
-            documents = pool.map(lambda n: writer.describe(plan.directories[n], plan.metas[n]), described)
-            written = list(files)
-            list(documents)
+            written = list(pool.map(write_one, (file for file in plan.files if file.batch == task.batch)))
+        if plan.index and task.last:
+            writer.write_documents({INDEX: plan.index})
         end = time.time()
         writer.finish()
         self._progress()
         return written, {"write_begin": begin, "write_s": end - begin, "sync_s": time.time() - end}
 
-    def _chunk_writer(self) -> ChunkWriter:
-        options = self.task.options
-        if any(meta.compression for meta in self.plan.metas):
-            return TensorStoreChunkWriter(self.pending.path, threads=options.threads)
-        return DirectChunkWriter(self.pending.path, threads=options.threads, reuse=options.retention.reuse_files)
+    def _file_job(self, file: PlannedFile, checksummed: np.ndarray[Any, np.dtype[np.int64]]) -> FileJob:
+        starts, sizes = self.plan.inner_chunks.each(file.first, file.end)
+        at = np.searchsorted(checksummed, starts)
+        done = checksummed[np.minimum(at, len(checksummed) - 1)] == starts if len(checksummed) else starts < 0
+        memory = self.task.region.buffer[file.offset : file.offset + -(-file.nbytes // PAGE_BYTES) * PAGE_BYTES]
+        to_compress = self.plan.to_compress[file.first : file.end]
+        return FileJob(file.number, file.nbytes, memory, starts - file.offset, sizes, done, to_compress)
 
-    def _manifest(self, written: list[WrittenChunk], times: dict[str, float]) -> dict[str, Any]:
+    def _manifest(self, written: list[WrittenFile], times: dict[str, float]) -> dict[str, Any]:
         """Return the part manifest. With it in the save, this rank's part is complete."""
         plan, task = self.plan, self.task
-        chunks: dict[str, list[list[Any]]] = {}
-        for chunk in (*task.earlier, *written):
-            directory, _, key = chunk.file.rpartition("/")
-            chunks.setdefault(directory, []).append([key, chunk.file_bytes, chunk.crc32c])
+        files = sorted((*task.earlier, *written), key=lambda file: file.number)
         replicas = {} if task.replicas is None else {"replicas": task.replicas.document(task.region.buffer)}
+        chunks = [[array, copy, file.number, *place] for file in files for array, copy, *place in file.chunks]
         return {
             "save": task.save.name,
             "rank": task.rank,
             "world_size": plan.world_size,
             "plan": plan.plan_digest,
-            "arrays": {plan.directories[number]: plan.metas[number].array_document() for number in plan.described},
-            "chunks": chunks,
+            "files": [[file.number, file.nbytes, file.crc32c] for file in files],
             "values": task.values,
-            "packed": plan.packed,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
             "times": {**task.times, **times},
+            **({"chunks": chunks} if chunks else {}),
             **replicas,
         }
 

@@ -34,8 +34,8 @@ class SlotState(Enum):
 class Slot:
     """One region of shared memory.
 
-    `tensor` is all of it as a 1-d uint8 tensor; `step` the save that is or was in it; `cleared_for` the gaps that were
-    cleared last (None while it is new); `used` how many slots had been acquired when this one was.
+    `tensor` is all of it as a 1-d uint8 tensor; `step` the save that is or was in it; `prepared_for` whose
+    constants are in it (None while it is new); `used` how many slots had been acquired when this one was.
     """
 
     def __init__(self, number: int, size: int) -> None:
@@ -43,7 +43,7 @@ class Slot:
         self.state = SlotState.FREE
         self.step: int | None = None
         self.used = 0
-        self.cleared_for: object = None
+        self.prepared_for: object = None
         self.region = SharedMemory.create(f"ckpt-slot-{number}", size)
         self.tensor = torch.frombuffer(self.region.buffer, dtype=torch.uint8)
         self._pinned = False

@@ -18,7 +18,7 @@ import numpy as np
 from ckpt.native import CHECKSUM_BYTES, RUN
 from ckpt.paths import Path
 
-__all__ = ["Copies", "CopyOp", "RowTable", "Rows", "RunTable", "Shared"]
+__all__ = ["Copies", "CopyOp", "RowTable", "Rows", "RunTable"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _RUN_BYTES = 4 << 20
@@ -104,25 +104,13 @@ def _rows(first: int, offset: int, nbytes: int, row_bytes: int, pitch: int) -> I
         yield Rows(first + nbytes - rest, offset + whole * pitch, rest, 1, rest)
 
 
-class Shared(NamedTuple):
-    """An inner chunk of a file that several operations fill: those from number `first` to `end` (exclusive), in order.
-
-    The rest of its `nbytes` is zero.
-    """
-
-    offset: int
-    nbytes: int
-    first: int
-    end: int
-
-
 @dataclass(frozen=True)
 class Copies:
     """The copies that fill a slot or, in reverse, restore from it.
 
     `table` has those of them that are runs of memory in a contiguous tensor, and `rows` the same ones for a GPU;
-    `elements` is how many elements of each tensor they copy, and `offsets` where in the slot runs begin that neither
-    fill an inner chunk nor share one.
+    `elements` is how many elements of each tensor they copy, and `offsets` where in the slot runs begin that do not fill
+    an inner chunk.
     """
 
     ops: tuple[CopyOp, ...]
@@ -132,18 +120,16 @@ class Copies:
     offsets: frozenset[int]
 
     @classmethod
-    def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared] = ()) -> Copies:
+    def of(cls, ops: Iterable[CopyOp]) -> Copies:
         """Make the tables of all operations: takes long, so it is done before any save needs them."""
+        ops = tuple(ops)
         elements: dict[Path, int] = {}
         for op in ops:
             elements[op.path] = elements.get(op.path, 0) + op.nbytes // op.itemsize
-        sound = tuple(chunk for chunk in shared if all(op.flat is not None for op in ops[chunk.first : chunk.end]))
-        table = RunTable.of(ops, sound)
+        table = RunTable.of(ops)
         numbers = {path: number for number, path in enumerate(table.paths)}
         runs = ((numbers[op.path], op.flat[0] * op.itemsize, op) for op in ops if op.flat is not None)
-        sharing = {number for chunk in sound for number in range(chunk.first, chunk.end)}
-        alone = (op for number, op in enumerate(ops) if number not in sharing)
-        partial = (op for op in alone if op.chunk_bytes is None or op.flat is None or op.nbytes % op.chunk_bytes)
+        partial = (op for op in ops if op.chunk_bytes is None or op.flat is None or op.nbytes % op.chunk_bytes)
         offsets = frozenset(offset for op in partial for offset, _, _ in op.runs()) - table.chunk_offsets
         return cls(ops, table, RowTable.of(runs), elements, offsets)
 
@@ -152,8 +138,8 @@ class Copies:
 class RunTable:
     """Runs of memory between tensors and a slot, of some MB at most.
 
-    `tensor` is an index of `paths`; -1 is for bytes that are zero. A run that `continues` shares a checksum with the
-    run before. `checksum_at` is where in the slot the checksum of a whole inner chunk goes; 0 for other runs. The inner
+    `tensor` is an index of `paths`; -1 is for bytes that are zero. A run that `continues` has one checksum with the run
+    before. `checksum_at` is where in the slot the checksum of a whole inner chunk goes; 0 for other runs. The inner
     chunks that are filled have an offset in the slot, and the runs from first to end (exclusive). `has_all` says that
     no operation is left out.
     """
@@ -171,20 +157,15 @@ class RunTable:
     has_all: bool
 
     @classmethod
-    def of(cls, ops: tuple[CopyOp, ...], shared: Iterable[Shared]) -> RunTable:
+    def of(cls, ops: Iterable[CopyOp]) -> RunTable:
         """Make the table of the operations that are one run in a contiguous tensor."""
         rows = _Rows()
-        begins = {chunk.first: chunk for chunk in shared if chunk.first < chunk.end}
-        number = 0
-        while number < len(ops):
-            chunk = begins.get(number)
-            if chunk is not None:
-                rows.add_shared(chunk, ops[chunk.first : chunk.end])
-                number = chunk.end
-                continue
-            if ops[number].flat is not None:
-                rows.add(ops[number])
-            number += 1
+        has_all = True
+        for op in ops:
+            if op.flat is not None:
+                rows.add(op)
+            else:
+                has_all = False
         tensor, in_tensor, in_slot, nbytes, checksum_at, continues = (
             np.array(rows.runs, np.int64).reshape(-1, 6).T.copy()
         )
@@ -200,7 +181,7 @@ class RunTable:
             offsets,
             firsts,
             ends,
-            has_all=all(op.flat is not None for op in ops),
+            has_all,
         )
 
     @cached_property
@@ -255,7 +236,7 @@ class _Rows:
         self.chunks: list[tuple[int, int, int]] = []
 
     def add(self, op: CopyOp) -> None:
-        """Add a box that fills inner chunks of its own, or lies in one."""
+        """Add a box that fills inner chunks, or lies in one."""
         assert op.flat is not None
         number, start = self._number(op), op.flat[0] * op.itemsize
         for offset, first, size in op.runs():
@@ -267,17 +248,6 @@ class _Rows:
                 self.chunks.append((offset, len(self.runs), len(self.runs) + -(-size // _RUN_BYTES)))
             for at in range(0, size, _RUN_BYTES):
                 self.runs.append((number, start + first + at, offset + at, min(_RUN_BYTES, size - at), 0, False))
-
-    def add_shared(self, chunk: Shared, ops: Iterable[CopyOp]) -> None:
-        """Add boxes in one inner chunk, and zeros before, between and behind them."""
-        at, first = chunk.offset, len(self.runs)
-        for op in ops:
-            assert op.flat is not None
-            if op.offset > at:
-                self._continue(first, -1, 0, at, op.offset - at)
-            self._continue(first, self._number(op), op.flat[0] * op.itemsize, op.offset, op.nbytes)
-            at = op.offset + op.nbytes
-        self._end_chunk(chunk.offset, first, at, chunk.offset + chunk.nbytes)
 
     def _end_chunk(self, offset: int, first: int, at: int, end: int) -> None:
         """Add zeros from `at` to the `end` of an inner chunk, and its checksum behind that."""

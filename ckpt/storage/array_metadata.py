@@ -232,19 +232,9 @@ def groups(directories: Iterable[str]) -> list[str]:
     return sorted(parents)
 
 
-def root_document(arrays: Mapping[str, ArrayMeta], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``zarr.json`` of a step, for `encode_root`; `summary` is its attribute ``ckpt``.
-
-    `arrays` are keyed by directory; their metadata is inline ("consolidated"), so that a step opens with one read.
-    """
-    nodes = {directory: group_document() for directory in groups(arrays)}
-    nodes |= {directory: meta.array_document() for directory, meta in arrays.items()}
-    return {
-        "zarr_format": 3,
-        "node_type": "group",
-        "attributes": {"ckpt": dict(summary)},
-        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
-    }
+def root_document(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``zarr.json`` of a step, for `encode_root`; `summary` is its attribute ``ckpt``."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {"ckpt": dict(summary)}}
 
 
 def new_context(threads: int) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -27,7 +27,6 @@ __all__ = [
     "FileLayout",
     "InnerChunk",
     "checksum_to_bytes",
-    "crc32c_of_checksums",
     "file_layout",
     "indices",
 ]
@@ -121,11 +120,3 @@ def indices(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
 def checksum_to_bytes(checksum: int) -> bytes:
     """Return a checksum as it is stored in a file."""
     return struct.pack("<I", checksum)
-
-
-def crc32c_of_checksums(checksums: Iterable[int]) -> int:
-    """Return one checksum that identifies data by the `checksums` of its parts, in this order.
-
-    The checksum of a whole chunk file would not do: the CRC of any bytes followed by their own CRC is a constant.
-    """
-    return crc32c(b"".join(map(checksum_to_bytes, checksums)))

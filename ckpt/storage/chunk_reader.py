@@ -1,201 +1,357 @@
-"""Read boxes of arrays straight into memory, and name the damaged file if that fails.
+"""Read boxes of arrays from the packs of a step straight into memory, and name the damaged chunk if that fails.
 
-Uncompressed arrays in local files are read directly (see `direct_reads`). All others, and boxes whose direct read
-failed, are read through tensorstore.
+    boxes ─▶ chunks ─▶ records (`direct_reads`) ─▶ sorted by file and place ─▶ jobs of some MB ─▶ threads
+                    └▶ compressed chunks (`compressed_reads`) ──────────────▶ jobs
+
+Where a chunk lies is computed, so a read opens only the files that have something of it. Each is opened once for all
+jobs and closed after the last one. Any process; free of torch.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from ckpt.errors import CheckpointCorruptError, CheckpointTimeoutError, StorageError
-from ckpt.storage.array_metadata import ArrayMeta, new_context, open_array
-from ckpt.storage.chunk_codec import check_size, verify_chunk
+from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointTimeoutError, StorageError
+from ckpt.native import CHECKSUM_BYTES, SEGMENT, read_checked
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_codec import corrupt, verify_chunk
 from ckpt.storage.chunk_layout import indices
-from ckpt.storage.direct_reads import read_box, read_runs
+from ckpt.storage.compressed_reads import read_compressed
+from ckpt.storage.direct_reads import PIECE_BYTES, Record, records_of_box, records_of_whole
+from ckpt.storage.files import storage_errors
+from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
+from ckpt.storage.regular_files import DamagedFileError, open_regular
 
-__all__ = ["ArrayRead", "ArrayReader"]
+__all__ = ["ArrayRead", "ChunkReader"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_Index = tuple[int, ...]
+
+_NEAR_BYTES = 4096
 
 
-class ArrayReader:
-    """Reads arrays below `root`, a published step: a local directory or the URL of a store that tensorstore supports.
+@dataclass(frozen=True, slots=True)
+class ArrayRead:
+    """A request to read the box at `offset` of an array into `destination`; `name` is that of the tensor, for errors.
 
-    At most `threads` files are read at once.
+    `destination` has the shape of the box (followed by the trailing dimension of a raw dtype), the stored dtype, and
+    any strides.
     """
 
-    def __init__(self, root: str, *, threads: int = 8) -> None:
-        self._root = root
-        self._context = new_context(threads)
+    name: str
+    array: StoredArray
+    offset: tuple[int, ...]
+    destination: Array
+
+    def check(self) -> None:
+        """Raise ValueError unless `destination` can hold a box that is inside the array."""
+        meta, destination = self.array.meta, self.destination
+        shape = destination.shape[: len(meta.shape)]
+        if destination.shape != (*shape, *meta.stored.trailing) or destination.dtype != meta.stored.numpy_dtype:
+            raise ValueError(
+                f"{self.name}: {destination.dtype}{destination.shape} cannot hold a box of {meta.dtype}{meta.shape}"
+            )
+        if not len(self.offset) == len(shape) == len(meta.shape) or any(
+            o < 0 or o + n > size for o, n, size in zip(self.offset, shape, meta.shape, strict=True)
+        ):
+            raise ValueError(f"{self.name}: box {self.offset} + {shape} is not inside {meta.shape}")
+
+
+class ChunkReader:
+    """Reads arrays of the published step in directory `step`, with `threads` threads."""
+
+    def __init__(self, step: str, packs: PackIndex, *, threads: int = 8, timeout_s: float = 1800.0) -> None:
+        self._step = step
+        self._packs = packs
+        self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end when it is garbage-collected
 
-    def read_into(
-        self,
-        meta: ArrayMeta,
-        directory: str,
-        tensor: str,
-        offset: tuple[int, ...],
-        destination: Array,
-    ) -> ArrayRead:
-        """Start to read the box at `offset` of the array in `directory` into `destination`.
+    def read(self, reads: Sequence[ArrayRead]) -> None:
+        """Fill every destination. No read is pending when this returns or raises.
 
-        Makes no copy where the box consists of whole inner chunks that are contiguous in `destination`, which is
-        writable and aligned, with the stored dtype and the shape of the box (followed by the trailing dimension of a
-        raw dtype). It must stay alive and untouched until the result is available. `tensor` is the name for errors.
+        The destinations must not overlap. After an error their elements are undefined. Raises CheckpointCorruptError,
+        naming tensor, chunk and file, if bytes are missing or damaged; StorageError if the files cannot be read;
+        CheckpointTimeoutError after the time limit.
         """
-        shape = destination.shape[: len(meta.shape)]
-        expected = (*shape, *meta.stored.trailing)
-        if destination.shape != expected or destination.dtype != meta.stored.numpy_dtype:
-            raise ValueError(f"{tensor}: {destination.dtype}{destination.shape} cannot hold a box of {meta.stored}")
-        if not len(offset) == len(shape) == len(meta.shape) or any(
-            o < 0 or o + n > size for o, n, size in zip(offset, shape, meta.shape, strict=True)
-        ):
-            raise ValueError(f"{tensor}: box {offset} + {shape} is not inside {meta.shape}")
-        box = _Box(self._root, directory, meta, tensor, offset, shape)
-        through_tensorstore = functools.partial(self._through_tensorstore, box, destination)
-        if not self._is_direct(meta):
-            box.check_room()
-            return ArrayRead(box, None, through_tensorstore())
-        direct = self._pool.submit(read_box, self._root, directory, meta, offset, destination)
-        return ArrayRead(box, direct, through_tensorstore)
-
-    def read_runs(self, meta: ArrayMeta, directory: str, tensor: str, runs: Sequence[tuple[int, Array]]) -> ArrayRead:
-        """Start to read `runs` of a 1-d array of bytes: pairs of an offset and the array to fill from there.
-
-        The runs are in order, and none crosses the boundary of a chunk. The arrays to fill are 1-d, contiguous, and of
-        bytes. Otherwise as `read_into`.
-        """
-        start, end = runs[0][0], max(offset + array.nbytes for offset, array in runs)
-        box = _Box(self._root, directory, meta, tensor, (start,), (end - start,))
-        if end > meta.shape[0]:
-            raise ValueError(f"{tensor}: bytes {start} to {end} are not inside {meta.shape}")
-
-        def through_tensorstore() -> _Scattered:
-            block = np.empty(end - start, np.uint8)
-            return _Scattered(self._through_tensorstore(box, block), block, start, runs)
-
-        if not self._is_direct(meta):
-            box.check_room()
-            return ArrayRead(box, None, through_tensorstore())
-        direct = self._pool.submit(read_runs, self._root, directory, meta, runs)
-        return ArrayRead(box, direct, through_tensorstore)
-
-    def check_sizes(
-        self, meta: ArrayMeta, directory: str, tensor: str, offset: tuple[int, ...], shape: tuple[int, ...]
-    ) -> None:
-        """Check that the files of a box have possible sizes, without reading them. Raises as a read does."""
-        _Box(self._root, directory, meta, tensor, offset, shape).check_sizes()
-
-    def _is_direct(self, meta: ArrayMeta) -> bool:
-        return meta.compression is None and "://" not in self._root
-
-    def _through_tensorstore(self, box: _Box, destination: Array) -> Any:
-        import tensorstore as ts
-
-        store = open_array(self._root, box.directory, box.meta, self._context)
-        source = store[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
-        target = ts.array(destination, context=self._context, copy=False)
-        return target.write(source.translate_to[(0,) * source.rank])
-
-
-@dataclass(frozen=True)
-class _Scattered:
-    """A pending read of a block, to be copied into several arrays when it is complete."""
-
-    read: Any
-    block: Array
-    start: int
-    runs: Sequence[tuple[int, Array]]
-
-    def result(self, timeout: float) -> None:
-        self.read.result(timeout=timeout)
-        for offset, array in self.runs:
-            array[:] = self.block[offset - self.start :][: array.nbytes]
-
-
-class ArrayRead:
-    """A pending read. After an error the elements of its destination are undefined."""
-
-    def __init__(self, box: _Box, direct: Future[bool] | None, fallback: Any) -> None:
-        """`fallback` is a future of tensorstore; with a `direct` read, a function that makes one if that fails."""
-        self._box = box
-        self._direct = direct
-        self._fallback = fallback
-
-    def result(self, timeout_s: float) -> None:
-        """Wait until the destination is filled.
-
-        Raises `CheckpointCorruptError`, naming tensor, chunk and file, if bytes are missing or damaged; `StorageError`
-        if the store fails; `CheckpointTimeoutError` after `timeout_s`.
-        """
+        plan = _Plan(self._step, self._packs)
+        for read in reads:
+            read.check()
+            plan.add(read)
+        jobs = [*_direct_jobs(plan.records, plan.files), *_decode_jobs(plan.chunks)]
+        if not jobs:
+            return
         try:
-            if self._direct is None:
-                self._fallback.result(timeout=timeout_s)
-            elif not self._direct.result(timeout_s):
-                self._box.verify()  # tensorstore accepts some files that this does not
-                self._box.check_room()
-                self._fallback().result(timeout=timeout_s)
-        except TimeoutError as error:
-            raise CheckpointTimeoutError(
-                f"tensor {self._box.tensor}: not read from {self._box.root} in {timeout_s} s; is the store overloaded?"
+            self._run(jobs)
+        except _JobError as failed:
+            self._raise(failed, reads)
+
+    def check_files(self, name: str, array: StoredArray, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """Check that the files with a box of an array are large enough, without reading them. Raises as `read` does."""
+        for index in _chunks(array.meta, offset, shape):
+            place = _place(self._step, self._packs, name, array, index)
+            try:
+                with storage_errors("read", os.path.join(self._step, place.file)):
+                    fd = open_regular(self._step, place.file)
+                    try:
+                        nbytes = os.fstat(fd).st_size
+                    finally:
+                        os.close(fd)
+                if nbytes < place.offset + place.nbytes:
+                    raise DamagedFileError(f"ends at offset {nbytes}")
+            except DamagedFileError as damage:
+                raise corrupt(self._step, place, index, name, damage) from None
+
+    def _run(self, jobs: list[_Job]) -> None:
+        files = _OpenFiles(self._step, [job.file for job in jobs])
+        stopped: list[bool] = []  # has an item when the other jobs need not be done
+
+        def run(job: _Job) -> None:
+            try:
+                if not stopped and not job.run(files.open(job.file)):
+                    raise DamagedFileError("does not match its checksums")
+            except Exception as error:
+                raise _JobError(job, error) from error
+            finally:
+                files.done(job.file)
+
+        pending: set[Future[None]] = set()
+        try:
+            for job in jobs:
+                pending.add(self._pool.submit(run, job))
+            done, pending = wait(pending, self._timeout_s, FIRST_EXCEPTION)
+            failed = [error for error in (future.exception() for future in done) if error is not None]
+            if failed:
+                raise failed[0]
+            if pending:
+                raise CheckpointTimeoutError(f"{self._step}: not read in {self._timeout_s} s; is the store overloaded?")
+        finally:
+            stopped.append(True)
+            if not wait(pending, self._timeout_s).not_done:
+                files.close()
+
+    def _raise(self, failed: _JobError, reads: Iterable[ArrayRead]) -> None:
+        """Raise the error for a job that failed: that of the damaged chunk, if there is one."""
+        job, error = failed.job, failed.error
+        for read in reads:
+            for index in _chunks(read.array.meta, read.offset, read.destination.shape[: len(read.offset)]):
+                place = _place(self._step, self._packs, read.name, read.array, index)
+                if place.file == job.file and place.offset < job.end and job.start < place.offset + place.nbytes:
+                    verify_chunk(self._step, place, read.array.meta, index, read.name)
+        if isinstance(error, MemoryError | CheckpointError):
+            raise error
+        path = os.path.join(self._step, job.file)
+        if isinstance(error, DamagedFileError):
+            raise CheckpointCorruptError(
+                f"{path} {error}, but is correct when it is read again; is something writing to it, or the memory bad?"
             ) from error
-        except MemoryError:
-            self._box.verify()
-            raise
-        except (ValueError, RuntimeError, OSError) as error:
-            self._box.verify()
-            if isinstance(error, ValueError) and "://" not in self._box.root:
-                raise CheckpointCorruptError(
-                    f"tensor {self._box.tensor}: the checksums of the files in {self._box.root}/{self._box.directory} "
-                    f"are correct, but the files cannot be decoded: {error}; restore from another step or copy"
-                ) from error
-            raise StorageError(
-                f"tensor {self._box.tensor}: cannot read from {self._box.root}/{self._box.directory}: {error} "
-                "(no damaged file was found: try again, and check the store)"
-            ) from error
+        raise StorageError(
+            f"cannot read {path}: {error} (no damaged chunk was found: try again, and check the store)"
+        ) from error
 
 
-@dataclass(frozen=True)
-class _Box:
-    root: str
-    directory: str
-    meta: ArrayMeta
-    tensor: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+class _Plan:
+    """What a read needs of the files: records of uncompressed chunks, and compressed chunks."""
 
-    def check_sizes(self) -> int:
-        """Raise for the first chunk of this box that is no regular file of a possible size; return the largest size."""
-        return max(
-            (check_size(self.root, self.directory, self.meta, index, self.tensor) for index in self._chunks()),
-            default=0,
+    def __init__(self, step: str, packs: PackIndex) -> None:
+        self._step = step
+        self._packs = packs
+        self._numbers: dict[str, int] = {}
+        self.records: list[Record] = []
+        self.chunks: list[_CompressedChunk] = []
+
+    @property
+    def files(self) -> list[str]:
+        """The files, by the numbers that they have in the records."""
+        return list(self._numbers)
+
+    def add(self, read: ArrayRead) -> None:
+        """Add what a request needs."""
+        array, meta, destination = read.array, read.array.meta, read.destination
+        for index in _chunks(meta, read.offset, destination.shape[: len(read.offset)]):
+            place = _place(self._step, self._packs, read.name, array, index)
+            if meta.compression is not None:
+                self.chunks.append(_CompressedChunk(place, index, read))
+                continue
+            file = self._numbers.setdefault(place.file, len(self._numbers))
+            whole = None
+            if destination.nbytes + CHECKSUM_BYTES == place.nbytes:
+                whole = records_of_whole(meta, file, place.offset, destination)
+            self.records += whole or records_of_box(meta, index, file, place.offset, read.offset, destination)
+
+
+def _chunks(meta: ArrayMeta, offset: _Index, shape: _Index) -> Iterable[_Index]:
+    """Return the chunks that have something of a box."""
+    if 0 in shape:
+        return ()
+    if meta.chunk_shape == meta.shape:
+        return ((0,) * len(shape),)
+    boxes = zip(offset, shape, meta.chunk_shape, strict=True)
+    return indices([range(o // c, -(-(o + n) // c)) for o, n, c in boxes])
+
+
+def _place(step: str, packs: PackIndex, name: str, array: StoredArray, index: _Index) -> ChunkPlace:
+    try:
+        return packs.place(array, index)
+    except KeyError:
+        raise CheckpointCorruptError(
+            f"{step}: tensor {name}, chunk {index}: no part says where it is; restore from another step or copy"
+        ) from None
+
+
+class _JobError(Exception):
+    def __init__(self, job: _Job, error: Exception) -> None:
+        super().__init__(str(error))
+        self.job = job
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A part of a read: bytes `start` to `end` of a file. `run` reads them, and returns whether they are whole."""
+
+    file: str
+    start: int
+    end: int
+    run: Callable[[int], bool]
+
+
+def _direct_jobs(records: list[Record], files: Sequence[str]) -> Iterator[_Job]:
+    """Divide records into jobs, such that no block is read twice unless two requests need it."""
+    left = np.array(records, np.int64).reshape(-1, 1 + len(SEGMENT.names or ()))
+    while len(left):
+        file, base, block, at, _, nbytes, rows, step, _ = left.T
+        last = at + (rows - 1) * step + nbytes - 1
+        pitch = block + CHECKSUM_BYTES
+        first_block, end_block = base + at // block * pitch, base + (last // block + 1) * pitch
+        first_byte, end_byte = first_block + at % block, base + last // block * pitch + last % block + 1
+        order = np.lexsort((first_byte, file))
+        file = file[order]
+        begins = np.concatenate([[True], file[1:] != file[:-1]])  # a file
+        own = _in_order(begins, first_byte[order], end_byte[order])
+        order, file = order[own], file[own]
+        yield from _jobs(left[order], files, file, first_block[order], end_block[order])
+        keep = np.ones(len(left), bool)
+        keep[order] = False
+        left = left[keep]
+
+
+def _in_order(begins: Array, first: Array, end: Array) -> Array:
+    """Return which of these ranges, sorted by file and first byte, do not overlap with one before.
+
+    `begins` says which are the first of a file.
+    """
+    own = begins.copy()
+    starts = np.flatnonzero(begins).tolist()
+    for low, high in zip(starts, [*starts[1:], len(begins)], strict=True):
+        own[low + 1 : high] = first[low + 1 : high] >= np.maximum.accumulate(end[low:high])[:-1]
+    return own
+
+
+def _jobs(table: Array, files: Sequence[str], file: Array, first: Array, end: Array) -> Iterator[_Job]:
+    """Cut sorted records where enough bytes are together, and nowhere in a block."""
+    nbytes = table[:, 5] * table[:, 6]
+    share = (np.cumsum(nbytes) - nbytes) // PIECE_BYTES
+    apart = (share[1:] != share[:-1]) & (first[1:] >= end[:-1])
+    cuts = np.flatnonzero(apart | (file[1:] != file[:-1])) + 1
+    segments = np.ascontiguousarray(table[:, 1:]).view(SEGMENT).reshape(-1)
+    for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), len(table)], strict=True):
+        part = segments[low:high]
+        yield _Job(
+            files[int(file[low])],
+            int(first[low]),
+            int(end[low:high].max()),
+            lambda fd, part=part: read_checked(fd, part),  # type: ignore[misc]
         )
 
-    def check_room(self) -> None:
-        """Raise unless it is safe to read this box with tensorstore.
 
-        It would follow a link, wait for a pipe, and end the process if there is no memory for a file or an inner chunk.
-        """
-        try:
-            np.empty(max(self.check_sizes(), self.meta.inner_chunk_bytes), np.uint8)
-        except MemoryError:
-            self.verify()
-            raise
+@dataclass(frozen=True, slots=True)
+class _CompressedChunk:
+    place: ChunkPlace
+    index: _Index
+    read: ArrayRead
 
-    def verify(self) -> None:
-        """Raise for the first damaged chunk of this box. Only local files are checked."""
-        for index in self._chunks():
-            verify_chunk(self.root, self.directory, self.meta, index, self.tensor)
 
-    def _chunks(self) -> Iterable[tuple[int, ...]]:
-        if "://" in self.root:
-            return ()
-        boxes = zip(self.offset, self.shape, self.meta.chunk_shape, strict=True)
-        return indices([range(o // c, -(-(o + n) // c)) for o, n, c in boxes])
+def _decode_jobs(chunks: list[_CompressedChunk]) -> Iterator[_Job]:
+    """Group compressed chunks that lie near each other; those of some MB are jobs of their own."""
+    group: list[_CompressedChunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.place):
+        if group:
+            start, before = group[0].place, group[-1].place
+            far = chunk.place.offset > before.offset + before.nbytes + _NEAR_BYTES
+            large = chunk.place.offset + chunk.place.nbytes - start.offset > PIECE_BYTES
+            if far or large or chunk.place.file != start.file:
+                yield _decode_job(group)
+                group = []
+        group.append(chunk)
+    if group:
+        yield _decode_job(group)
+
+
+def _decode_job(chunks: list[_CompressedChunk]) -> _Job:
+    start = chunks[0].place.offset
+    end = max(chunk.place.offset + chunk.place.nbytes for chunk in chunks)
+
+    def run(fd: int) -> bool:
+        together = os.pread(fd, end - start, start) if len(chunks) > 1 else None
+        for chunk in chunks:
+            place = chunk.place
+
+            def read(offset: int, size: int, at: int = place.offset) -> bytes | memoryview:
+                if together is None:
+                    return os.pread(fd, size, at + offset)
+                return memoryview(together)[at + offset - start :][:size]
+
+            meta = chunk.read.array.meta
+            read_compressed(meta, chunk.index, place.nbytes, read, chunk.read.offset, chunk.read.destination)
+        return True
+
+    return _Job(chunks[0].place.file, start, end, run)
+
+
+@dataclass
+class _OpenFiles:
+    """The files of a read, each open from its first job to its last. Any thread."""
+
+    step: str
+    names: list[str]
+    _lock: Lock = field(default_factory=Lock)
+    _open: dict[str, int] = field(default_factory=dict)
+    _left: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            self._left[name] = self._left.get(name, 0) + 1
+
+    def open(self, name: str) -> int:
+        """Return the descriptor of a file. Raises as `open_regular`."""
+        with self._lock:
+            if name in self._open:
+                return self._open[name]
+        fd = open_regular(self.step, name)
+        with self._lock:
+            kept = self._open.setdefault(name, fd)
+        if kept != fd:
+            os.close(fd)
+        return kept
+
+    def done(self, name: str) -> None:
+        """Count a job of a file as done; close the file after the last one."""
+        with self._lock:
+            self._left[name] -= 1
+            fd = self._open.pop(name, None) if self._left[name] == 0 else None
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            left, self._open = list(self._open.values()), {}
+        for fd in left:
+            os.close(fd)

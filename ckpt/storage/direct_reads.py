@@ -1,136 +1,161 @@
-"""Read boxes of uncompressed arrays from local files into memory, many inner chunks in one call, and check them.
+"""Which bytes of a file hold a box of an uncompressed chunk, and where they go in memory: as records for `native`.
 
-Elements that are contiguous in the file and in the destination are read straight into place. Otherwise a whole inner
-chunk, which has one checksum, is read into a temporary buffer and the wanted part is copied.
+A chunk is a series of blocks, its inner chunks, each followed by its checksum. The elements of a box that are
+contiguous, both there and in the destination, are one run. Runs at equal distances are the rows of one record, so there
+are few records however the box lies in the chunk.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import groupby
-from types import EllipsisType
+import math
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ckpt.native import CHECKSUM_BYTES, SEGMENT, read_checked
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_layout import FileLayout, InnerChunk, indices
-from ckpt.storage.regular_files import DamagedFileError, open_regular
 
-__all__ = ["read_box", "read_runs"]
+__all__ = ["PIECE_BYTES", "Record", "records_of_box", "records_of_whole"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+Record = tuple[int, int, int, int, int, int, int, int, int]
+"""The number of a file, and a read from it: the members of a SEGMENT."""
 
-def read_box(root: str, directory: str, meta: ArrayMeta, offset: tuple[int, ...], destination: Array) -> bool:
-    """Fill `destination` with the box at `offset`; see `ArrayReader.read_into`. Any thread.
+PIECE_BYTES = 4 << 20
+"""Records have at most so many bytes between their ends, in whole blocks, so that threads can share the work."""
 
-    Returns whether every byte was read and matches its checksum. If not, the elements are undefined; `verify_chunk`
-    finds out why.
+_Span = tuple[int, int, int]
+"""Elements of a dimension: the first byte among the blocks, the first byte in the destination, and their number."""
+
+
+def records_of_whole(meta: ArrayMeta, file: int, base: int, destination: Array) -> list[Record] | None:
+    """Return the records that read all of an array that is one block; None if it is not, or not contiguous in memory.
+
+    The same as `records_of_box` does, in less time: most arrays of a model are small.
     """
-    shape = destination.shape[: len(offset)]
-    chunks = [range(o // c, -(-(o + n) // c)) for o, n, c in zip(offset, shape, meta.chunk_shape, strict=True)]
-    try:
-        return all(_read_chunk(root, directory, meta, index, offset, destination) for index in indices(chunks))
-    except (OSError, DamagedFileError):
-        return False
+    if meta.inner_chunk_shape is not None or meta.chunk_shape != meta.shape or not destination.flags.c_contiguous:
+        return None
+    nbytes = destination.nbytes
+    return [(file, base, nbytes, 0, address_of(destination), nbytes, 1, 0, 0)]
 
 
-def read_runs(root: str, directory: str, meta: ArrayMeta, runs: Sequence[tuple[int, Array]]) -> bool:
-    """Fill contiguous arrays with bytes of a 1-d array of bytes, each from its offset on.
+def records_of_box(
+    meta: ArrayMeta, index: tuple[int, ...], file: int, base: int, offset: tuple[int, ...], destination: Array
+) -> Iterator[Record]:
+    """Yield the records that read what the chunk at `index` has of the box at `offset`, which goes to `destination`.
 
-    The runs are in order, and none crosses the boundary of a chunk. Returns as `read_box`.
+    The chunk begins at byte `base` of the file. `destination` has the shape of the box, followed by the trailing
+    dimension of a raw dtype, and any strides.
     """
-    (chunk_bytes,) = meta.chunk_shape
-    try:
-        for chunk, group in groupby(runs, key=lambda run: run[0] // chunk_bytes):
-            segments = [(offset - chunk * chunk_bytes, _address(array), array.nbytes) for offset, array in group]
-            with _opened(root, directory, meta, (chunk,)) as (fd, layout):
-                if not read_checked(fd, layout.inner_chunk_bytes, np.array(segments, SEGMENT)):
-                    return False
-    except (OSError, DamagedFileError):
-        return False
-    return True
-
-
-@contextmanager
-def _opened(root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...]) -> Iterator[tuple[int, FileLayout]]:
-    """Open a chunk file. DamagedFileError unless its size and its index are those that this package writes.
-
-    The size is checked first: the layout lists as many inner chunks as the metadata say, which may be damaged.
-    """
-    fd = open_regular(root, f"{directory}/{meta.chunk_key(index)}")
-    try:
-        if os.fstat(fd).st_size != meta.file_bytes(index):
-            raise DamagedFileError("has another size")
-        layout = meta.layout(index)
-        if os.pread(fd, len(layout.index), layout.index_offset) != layout.index:
-            raise DamagedFileError("has another index")
-        yield fd, layout
-    finally:
-        os.close(fd)
-
-
-def _read_chunk(
-    root: str, directory: str, meta: ArrayMeta, index: tuple[int, ...], offset: tuple[int, ...], destination: Array
-) -> bool:
-    with _opened(root, directory, meta, index) as (fd, layout):
-        origin, _ = meta.box_of(index)
-        overlap = _overlap(origin, meta.chunk_shape, offset, destination)
-        if overlap is None:
-            return True
-        part = _part(destination, *overlap, offset)
-        first = meta.first_byte(index, *overlap)
-        if first is not None and part.flags.c_contiguous:
-            return _read(fd, layout, first, part)
-        return all(_read_inner_chunk(fd, meta, layout, inner, offset, destination) for inner in layout.inner_chunks)
-
-
-def _read_inner_chunk(
-    fd: int, meta: ArrayMeta, layout: FileLayout, inner: InnerChunk, offset: tuple[int, ...], destination: Array
-) -> bool:
-    overlap = _overlap(inner.origin, inner.shape, offset, destination)
-    if overlap is None:
-        return True
-    part = _part(destination, *overlap, offset)
-    number = inner.offset // (layout.inner_chunk_bytes + CHECKSUM_BYTES)
-    if part.nbytes == layout.inner_chunk_bytes and part.flags.c_contiguous:
-        return _read(fd, layout, number * layout.inner_chunk_bytes, part)
-    whole_bytes = np.empty(layout.inner_chunk_bytes, np.uint8)
-    if not _read(fd, layout, number * layout.inner_chunk_bytes, whole_bytes):
-        return False
-    whole = whole_bytes.view(meta.stored.numpy_dtype).reshape((*layout.full_shape, *meta.stored.trailing))
-    part[...] = _part(whole, *overlap, inner.origin)
-    return True
+    trailing = meta.stored.trailing
+    origin, first, last = _overlap(meta, index, (*offset, *(0,) * len(trailing)), destination.shape)
+    inner = (*(meta.inner_chunk_shape or meta.chunk_shape), *trailing)
+    present = _inner_chunks(meta, index, inner, origin)
+    strides, item = destination.strides, destination.dtype.itemsize
+    steps = [math.prod(inner[dim + 1 :]) * item for dim in range(len(inner))]
+    block_bytes = math.prod(inner) * item
+    to = address_of(destination)
+    choices = []
+    for dim, (low, high) in enumerate(zip(first, last, strict=True)):
+        start = origin[dim] - offset[dim] if dim < len(offset) else 0
+        in_line = all(n == 1 for n in present[dim + 1 :]) and all(n == 1 for n in inner[:dim])
+        unit = high if in_line or present[dim] == 1 else inner[dim]
+        jump = math.prod(present[dim + 1 :]) * block_bytes
+        choices.append(
+            list(_spans(low, high, unit, jump if unit == inner[dim] else 0, steps[dim], start, strides[dim]))
+        )
+    for spans in product(*choices):
+        at = sum(span[0] for span in spans)
+        target = to + sum(span[1] for span in spans)
+        counts = [span[2] for span in spans]
+        for row_at, row_to, nbytes, rows, at_step, to_step in _rows(at, target, counts, steps, strides, item):
+            for piece in _pieces(block_bytes, row_at, row_to, nbytes, rows, at_step, to_step):
+                yield (file, base, block_bytes, *piece)
 
 
 def _overlap(
-    origin: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...], destination: Array
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the first and the last index (excluded) of the overlap of two boxes; None if they do not overlap."""
-    ends = (o + n for o, n in zip(offset, destination.shape, strict=False))
-    first = tuple(map(max, origin, offset))
-    last = tuple(min(o + n, end) for o, n, end in zip(origin, shape, ends, strict=True))
-    return None if any(low >= high for low, high in zip(first, last, strict=True)) else (first, last)
+    meta: ArrayMeta, index: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the origin of a chunk, and which of its elements are in a box: the first and the last index (excluded).
+
+    These are relative to the origin. All include the trailing dimension of a raw dtype, as the box does.
+    """
+    trailing = meta.stored.trailing
+    chunk = (*meta.chunk_shape, *trailing)
+    origin = (*(i * c for i, c in zip(index, meta.chunk_shape, strict=True)), *(0,) * len(trailing))
+    first = tuple(max(o - c, 0) for o, c in zip(offset, origin, strict=True))
+    ends = zip(offset, shape, origin, chunk, strict=True)
+    return origin, first, tuple(min(o + n - c, size) for o, n, c, size in ends)
 
 
-def _part(array: Array, first: tuple[int, ...], last: tuple[int, ...], origin: tuple[int, ...]) -> Array:
-    """Return the elements from `first` to `last` of an array that begins at `origin`, with all trailing dimensions."""
-    key: tuple[slice | EllipsisType, ...] = (
-        *(slice(low - at, high - at) for low, high, at in zip(first, last, origin, strict=True)),
-        ...,
-    )
-    return array[key]
-
-
-def _read(fd: int, layout: FileLayout, first: int, target: Array) -> bool:
-    """Fill `target` with the bytes of the inner chunks from byte `first` on, checksums not counted."""
-    segment = np.array([(first, _address(target), target.nbytes)], SEGMENT)
-    return read_checked(fd, layout.inner_chunk_bytes, segment)
-
-
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Return the address of the first element."""
     return int(array.__array_interface__["data"][0])
+
+
+def _inner_chunks(
+    meta: ArrayMeta, index: tuple[int, ...], inner: tuple[int, ...], origin: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return how many inner chunks of a chunk there are in each dimension, those outside the array not counted."""
+    trailing = meta.stored.trailing
+    shape, chunk = (*meta.shape, *trailing), (*meta.chunk_shape, *trailing)
+    sizes = zip(shape, chunk, inner, origin, strict=True)
+    return tuple(-(-min(c, size - start) // part) for size, c, part, start in sizes)
+
+
+def _spans(low: int, high: int, unit: int, jump: int, step: int, start: int, stride: int) -> Iterator[_Span]:
+    """Yield the elements `low` to `high` (excluded) of a dimension, divided at multiples of `unit`.
+
+    Elements are `step` bytes apart among the blocks, and units `jump`. In the destination the element 0 would be at
+    `start`, in elements, and elements are `stride` bytes apart.
+    """
+    while low < high:
+        end = min(high, (low // unit + 1) * unit)
+        skipped = low // unit * unit if jump else 0
+        yield low // unit * jump + (low - skipped) * step, (start + low) * stride, end - low
+        low = end
+
+
+def _rows(
+    at: int, to: int, counts: list[int], steps: list[int], strides: tuple[int, ...], item: int
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yield rows, as `at` to `to_step` of a SEGMENT, for a box of `counts` elements."""
+    nbytes, rows, at_step, to_step = item, 1, 0, 0
+    more: list[list[tuple[int, int]]] = []
+    for count, step, stride in zip(reversed(counts), reversed(steps), reversed(strides), strict=True):
+        if count == 1:
+            continue
+        if rows == 1 and not more and step == stride == nbytes:
+            nbytes *= count
+        elif rows == 1 and not more:
+            rows, at_step, to_step = count, step, stride
+        elif not more and step == rows * at_step and stride == rows * to_step:
+            rows *= count
+        else:
+            more.append([(n * step, n * stride) for n in range(count)])
+    for places in product(*reversed(more)):
+        row_at, row_to = at + sum(place[0] for place in places), to + sum(place[1] for place in places)
+        yield row_at, row_to, nbytes, rows, at_step, to_step
+
+
+def _pieces(
+    block_bytes: int, at: int, to: int, nbytes: int, rows: int, at_step: int, to_step: int
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Divide a record at boundaries of blocks into parts of about `PIECE_BYTES`."""
+    unit = max(1, PIECE_BYTES // block_bytes) * block_bytes
+    if at // unit == (at + (rows - 1) * at_step + nbytes - 1) // unit:
+        yield at, to, nbytes, rows, at_step, to_step
+        return
+    if rows == 1:
+        end = at + nbytes
+        while at < end:
+            part = min(end, (at // unit + 1) * unit) - at
+            yield at, to, part, 1, 0, 0
+            at, to = at + part, to + part
+        return
+    while rows:
+        part = min(rows, max(1, -((at - (at // unit + 1) * unit) // at_step)))
+        yield at, to, nbytes, part, at_step, to_step
+        at, to, rows = at + part * at_step, to + part * to_step, rows - part

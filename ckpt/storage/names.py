@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["PACK_DIRECTORY", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
+__all__ = ["INDEX", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
 
-PACK_DIRECTORY = "packed"
-"""The array of packed tensors; no key is stored under this name."""
+INDEX = "index.json"
+"""The document with the place of every tensor, in a save and in a step."""
 
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""
@@ -36,7 +36,7 @@ PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
-_RESERVED = frozenset({"zarr.json", "state.json", "intent.json", "reason.json", "parts", PACK_DIRECTORY, "c"})
+_RESERVED = frozenset({"zarr.json", "c"})
 _RESERVED_PREFIXES = (".", "c.", "__")
 _MAX_COMPONENT_BYTES = 180  # file systems allow 255; the names of temporary files need some
 _MAX_PATH_BYTES = 900  # of 4096 that Linux allows, and of 1024 that object stores allow

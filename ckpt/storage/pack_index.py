@@ -12,49 +12,35 @@ with their product, and where a chunk lies is found without looking at any other
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ckpt.paths import Path
+from ckpt.errors import StateError
+from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.regions import ALIGNMENT, FilePlaces, Region, chunk_sizes, regions_from_documents
 
-__all__ = ["ALIGNMENT", "ChunkPlace", "PackIndex", "Region", "StoredArray", "Table", "chunk_number", "pack_file"]
-
-ALIGNMENT = 16
-"""Chunks begin at multiples of this in a file."""
+__all__ = [
+    "ALIGNMENT",
+    "ChunkPlace",
+    "PackIndex",
+    "Region",
+    "StoredArray",
+    "Table",
+    "chunk_number",
+    "pack_file",
+    "unravel",
+]
 
 _RANKS_PER_DIRECTORY = 512
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+_MAX_BYTES = 1 << 60
 
 
 def pack_file(rank: int, number: int) -> str:
     """Return the path of a file of a rank's pack, relative to the step."""
     return f"packs/{rank // _RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """The copies of a region: `ranks`, `files` and `starts`, by number of the copy. All int64, 1-d, of one length."""
-
-    ranks: Numbers
-    files: Numbers
-    starts: Numbers
-
-    def to_document(self) -> dict[str, Any]:
-        """Return the region as JSON: each column as runs of [first, count, step]."""
-        return {"ranks": _runs(self.ranks), "files": _runs(self.files), "starts": _runs(self.starts)}
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any], most: int) -> Region:
-        """Return the region that a document describes; ValueError unless it has 1 to `most` copies."""
-        columns = [_numbers(document[name], most) for name in ("ranks", "files", "starts")]
-        if not len(columns[0]) == len(columns[1]) == len(columns[2]):
-            raise ValueError("the columns of a region differ in length")
-        return cls(*columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +118,56 @@ class PackIndex:
             "regions": [region.to_document() for region in self.regions],
         }
 
+    @classmethod
+    def from_document(
+        cls, document: Mapping[str, Any], world_size: int, table: Callable[[int], Table] | None = None
+    ) -> PackIndex:
+        """Return the index that a document describes, after checking it; it may come from anywhere.
+
+        ValueError, or another error of a wrong structure, unless it is one that `to_document` may have made: all
+        numbers are possible, each region has a copy for every chunk of its arrays, and no two chunks overlap.
+        """
+        if type(document["arrays"]) is not list or type(document["regions"]) is not list:
+            raise ValueError("the arrays or regions are no list")
+        regions = regions_from_documents(document["regions"], world_size)
+        arrays = tuple(_array(number, entry, world_size) for number, entry in enumerate(document["arrays"]))
+        index = cls(arrays, regions, table)
+        index._check_regions()
+        if index._places().overlap():
+            raise ValueError("two regions overlap in a file")
+        return index
+
+    def files(self) -> dict[tuple[int, int], int]:
+        """Return the size of each file, by rank and number of the file; before compression, if there is any."""
+        return self._places().file_sizes()
+
+    def arrays_of_regions(self) -> list[list[StoredArray]]:
+        """Return the arrays in each region, by offset."""
+        arrays: list[list[StoredArray]] = [[] for _ in self.regions]
+        for array in self.arrays:
+            if array.region is not None:
+                arrays[array.region].append(array)
+        for members in arrays:
+            members.sort(key=lambda array: array.offset)
+        return arrays
+
+    def _places(self) -> FilePlaces:
+        last = [members[-1] for members in self.arrays_of_regions()]
+        return FilePlaces.of(self.regions, [array.offset + chunk_sizes(array.meta) for array in last])
+
+    def _check_regions(self) -> None:
+        for region, members in zip(self.regions, self.arrays_of_regions(), strict=True):
+            end, copies = 0, len(region.ranks)
+            if not members:
+                raise ValueError("a region has no arrays")
+            for array in members:
+                if array.offset < end or math.prod(array.meta.grid_shape) != copies:
+                    name = display(array.path)
+                    raise ValueError(f"{name} overlaps with another array, or its region has too few or many copies")
+                end = array.offset + array.meta.file_bytes((0,) * len(array.meta.shape))  # no chunk is larger
+            if end >= _MAX_BYTES:
+                raise ValueError(f"a region has {end} bytes")
+
     def place(self, array: StoredArray, index: tuple[int, ...]) -> ChunkPlace:
         """Return where the chunk at `index` of the grid of an array lies."""
         assert array.region is not None
@@ -153,28 +189,52 @@ def chunk_number(index: tuple[int, ...], grid_shape: tuple[int, ...]) -> int:
     return number
 
 
-def _runs(numbers: Numbers) -> list[list[int]]:
-    """Return the numbers as runs of [first, count, step]."""
-    runs: list[list[int]] = []
-    for number in numbers.tolist():
-        if runs and runs[-1][1] == 1:
-            runs[-1][1:] = 2, number - runs[-1][0]
-        elif runs and number == runs[-1][0] + runs[-1][1] * runs[-1][2]:
-            runs[-1][1] += 1
-        else:
-            runs.append([number, 1, 0])
-    return runs
+def unravel(number: int, grid_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of chunk `number`, in C order of the grid."""
+    position = []
+    for size in reversed(grid_shape):
+        number, index = divmod(number, size)
+        position.append(index)
+    return tuple(reversed(position))
 
 
-def _numbers(runs: Any, most: int) -> Numbers:
-    """Return the numbers that `_runs` has encoded; ValueError unless they are 1 to `most` non-negative integers."""
-    total = 0
-    for first, count, step in runs:
-        if not type(first) is type(count) is type(step) is int or count < 1:
-            raise ValueError(f"{[first, count, step]!r:.80} is not a run of numbers")
-        total += count
-        if total > most or min(first, first + (count - 1) * step) < 0 or max(first, first + count * step) >= 1 << 62:
-            raise ValueError(f"{[first, count, step]!r:.80} is not a run of numbers of a region")
-    if not total:
-        raise ValueError("a region has no copies")
-    return np.concatenate([first + step * np.arange(count, dtype=np.int64) for first, count, step in runs])
+def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArray:
+    path, shape = tuple(entry["path"]), tuple(entry["shape"])
+    region, offset, rank = entry.get("region"), entry.get("offset", 0), entry.get("rank")
+    if set(map(type, path)) - {str, int}:
+        raise ValueError(f"{path!r:.80} is not a path of strings and integers")
+    if {type(region), type(rank)} - {int, type(None)} or type(offset) is not int:
+        raise ValueError(f"{display(path)} has the place {region!r:.20}, {offset!r:.20}, {rank!r:.20}")
+    if rank is not None and not 0 <= rank < world_size:
+        raise ValueError(f"{display(path)} is of rank {rank} of {world_size}")
+    about: dict[str, Any] = {"name": list(path)}
+    about |= {key: entry[key] for key in ("rank", "box_offset", "tensor_shape") if key in entry}
+    inner = None if "inner" not in entry else tuple(entry["inner"])
+    meta = ArrayMeta(shape, entry["dtype"], tuple(entry["chunk"]), inner, entry.get("compression"), {"ckpt": about})
+    box_offset = tuple(entry.get("box_offset", (0,) * len(shape)))
+    tensor_shape = tuple(entry.get("tensor_shape", shape))
+    _check_sizes(path, meta, box_offset, tensor_shape)
+    if (region is None) != (0 in shape) or (region is not None and region < 0):
+        raise ValueError(f"{display(path)} has shape {list(shape)}, but is in region {region}")
+    if offset % ALIGNMENT or not 0 <= offset < _MAX_BYTES:
+        raise ValueError(f"{display(path)} begins at byte {offset} of its region")
+    array = StoredArray(number, path, meta, region, offset, box_offset, tensor_shape, rank)
+    if array.to_document() != entry:
+        raise ValueError(f"the entry of {display(path)} is not as this package writes it")
+    return array
+
+
+def _check_sizes(path: Path, meta: ArrayMeta, box_offset: tuple[int, ...], tensor_shape: tuple[int, ...]) -> None:
+    """Raise ValueError for what would be too large for numpy or the file system, and for boxes that are none."""
+    if not len(box_offset) == len(tensor_shape) == len(meta.shape):
+        raise ValueError(f"the box of {display(path)} does not have the dimensions of the tensor")
+    for value in (*box_offset, *tensor_shape):
+        if type(value) is not int or not 0 <= value < _MAX_BYTES:
+            raise ValueError(f"{display(path)} has a box with {value!r:.40}")
+    try:
+        itemsize = meta.stored.itemsize
+    except (StateError, TypeError):
+        raise ValueError(f"{display(path)} has the dtype {meta.dtype!r:.80}, which cannot be stored") from None
+    shapes = (meta.shape, meta.chunk_shape, tensor_shape)
+    if any(math.prod(filter(None, shape)) * itemsize >= _MAX_BYTES for shape in shapes):
+        raise ValueError(f"{display(path)} has an impossible shape: {list(tensor_shape)!r:.80}")

@@ -5,7 +5,7 @@
     intent.json                 made once, by the coordinator, before any writer starts
     parts/rank_00000.json       this rank's part is durable
 <root>/step_00000100/       published: the same directory under its final name
-<root>/.abandoned/<save>/   abandoned: the same directory; its arrays will never be read
+<root>/.abandoned/<save>/   abandoned: the same directory; its files will never be read
     reason.json                 why, for all ranks; kept for a while after the rest is removed
 <root>/.superseded/<save>/  a published step of another branch, moved here by the owner; only a person removes it
 <root>/.damaged/<save>/     a published step that was found damaged; likewise
@@ -42,7 +42,7 @@ __all__ = [
     "read_part_of_step",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INTENT = "intent.json"
 _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node

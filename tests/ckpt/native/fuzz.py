@@ -77,41 +77,51 @@ def _copies(rng: random.Random, noise: Bytes) -> None:
 
 
 def _reads(rng: random.Random, noise: Bytes) -> None:
-    """A table of reads from a file of blocks, which may be damaged or truncated."""
+    """A table of reads from a file with several series of blocks, which may be damaged or truncated."""
     import google_crc32c
 
     from ckpt import native
 
-    piece_bytes = rng.choice((1, 7, 100, 4096, 5000, (256 << 10) - 4, (256 << 10) - 2, 300_000))
-    pieces = rng.randrange(1, 40 if piece_bytes < 10_000 else 4)
-    content = noise[: pieces * piece_bytes]
-    segments, targets, at = [], [], 0
-    while at < len(content) and len(segments) < 12:
-        at += rng.choice((0, 0, 1, _size(rng)))
-        size = min(_size(rng), max(0, len(content) - at))
-        targets.append((at, size, _memory(size)))
-        segments.append((at, _address(targets[-1][2]), size))
-        at += size
-    file_bytes = bytearray()
-    for first in range(0, len(content), piece_bytes):
-        piece = content[first : first + piece_bytes].tobytes()
-        file_bytes += piece + google_crc32c.value(piece).to_bytes(4, "little")
-    touched = {n // piece_bytes for at, size, _ in targets for n in range(at, at + size)}
+    file_bytes, segments, targets, needed = bytearray(), [], [], set[tuple[int, int]]()
+    for _ in range(rng.randrange(1, 5)):
+        file_bytes += bytes(rng.choice((0, 12, 5000)))
+        base, block_bytes = len(file_bytes), rng.choice((1, 7, 100, 4096, (256 << 10) - 4, (256 << 10) - 2, 300_000))
+        content = noise[: rng.randrange(1, 40 if block_bytes < 10_000 else 4) * block_bytes]
+        for first in range(0, len(content), block_bytes):
+            block = content[first : first + block_bytes].tobytes()
+            file_bytes += block + google_crc32c.value(block).to_bytes(4, "little")
+        at = 0
+        while at < len(content) and rng.random() < 0.9:
+            at += rng.choice((0, 0, 1, _size(rng)))
+            nbytes = min(_size(rng), max(0, len(content) - at))
+            step = nbytes + rng.choice((0, 1, _size(rng)))
+            rows = 1 + rng.randrange(4) if step * 4 <= len(content) - at else 1
+            row_bytes = nbytes + rng.choice((0, 3))
+            target = _memory(rows * row_bytes)
+            segments.append((base, block_bytes, at, _address(target), nbytes, rows, step, row_bytes))
+            lines = [content[at + row * step :][:nbytes] for row in range(rows)]
+            targets.append((target.reshape(rows, row_bytes)[:, :nbytes], lines))
+            for row in range(rows if nbytes else 0):
+                start = at + row * step
+                for number in range(start // block_bytes, (start + nbytes - 1) // block_bytes + 1):
+                    place = base + number * (block_bytes + 4)
+                    needed.add((place, place + block_bytes + 4))
+            at += (rows - 1) * step + nbytes
     whole = True
     if rng.random() < 0.3:
         bit = rng.randrange(8 * len(file_bytes))
         file_bytes[bit // 8] ^= 1 << bit % 8
-        whole = bit // 8 // (piece_bytes + 4) not in touched
+        whole = not any(start <= bit // 8 < end for start, end in needed)
     if rng.random() < 0.2:
         del file_bytes[rng.randrange(len(file_bytes)) :]
-        whole = whole and all((number + 1) * (piece_bytes + 4) <= len(file_bytes) for number in touched)
+        whole = whole and all(end <= len(file_bytes) for _, end in needed)
     with tempfile.TemporaryFile() as file:
         file.write(file_bytes)
         file.flush()
-        got = native.read_checked(file.fileno(), piece_bytes, np.array(segments, native.SEGMENT))
+        got = native.read_checked(file.fileno(), np.array(segments, native.SEGMENT))
     assert got == whole, (got, whole)
-    for at, size, target in targets:
-        assert not whole or np.array_equal(target, content[at : at + size])
+    for found, lines in targets:
+        assert not whole or all(np.array_equal(row, line) for row, line in zip(found, lines, strict=True))
 
 
 def main(library: str, seed: int, tables: int) -> None:

@@ -147,10 +147,19 @@ def write_blocks(path: Path, content: bytes, piece_bytes: int) -> None:
     path.write_bytes(b"".join(piece + google_crc32c.value(piece).to_bytes(4, "little") for piece in pieces))
 
 
+def series(piece_bytes: int, segments: list[tuple[int, int, int]]) -> np.ndarray:
+    """Return segments of one series at the beginning of a file: first byte, address, bytes."""
+    return np.array([(0, piece_bytes, at, to, size, 1, 0, 0) for at, to, size in segments], native.SEGMENT)
+
+
 def read_segments(path: Path, piece_bytes: int, segments: list[tuple[int, int, int]]) -> bool:
+    return read_table(path, series(piece_bytes, segments))
+
+
+def read_table(path: Path, table: np.ndarray) -> bool:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return native.read_checked(fd, piece_bytes, np.array(segments, native.SEGMENT))
+        return native.read_checked(fd, table)
     finally:
         os.close(fd)
 
@@ -201,20 +210,133 @@ def test_segments_go_to_their_places(tmp_path: Path, piece_bytes: int, lengths: 
         assert target.tobytes() == content[at : at + size] + b"\xa5" * GUARD
 
 
-def test_segments_must_be_in_order() -> None:
-    target = np.zeros(16, np.uint8)
-    for segments in (
-        [(8, address(target), 8), (0, address(target), 8)],
-        [(0, address(target), 8), (7, address(target), 8)],
-    ):
-        with pytest.raises(ValueError, match="in order"):
-            native.read_checked(-1, 64, np.array(segments, native.SEGMENT))
+@given(
+    parts=st.lists(
+        st.tuples(
+            st.integers(0, 6000),  # bytes before the series
+            st.integers(1, 400) | st.just(9000),  # bytes of a block
+            st.integers(0, 500),  # the first byte
+            st.integers(0, 300) | st.just(3000),  # bytes of a row
+            st.integers(0, 12),  # rows
+            st.integers(0, 3000),  # bytes between rows
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    backwards=st.booleans(),
+    flip=st.none() | st.integers(0, 1 << 20),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_of_many_series(tmp_path: Path, parts: list[tuple[int, ...]], backwards: bool, flip: int | None) -> None:
+    """A flipped bit is found if it is in a block that is needed, and nowhere else."""
+    content, table, expected, needed = b"", [], [], set[int]()
+    for gap, block, at, size, rows, between in parts:
+        base = len(content) + gap
+        step = size + between
+        length = -(-(at + rows * step) // block) * block
+        data = np.resize(NOISE[len(table) :], length).tobytes()
+        checked = b"".join(
+            data[n : n + block] + google_crc32c.value(data[n : n + block]).to_bytes(4, "little")
+            for n in range(0, length, block)
+        )
+        content += bytes(gap) + checked
+        target = np.full((rows, size + GUARD), 0xA5, np.uint8)
+        first, to_step = (rows - 1, -(size + GUARD)) if backwards and rows else (0, size + GUARD)
+        to = address(target) + first * (size + GUARD)
+        table.append((base, block, at, to, size, rows, step, to_step % (1 << 64)))
+        wanted = [data[at + row * step :][:size] + b"\xa5" * GUARD for row in range(rows)]
+        expected.append((target, b"".join(wanted[::-1] if backwards else wanted)))
+        for row in range(rows if size else 0):
+            for number in range((at + row * step) // block, (at + row * step + size - 1) // block + 1):
+                needed |= set(range(base + number * (block + 4), base + (number + 1) * (block + 4)))
+    file = tmp_path / "file"
+    changed = bytearray(content)
+    if flip is not None and content:
+        changed[flip % len(content)] ^= 0x20
+    file.write_bytes(changed)
+    sound = flip is None or not content or flip % len(content) not in needed
+    assert read_table(file, np.array(table, native.SEGMENT)) == sound
+    if sound:
+        for target, whole in expected:
+            assert target.tobytes() == whole
+
+
+def bytes_read(path: Path, table: np.ndarray) -> tuple[int, int]:
+    """Return how many calls read a file, and how many bytes they read."""
+
+    def counts() -> list[int]:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return [int(line.split()[1]) for line in lines if line.startswith(("syscr", "rchar"))]
+
+    counts()
+    overhead = [after - before for before, after in zip(counts(), counts(), strict=True)]
+    before = counts()
+    assert read_table(path, table)
+    after = counts()
+    nbytes, calls = (b - a - c for a, b, c in zip(before, after, overhead, strict=True))
+    return calls, nbytes
+
+
+def test_small_blocks_near_each_other_are_read_together(tmp_path: Path) -> None:
+    file, target = tmp_path / "file", np.zeros(1 << 20, np.uint8)
+    block = NOISE[:500].tobytes()
+    checked = block + google_crc32c.value(block).to_bytes(4, "little") + bytes(8)
+    file.write_bytes(checked * 1000)
+    table = np.array([(512 * n, 500, 0, address(target) + 500 * n, 500, 1, 0, 0) for n in range(1000)], native.SEGMENT)
+    calls, nbytes = bytes_read(file, table)
+    assert calls < 10
+    assert 512 * 999 <= nbytes <= 512 * 1000
+    assert target[: 500 * 1000].tobytes() == block * 1000
+    calls, nbytes = bytes_read(file, table[::100].copy())
+    assert (calls, nbytes) == (10, 10 * 504)
+
+
+def test_the_buffer_ends_in_a_checksum(tmp_path: Path) -> None:
+    """With blocks of this size, the first read of the system ends after two bytes of a checksum."""
+    block_bytes = (256 << 10) - 2
+    file, target = tmp_path / "file", np.full(3 * block_bytes + GUARD, 0xA5, np.uint8)
+    write_blocks(file, NOISE[: 3 * block_bytes].tobytes(), block_bytes)
+    segments = [(n * block_bytes, address(target) + n * block_bytes, block_bytes) for n in range(3)]
+    assert read_segments(file, block_bytes, segments)
+    assert np.array_equal(target[: 3 * block_bytes], NOISE[: 3 * block_bytes])
+    assert (target[3 * block_bytes :] == 0xA5).all()
+
+
+def test_blocks_between_rows_are_not_read(tmp_path: Path) -> None:
+    file, target = tmp_path / "file", np.zeros((10, 100), np.uint8)
+    write_blocks(file, NOISE[: 100 * 10_000].tobytes(), 10_000)
+    rows = np.array([(0, 10_000, 5, address(target), 100, 10, 100_000, 100)], native.SEGMENT)
+    assert bytes_read(file, rows) == (10, 10 * 10_004)
+    assert np.array_equal(target, NOISE[: 10 * 100_000].reshape(10, 100_000)[:, 5:105])
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [(0, 64, 8, 8, 1, 0), (0, 64, 0, 8, 1, 0)],
+        [(0, 64, 0, 8, 1, 0), (0, 64, 7, 8, 1, 0)],
+        [(0, 64, 0, 8, 4, 16), (0, 64, 8, 8, 1, 0)],
+        [(68, 64, 0, 8, 1, 0), (0, 64, 0, 8, 1, 0)],
+        [(0, 64, 0, 8, 1, 0), (67, 64, 0, 8, 1, 0)],
+        [(0, 64, 0, 8, 2, 7)],
+    ],
+)
+def test_segments_must_be_in_order(segments: list[tuple[int, ...]]) -> None:
+    target = np.zeros(64, np.uint8)
+    table = [(base, block, at, address(target), size, rows, step, 8) for base, block, at, size, rows, step in segments]
+    with pytest.raises(ValueError, match="in order"):
+        native.read_checked(-1, np.array(table, native.SEGMENT))
+
+
+def test_blocks_have_bytes() -> None:
+    with pytest.raises(ValueError, match="blocks"):
+        native.read_checked(-1, series(0, [(0, address(NOISE), 8)]))
 
 
 def test_an_error_of_the_system_is_an_error() -> None:
     target = np.zeros(8, np.uint8)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        native.read_checked(-1, 8, np.array([(0, address(target), 8)], native.SEGMENT))
+        native.read_checked(-1, series(8, [(0, address(target), 8)]))
 
 
 def test_runs_must_be_what_the_library_takes() -> None:

@@ -25,8 +25,8 @@ file.write(content.tobytes() + native.crc32c(content.data).to_bytes(4, "little")
 file.flush()
 
 def work():
-    segments = np.array([(0, address(read), len(content))], native.SEGMENT)
-    assert native.read_checked(file.fileno(), len(content), segments)
+    segments = np.array([(0, len(content), 0, address(read), len(content), 1, 0, 0)], native.SEGMENT)
+    assert native.read_checked(file.fileno(), segments)
     run = np.zeros(1, native.RUN)
     run["to"], run["from"], run["bytes"] = address(copied), address(content), len(content)
     native.copy_runs(run)

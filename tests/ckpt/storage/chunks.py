@@ -3,15 +3,27 @@
 import mmap
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 
+from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_codec import WrittenChunk, inner_chunk_array
-from ckpt.storage.chunk_writers import ChunkJob, ChunkWriter
+from ckpt.storage.chunk_codec import inner_chunk_array
+from ckpt.storage.chunk_layout import PAGE_BYTES
+from ckpt.storage.pack_index import ALIGNMENT
+from ckpt.storage.pack_writers import ChunkToCompress, FileJob
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class ChunkPlan(NamedTuple):
+    """A chunk in a file: its index, where it begins, and its size."""
+
+    index: tuple[int, ...]
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -55,22 +67,36 @@ def bits(array: Array) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def staged(meta: ArrayMeta, index: tuple[int, ...], array: Array) -> memoryview:
-    """Return an encoded chunk without checksums, in page-aligned memory that held other data before."""
-    layout = meta.layout(index)
-    image = memoryview(mmap.mmap(-1, layout.buffer_bytes))
-    image[:] = b"\xaa" * len(image)
-    for piece in layout.inner_chunks:
-        box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
-        inner_chunk_array(meta, layout, piece, image)[...] = array[box]
-    return image
+def job(meta: ArrayMeta, array: Array, number: int = 0, checksummed: int = 0) -> tuple[FileJob, list[ChunkPlan]]:
+    """Return a file with all chunks of an array, staged as a trainer does, and where each chunk is.
 
-
-def write_array(writer: ChunkWriter, meta: ArrayMeta, directory: str, array: Array) -> list[WrittenChunk]:
-    jobs = [ChunkJob(meta, directory, index, staged(meta, index, array)) for index in meta.chunk_indices()]
-    written = [writer.write(job) for job in jobs]
-    writer.finish()
-    return written
+    The first `checksummed` inner chunks have their checksums already.
+    """
+    layouts = [(index, meta.layout(index)) for index in meta.chunk_indices()]
+    offsets, end = [], 0
+    for _, layout in layouts:
+        offsets.append(end)
+        end += -(-layout.file_bytes // ALIGNMENT) * ALIGNMENT
+    memory = memoryview(mmap.mmap(-1, -(-end // PAGE_BYTES) * PAGE_BYTES))
+    starts: list[int] = []
+    to_compress = []
+    for offset, (index, layout) in zip(offsets, layouts, strict=True):
+        encoded = memory[offset:]
+        for inner in layout.inner_chunks:
+            box = tuple(slice(o, o + n) for o, n in zip(inner.origin, inner.shape, strict=True))
+            inner_chunk_array(meta, layout, inner, encoded)[...] = array[box]
+            starts.append(offset + inner.offset)
+        encoded[layout.index_offset : layout.index_offset + len(layout.index)] = layout.index
+        if meta.compression is not None:
+            to_compress.append(ChunkToCompress(0, len(to_compress), index, meta, offset))
+    nbytes = offsets[-1] + layouts[-1][1].file_bytes
+    size = meta.inner_chunk_bytes
+    done = np.arange(len(starts)) < checksummed
+    for start in starts[:checksummed]:
+        checksum = google_crc32c.value(bytes(memory[start : start + size]))
+        memory[start + size : start + size + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
+    file = FileJob(number, nbytes, memory, np.array(starts), np.full(len(starts), size), done, to_compress)
+    return file, [ChunkPlan(i, at, layout.file_bytes) for at, (i, layout) in zip(offsets, layouts, strict=True)]
 
 
 def boxes(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:

@@ -30,10 +30,10 @@ from ckpt.saving.layout import RankLayout, make_layout
 from ckpt.saving.task import BatchWritten, Report, SaveOptions, WriteTask
 from ckpt.saving.write import write_share
 from ckpt.staging.copy_table import CopyOp
-from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.commit import Abandoned, PendingSave, Reason
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import SaveId
+from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.root import CheckpointRoot
 from ckpt.values.codec import encode_value
 from inprocess.ipc.process import Process
@@ -45,8 +45,7 @@ from .state import LazyState
 
 __all__ = ["Leaf", "TensorLeaf", "ValueLeaf", "dotted", "tensor_leaves", "unique_names", "value_leaves", "write_step"]
 
-_SLOT_BYTES = (128 << 20) + (1 << 20)  # two files, with checksums and alignment
-_PACK_BYTES = 64 << 20
+_SLOT_BYTES = (128 << 20) + (1 << 20)  # more than the largest file
 _FLAG_BYTES = 4096
 _GENERATION = 1
 
@@ -166,18 +165,9 @@ def write_step(state: LazyState, root: str, step: int, progress: Callable[[int],
 def _layout(state: LazyState) -> RankLayout:
     specs = {path: TensorSpec(t.dtype, t.itemsize, t.shape) for path, t in state.tensors.items()}
     description = StateDescription(specs, dict.fromkeys(state.values, False), state.aliases)
-    plan = make_save_plan([description], GridOptions(pack_below_bytes=_pack_below(state)))
+    plan = make_save_plan([description], GridOptions())
     boxes = {path: [(Box.whole(t.shape), (0,) * len(t.shape))] for path, t in state.tensors.items()}
-    return make_layout(plan, 0, boxes, _SLOT_BYTES, None)
-
-
-def _pack_below(state: LazyState) -> int:
-    """Return up to which size tensors share one file. That file is staged as a whole, so its size is bounded."""
-    for below in (GridOptions().pack_below_bytes, 1 << 10, 1 << 6):
-        small = [tensor.nbytes + 16 for tensor in state.tensors.values() if tensor.nbytes <= below]
-        if sum(small) <= _PACK_BYTES:
-            return below
-    return 0
+    return make_layout(plan, 0, boxes, _SLOT_BYTES)
 
 
 def _write_batches(
@@ -192,11 +182,11 @@ def _write_batches(
     plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
     flag_offset = region.size - _FLAG_BYTES
     region.buffer[flag_offset : flag_offset + 8] = _GENERATION.to_bytes(8, "little")
-    earlier: list[WrittenChunk] = []
+    earlier: list[WrittenFile] = []
 
     def take(report: Report) -> None:
         if isinstance(report, BatchWritten):
-            earlier.extend(report.chunks)
+            earlier.extend(report.files)
 
     for batch in range(layout.plan.batches):
         _fill(state, layout, batch, region, progress)
@@ -232,7 +222,8 @@ def _fill(
     state: LazyState, layout: RankLayout, batch: int, region: SharedMemory, progress: Callable[[int], None]
 ) -> None:
     slot = np.frombuffer(region.buffer, np.uint8)
-    layout.clear_gaps(batch, region.buffer)
+    slot[:-_FLAG_BYTES] = 0
+    layout.prepare(batch, region.buffer)
     for op in layout.copies[batch].ops:
         box = _box(op)
         if op.chunk_bytes is None:

@@ -1,0 +1,83 @@
+"""Where the chunks of all arrays lie in the packs: arrays with the same owners share regions.
+
+The arrays whose chunks have the same owners, one by one, form regions: each owner has a copy of the region, with its
+chunks in the same order at the same offsets. Each rank puts its copies one behind the other, and begins a new file when
+one is full. A region is smaller than half a file, so a file has less than one and a half times the size asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.paths import Path
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.pack_index import ALIGNMENT, PackIndex, Region, StoredArray
+
+__all__ = ["ArrayDraft", "Owners", "lay_out"]
+
+_REGIONS_IN_FILE = 4
+
+Owners = tuple[int, ...]
+"""The rank that writes each chunk of an array, in C order of its grid."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDraft:
+    """An array that has no place yet; otherwise as `StoredArray`."""
+
+    path: Path
+    meta: ArrayMeta
+    owners: Owners
+    box_offset: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
+    rank: int | None
+
+
+def lay_out(drafts: Sequence[ArrayDraft], world_size: int, file_bytes: int) -> PackIndex:
+    """Give every chunk its place. The arrays of the index are the `drafts`, in order.
+
+    Equal owners must be one object: comparing those of thousands of ranks takes long.
+    """
+    open_regions: dict[int, int] = {}  # by the identity of the owners
+    sizes: list[int] = []  # of the regions
+    owners_of: list[Owners] = []
+    arrays: list[StoredArray] = []
+    for number, draft in enumerate(drafts):
+        region, offset = None, 0
+        if draft.owners:
+            region = open_regions.get(id(draft.owners))
+            if region is None or sizes[region] * _REGIONS_IN_FILE >= file_bytes:
+                region = open_regions[id(draft.owners)] = len(sizes)
+                sizes.append(0)
+                owners_of.append(draft.owners)
+            offset = sizes[region]
+            nbytes = draft.meta.file_bytes((0,) * len(draft.meta.shape))  # no other chunk is larger
+            sizes[region] = offset + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        arrays.append(
+            StoredArray(
+                number, draft.path, draft.meta, region, offset, draft.box_offset, draft.tensor_shape, draft.rank
+            )
+        )
+    return PackIndex(tuple(arrays), tuple(_place(owners_of, sizes, world_size, file_bytes)))
+
+
+def _place(owners_of: list[Owners], sizes: list[int], world_size: int, file_bytes: int) -> list[Region]:
+    files = np.zeros(world_size, np.int64)
+    ends = np.zeros(world_size, np.int64)
+    regions = []
+    for owners, size in zip(owners_of, sizes, strict=True):
+        ranks = np.array(owners, np.int64)
+        region = Region(ranks, np.empty_like(ranks), np.empty_like(ranks))
+        once = len(set(owners)) == len(owners)
+        for copies in [slice(None)] if once else [slice(copy, copy + 1) for copy in range(len(owners))]:
+            own = ranks[copies]
+            full = own[ends[own] >= file_bytes]
+            files[full] += 1
+            ends[full] = 0
+            region.files[copies], region.starts[copies] = files[own], ends[own]
+            ends[own] += size
+        regions.append(region)
+    return regions

@@ -1,0 +1,123 @@
+"""Decode boxes of compressed chunks: check the checksum of an inner chunk, decompress it, copy what is wanted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from ckpt.native import CHECKSUM_BYTES, crc32c
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_layout import InnerChunk
+from ckpt.storage.regular_files import DamagedFileError
+
+__all__ = ["Read", "check_decoded_size", "inner_chunk_places", "read_compressed"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+Read = Callable[[int, int], bytes | memoryview]
+"""``read(offset, size)`` returns bytes of a chunk, fewer at its end. They are used before the next call."""
+
+_FRAME = b"\x28\xb5\x2f\xfd"
+_CONTENT_SIZE_BYTES = (0, 2, 4, 8)
+_DICTIONARY_BYTES = (0, 1, 2, 4)
+
+
+def read_compressed(
+    meta: ArrayMeta, index: tuple[int, ...], nbytes: int, read: Read, offset: tuple[int, ...], destination: Array
+) -> None:
+    """Fill `destination` with what the chunk at `index`, of `nbytes` bytes, has of the box at `offset`.
+
+    Raises DamagedFileError if bytes are missing, do not match their checksum or cannot be decompressed.
+    """
+    problem = meta.size_problem(index, nbytes)
+    if problem is not None:
+        raise DamagedFileError(problem)
+    shape = destination.shape[: len(offset)]
+    for inner, start, size in inner_chunk_places(meta, index, nbytes, read):
+        first = tuple(map(max, inner.origin, offset))
+        ends = zip(inner.origin, inner.shape, offset, shape, strict=True)
+        last = tuple(min(a + n, b + m) for a, n, b, m in ends)
+        if any(low >= high for low, high in zip(first, last, strict=True)):
+            continue
+        data = read(start, size)
+        if len(data) != size or crc32c(data[:-CHECKSUM_BYTES]) != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
+            raise DamagedFileError(f"has a wrong checksum in the {size} bytes at offset {start} of the chunk")
+        content = _decompressed(data[:-CHECKSUM_BYTES], meta.inner_chunk_bytes)
+        whole = content.view(meta.stored.numpy_dtype)
+        whole = whole.reshape((*(meta.inner_chunk_shape or meta.chunk_shape), *meta.stored.trailing))
+        _part(destination, first, last, offset)[...] = _part(whole, first, last, inner.origin)
+
+
+def inner_chunk_places(
+    meta: ArrayMeta, index: tuple[int, ...], nbytes: int, read: Read
+) -> list[tuple[InnerChunk, int, int]]:
+    """Return the inner chunks of a compressed chunk, each with the byte where it starts and its size with checksum.
+
+    Raises DamagedFileError if the index of the shard is damaged, or they overlap.
+    """
+    layout = meta.layout(index)
+    if not meta.sharded:
+        return [(layout.inner_chunks[0], 0, nbytes)]
+    index_offset = nbytes - meta.index_bytes
+    data = bytes(read(index_offset, meta.index_bytes))
+    if len(data) != meta.index_bytes or crc32c(data[:-CHECKSUM_BYTES]) != int.from_bytes(
+        data[-CHECKSUM_BYTES:], "little"
+    ):
+        where = f"the {meta.index_bytes} bytes at offset {index_offset} of the chunk"
+        raise DamagedFileError(f"has a wrong checksum in {where}, its index")
+    entries = np.frombuffer(data, "<u8", layout.index_entries * 2).reshape(-1, 2).tolist()
+    places = [(inner, *entries[inner.position]) for inner in layout.inner_chunks]
+    end = 0
+    for _, start, size in sorted(places, key=lambda place: place[1]):
+        if start < end or size < CHECKSUM_BYTES or start + size > index_offset:
+            raise DamagedFileError("has an index with inner chunks that overlap or lie outside of the chunk")
+        end = start + size
+    return places
+
+
+def check_decoded_size(frame: bytes | memoryview, nbytes: int) -> None:
+    """Raise DamagedFileError unless `frame` is one of zstd that says that it holds `nbytes` bytes.
+
+    The format of the header is in RFC 8878, section 3.1.1.1.
+    """
+    header = bytes(frame[:18])
+    if len(header) < 6 or header[:4] != _FRAME:
+        raise DamagedFileError("cannot be decompressed: it has no frame of zstd")
+    is_single = header[4] >> 5 & 1
+    size_bytes = _CONTENT_SIZE_BYTES[header[4] >> 6] or is_single
+    start = 5 + (1 - is_single) + _DICTIONARY_BYTES[header[4] & 3]
+    size = int.from_bytes(header[start : start + size_bytes], "little") + (256 if size_bytes == 2 else 0)
+    if not size_bytes or size != nbytes:
+        raise DamagedFileError(f"cannot be decompressed: its frame does not hold {nbytes} bytes")
+
+
+def _decompressed(frame: bytes | memoryview, nbytes: int) -> Array:
+    check_decoded_size(frame, nbytes)
+    content = np.empty(nbytes, np.uint8)
+    try:
+        _decompress()(frame, content)
+    except (RuntimeError, ValueError) as error:
+        raise DamagedFileError(f"cannot be decompressed: {error}") from error
+    return content
+
+
+@functools.cache
+def _decompress() -> Callable[[Any, Any], Any]:
+    """Return the function of numcodecs, which zarr needs, too; importing it takes a while."""
+    from numcodecs import zstd
+
+    decompress: Callable[[Any, Any], Any] = zstd.decompress
+    return decompress
+
+
+def _part(array: Array, first: tuple[int, ...], last: tuple[int, ...], origin: tuple[int, ...]) -> Array:
+    """Return the elements from `first` to `last` of an array that begins at `origin`, with all trailing dimensions."""
+    key: tuple[slice | EllipsisType, ...] = (
+        *(slice(low - at, high - at) for low, high, at in zip(first, last, origin, strict=True)),
+        ...,
+    )
+    return array[key]

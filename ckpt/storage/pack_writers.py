@@ -1,0 +1,199 @@
+"""Write the files of a pack: straight from memory, or with compressed chunks.
+
+A file is staged as it is to be on disk, but for checksums that are not known yet. They are filled in where the file
+lies in memory, and it is written with O_DIRECT: no copy, no page cache. Compressed chunks are encoded by tensorstore
+and written one behind the other.
+
+Runs in a writer process. `write` may be called from several threads at once (4 to 8 keep a local disk busy). Nothing is
+durable before `finish`. After an error the save cannot be completed; its files are left for clean-up.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import StorageError
+from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
+from ckpt.storage.array_metadata import ArrayMeta, new_context, open_array
+from ckpt.storage.chunk_codec import inner_chunk_array
+from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, PAGE_BYTES
+from ckpt.storage.directories import make_directories
+from ckpt.storage.files import holds, sync_files, write_new, write_pages
+from ckpt.storage.pack_index import ALIGNMENT, pack_file
+
+__all__ = ["ChunkToCompress", "FileJob", "PackWriter", "WrittenFile"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_LEFT_OUT = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """File `number` of a pack, of `nbytes` bytes; `crc32c` is the checksum of its inner chunks' checksums, in order.
+
+    `chunks` are those that are compressed: number of the array, number of the chunk, offset in the file, bytes.
+    """
+
+    number: int
+    nbytes: int
+    crc32c: int
+    chunks: tuple[tuple[int, int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkToCompress:
+    """The chunk number `copy`, at `index` of the grid of array number `array`; its layout begins at `offset`."""
+
+    array: int
+    copy: int
+    index: tuple[int, ...]
+    meta: ArrayMeta
+    offset: int
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """A file to write: number `number` of the pack, the first `nbytes` of `memory`.
+
+    `memory` is writable and consists of whole pages. Its inner chunks begin at `starts` and have `sizes` bytes. Behind
+    each is its checksum if it is `checksummed`, else room for it. If there are chunks `to_compress`, all are, and the
+    file consists of these instead.
+    """
+
+    number: int
+    nbytes: int
+    memory: memoryview
+    starts: Array
+    sizes: Array
+    checksummed: Array
+    to_compress: Sequence[ChunkToCompress] = ()
+
+
+class PackWriter:
+    """Writes the pack of one rank below `root`, the directory of a save.
+
+    Falls back to buffered writes on a file system without O_DIRECT. `threads` is the number of parallel syncs. With
+    `reuse`, existing files are overwritten; documents only if they differ.
+    """
+
+    def __init__(self, root: str, rank: int, *, threads: int = 8, reuse: bool = False) -> None:
+        self._root = root
+        self._rank = rank
+        self._threads = threads
+        self._reuse = reuse
+        self._direct = True
+        self._lock = Lock()
+        self._made: set[str] = set()
+        self._files: list[str] = []
+        self._context: Any = None
+
+    def write(self, job: FileJob) -> WrittenFile:
+        """Write one file. `StorageError` if that fails, or if it exists and files are not reused."""
+        if job.to_compress:
+            return self._write_compressed(job)
+        memory: Array = np.frombuffer(job.memory, np.uint8)
+        missing = np.flatnonzero(~job.checksummed)
+        if len(missing):
+            runs = np.zeros(len(missing), RUN)
+            runs["from"] = memory.ctypes.data + job.starts[missing]
+            runs["bytes"] = job.sizes[missing]
+            runs["checksum_at"] = runs["from"] + runs["bytes"]
+            copy_runs(runs)
+        behind = (job.starts + job.sizes)[:, np.newaxis] + np.arange(CHECKSUM_BYTES)
+        checksum = crc32c(memory[behind].tobytes())
+        path, overwrite = self._place(pack_file(self._rank, job.number))
+        self._direct = write_pages(path, job.memory, job.nbytes, direct=self._direct, overwrite=overwrite)
+        self._files.append(path)
+        return WrittenFile(job.number, job.nbytes, checksum)
+
+    def write_documents(self, documents: Mapping[str, bytes]) -> None:
+        """Write documents, by their paths in the save. `StorageError` if that fails."""
+        for name, data in documents.items():
+            path, overwrite = self._place(name)
+            if not (overwrite and holds(path, data)):
+                write_new(path, data, replace=overwrite)
+                self._files.append(path)
+
+    def finish(self) -> None:
+        """Make everything written durable, including its directories. `StorageError` if that fails."""
+        sync_files(self._files, self._made, threads=self._threads)
+
+    def _place(self, name: str) -> tuple[str, bool]:
+        """Return the path of a file to be written, and whether it exists and is to be overwritten.
+
+        Otherwise its directory exists when this returns.
+        """
+        path = os.path.join(self._root, name)
+        if self._reuse and os.path.lexists(path):
+            return path, True
+        parent, relative = os.path.dirname(path), os.path.dirname(name)
+        if relative and parent not in self._made:
+            with self._lock:
+                self._made.update(make_directories(self._root, relative, self._made))
+        return path, False
+
+    def _write_compressed(self, job: FileJob) -> WrittenFile:
+        path, overwrite = self._place(pack_file(self._rank, job.number))
+        pieces: list[bytes] = []
+        chunks: list[tuple[int, int, int, int]] = []
+        checksums = b""
+        end = 0
+        for chunk in job.to_compress:
+            encoded = self._encode(chunk, job.memory[chunk.offset :])
+            checksums += _checksums(chunk.meta, encoded)
+            chunks.append((chunk.array, chunk.copy, end, len(encoded)))
+            padding = -len(encoded) % ALIGNMENT
+            pieces += [encoded, bytes(padding)]
+            end += len(encoded) + padding
+        nbytes = end - padding
+        memory = _pages(pieces, nbytes)
+        self._direct = write_pages(path, memory, nbytes, direct=self._direct, overwrite=overwrite)
+        self._files.append(path)
+        return WrittenFile(job.number, nbytes, crc32c(checksums), tuple(chunks))
+
+    def _encode(self, chunk: ChunkToCompress, memory: memoryview) -> bytes:
+        """Return the bytes of a compressed chunk, whose elements are in `memory` as its layout puts them."""
+        import tensorstore as ts
+
+        meta, layout = chunk.meta, chunk.meta.layout(chunk.index)
+        try:
+            store = open_array("memory://", "", meta, new_context(1))
+            with ts.Transaction() as transaction:  # encodes the chunk once, however many inner chunks it has
+                for inner in layout.inner_chunks:
+                    box = tuple(slice(o, o + n) for o, n in zip(inner.origin, inner.shape, strict=True))
+                    elements = np.require(inner_chunk_array(meta, layout, inner, memory), requirements="A")
+                    store.with_transaction(transaction)[box].write(elements).result()
+            encoded: bytes = store.kvstore.read(meta.chunk_key(chunk.index)).result().value
+        except (ValueError, RuntimeError, OSError) as error:
+            raise StorageError(f"cannot compress a chunk of {meta.attributes}: {error}") from error
+        return encoded
+
+
+def _checksums(meta: ArrayMeta, encoded: bytes) -> bytes:
+    """Return the checksums of the inner chunks of an encoded chunk, in order of their offsets."""
+    if not meta.sharded:
+        return encoded[-CHECKSUM_BYTES:]
+    index = encoded[len(encoded) - meta.index_bytes : -CHECKSUM_BYTES]
+    entries = sorted(entry for entry in struct.iter_unpack("<QQ", index) if entry[0] != _LEFT_OUT)
+    assert len(index) % INDEX_ENTRY_BYTES == 0
+    return b"".join(encoded[offset + size - CHECKSUM_BYTES : offset + size] for offset, size in entries)
+
+
+def _pages(pieces: list[bytes], nbytes: int) -> memoryview:
+    """Return pieces joined in whole pages of memory, at a page boundary."""
+    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    memory: Array = np.zeros(size + PAGE_BYTES, np.uint8)
+    first = -memory.ctypes.data % PAGE_BYTES
+    pages = memory[first : first + size].data
+    at = 0
+    for piece in pieces:
+        pages[at : at + len(piece)] = piece
+        at += len(piece)
+    return pages
