@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ckpt.paths import Path
 from ckpt.planning.boxes import Sharding
+from ckpt.values.containers import Container
 
 __all__ = ["StateDescription", "TensorSpec"]
 
@@ -34,11 +35,13 @@ class StateDescription:
     """What planning needs to know of one rank's state.
 
     `values` maps the path of each leaf that is not a tensor to whether it is per rank. `aliases` maps the path of a
-    tensor with the same memory as an earlier one to that one's path. Tensors in `from_lowest` are written by the lowest
-    rank that has them, even if others have different ones.
+    tensor with the same memory as an earlier one to that one's path. `containers` are those that are not plain dicts,
+    and whether each is per rank. Tensors in `from_lowest` are written by the lowest rank that has them, even if others
+    have different ones.
     """
 
     tensors: Mapping[Path, TensorSpec] = field(default_factory=dict)
     values: Mapping[Path, bool] = field(default_factory=dict)
     aliases: Mapping[Path, Path] = field(default_factory=dict)
+    containers: Mapping[Path, tuple[Container, bool]] = field(default_factory=dict)
     from_lowest: frozenset[Path] = frozenset()

@@ -23,6 +23,7 @@ from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.values.containers import Container
 
 __all__ = ["Gather", "check_agreement", "exchange"]
 
@@ -118,7 +119,10 @@ def _encoded(description: StateDescription) -> tuple[list[_Entries], str]:
         which = None if spec.sharding is None else shardings.setdefault(spec.sharding, len(shardings))
         lowest = path in description.from_lowest
         tensors.append(_json((path, (lowest, which, spec.dtype, spec.itemsize, spec.shape, spec.per_rank))))
-    others = [[_json(entry) for entry in member.items()] for member in (description.values, description.aliases)]
+    containers = {path: (each.to_document(), own) for path, (each, own) in description.containers.items()}
+    others = [
+        [_json(entry) for entry in each.items()] for each in (description.values, description.aliases, containers)
+    ]
     table = [(s.mesh_shape, s.ranks, [(p.dim, p.split_factor) for p in s.placements]) for s in shardings]
     return [tensors, *others], _json(table)
 
@@ -156,7 +160,7 @@ class _Decoder:
 
     def description(self, items: list[_Items], table: str) -> StateDescription:
         """Return the description with these items, whose shardings are in `table`."""
-        tensors, values, aliases = items
+        tensors, values, aliases, containers = items
         shardings = [
             Sharding(tuple(mesh), tuple(ranks), tuple(Placement(dim, factor) for dim, factor in placements))
             for mesh, ranks, placements in json.loads(table)
@@ -168,6 +172,10 @@ class _Decoder:
             {path: specs[number] for path, number in tensors},
             {path: self._said[number] for path, number in values},
             {path: tuple(self._said[number]) for path, number in aliases},
+            {
+                path: (Container.from_document(self._said[number][0]), self._said[number][1])
+                for path, number in containers
+            },
             frozenset(path for path, number in tensors if number in lowest) if lowest else frozenset(),
         )
 
@@ -179,10 +187,14 @@ class _Decoder:
         number = self._numbers.setdefault(_json(said), len(self._said))
         if number == len(self._said):
             self._said.append(said)
-            if isinstance(said, list) and said[0] is True:
+            if isinstance(said, list) and said and said[0] is True:
                 self._lowest.add(number)
         item = self._known[entry] = tuple(path), number
         return item
+
+    def _container(self, number: int) -> tuple[Container, bool]:
+        document, per_rank = self._said[number]
+        return Container.from_document(document), per_rank
 
     def _spec(self, said: list[Any], shardings: list[Sharding]) -> TensorSpec:
         _, which, dtype, itemsize, shape, per_rank = said
