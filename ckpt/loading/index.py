@@ -216,6 +216,13 @@ def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
         whole_number(before["step"])
         if not isinstance(before["save"], str | None):
             raise ValueError(f"continues is invalid: {before!r:.80}")
+    if summary["restart"] is not None:
+        whole_number(summary["restart"])
+    versions = summary["versions"]
+    if type(versions) is not dict or not all(type(version) is str for version in versions.values()):
+        raise ValueError(f"versions is {versions!r:.80}, not the versions of packages")
+    if type(summary["metrics"]) is not dict:
+        raise ValueError(f"metrics is {summary['metrics']!r:.80}, not a JSON object")
     if len(sizes(summary["parts"])) != summary["world_size"] or not summary["parts"]:
         raise ValueError(f"there are {len(summary['parts'])} parts of {summary['world_size']} ranks")
     return summary

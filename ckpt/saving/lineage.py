@@ -6,17 +6,19 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ckpt.errors import StateError
 from ckpt.storage.documents import canonical_json
 
-__all__ = ["MAX_METRICS_BYTES", "Lineage", "checked_metrics"]
+__all__ = ["MAX_METRICS_BYTES", "Lineage", "checked_metrics", "own_versions"]
 
 MAX_METRICS_BYTES = 64 << 10
 """The largest size of the metrics of a step, as JSON."""
 
 _MAX_NESTING = 32
+_PACKAGE = "ckpt-inprocess"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,17 @@ class Lineage:
     def to_document(self) -> dict[str, Any]:
         """Return the members of the intent, and of the summary, of the step."""
         return {"restart": self.restart, "metrics": self.metrics, "versions": self.versions}
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of this package and of torch, in a process that has imported torch."""
+    import torch
+
+    try:
+        own = version(_PACKAGE)
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        own = "unknown"
+    return {"ckpt": own, "torch": str(torch.__version__)}
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -12,17 +12,14 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
-
-import torch
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
-from ckpt.saving.lineage import Lineage, checked_metrics
+from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
@@ -74,7 +71,7 @@ class Saver:
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
         self._claim_lease = ClaimLease(self._root.ownership)
-        self._versions = {"ckpt": version("ckpt-inprocess"), "torch": torch.__version__}
+        self._versions = own_versions()
         self._closed = False
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
@@ -145,11 +142,11 @@ class Saver:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: async_save(state, step)")
-        lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
         self._ranks.doing = f"the save of step {step}"
         self._plans.begin_attempt(step)
         try:
             prepared = self._plans.prepare(state, self)
+            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
             self._stager.fit(prepared.cached)
             save = self._plans.save_id()
             assert save is not None
@@ -265,7 +262,8 @@ class Saver:
         earlier = []
         for batch in range(last):
             staged = self._stager.stage(prepared, save, batch, begin)
-            earlier.append(SaveHandle(self._task(prepared, save, batch, staged, lineage), staged.slot, on_begun=self.on_begun))
+            task = self._task(prepared, save, batch, staged, lineage)
+            earlier.append(SaveHandle(task, staged.slot, on_begun=self.on_begun))
             self._write_batch_now(earlier[-1])
         staged = self._stager.stage(prepared, save, last, begin)
         try:

@@ -1,4 +1,4 @@
-"""The restart index in the environment of a process whose main thread runs in the wrapper, for other libraries in it."""
+"""The restart index in the environment: how other code of a process learns which iteration of the wrapper it is in."""
 
 from __future__ import annotations
 
