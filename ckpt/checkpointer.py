@@ -144,8 +144,7 @@ class Checkpointer:
         strings, bools, None, and lists and dicts of these, of less than 64 KiB as JSON.
 
         Raises StateError, naming the key path, for a leaf or a metric that cannot be stored, and on all ranks when
-        ranks contradict each other; FencedError when a job that started later owns the
-        root. Nothing was started then.
+        ranks contradict each other; FencedError when a job that started later owns the root. Nothing was started then.
         """
         begin = time.perf_counter()
         self._check_writable()
