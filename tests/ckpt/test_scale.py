@@ -1,4 +1,4 @@
-"""What docs/scale.md says of files, index and parts: of real ranks in every layout, and of thousands of simulated ones."""
+"""What docs/scale.md says of files, index and parts: real ranks in every layout, and thousands of simulated ones."""
 
 from __future__ import annotations
 
