@@ -39,6 +39,8 @@ def records_of_whole(meta: ArrayMeta, file: int, base: int, destination: Array) 
     if meta.inner_chunk_shape is not None or meta.chunk_shape != meta.shape or not destination.flags.c_contiguous:
         return None
     nbytes = destination.nbytes
+    if destination.shape[: len(meta.shape)] != meta.shape:
+        return None
     return [(file, base, nbytes, 0, address_of(destination), nbytes, 1, 0, 0)]
 
 

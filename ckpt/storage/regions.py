@@ -107,7 +107,7 @@ def chunk_sizes(meta: ArrayMeta) -> Numbers:
     for size, chunk, inner in zip(meta.shape, meta.chunk_shape, full, strict=True):
         left = size - np.arange(-(-size // chunk), dtype=np.int64) * chunk
         inner_chunks = np.multiply.outer(inner_chunks, -(-np.minimum(left, chunk) // inner)).reshape(-1)
-    whole = meta.file_bytes((0,) * len(meta.shape)) - meta.index_bytes
+    whole = meta.largest_file_bytes - meta.index_bytes
     return inner_chunks * (whole // int(inner_chunks[0])) + meta.index_bytes
 
 
