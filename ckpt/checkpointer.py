@@ -69,7 +69,7 @@ class Checkpointer:
         timeout: timedelta = timedelta(minutes=10),
         file_bytes: int = _GRID.file_bytes,
         inner_bytes: int = _GRID.inner_bytes,
-        reuse_files: bool = False,
+        reuse_files: bool | None = None,
         read_only: bool = False,
         replicas: Literal["error", "warn", "ignore"] = "error",
     ) -> None:
@@ -80,14 +80,13 @@ class Checkpointer:
         spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
         most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
         wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
-        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. A rank begins a new
-        file when one has `file_bytes`; what is read and verified at once has `inner_bytes` at most.
+        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. A rank begins a
+        new file when one has `file_bytes`; what is read and verified at once has `inner_bytes` at most.
 
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
-        instead of making new ones; until then, or `close`, they stay on the disk. `restore` and inspect_ckpt keep a
-        step they read from being removed; another program that copies or maps the files of a step while it is removed
-        can see bytes of a later one, unless it holds a shared flock on its directory and runs on the host that saves
-        (see docs/guide.md). Not with `compression`.
+        instead of making new ones; until then, or `close`, they stay on the disk. That is the default with `keep_last`
+        and without `compression`. `restore` and inspect_ckpt keep a step they read from being removed; another program
+        that copies or maps the files of a step while it is removed can see bytes of a later one (see docs/guide.md).
 
         With `read_only` nothing is ever written to the root, and no save is possible: for evaluation beside a training
         job, or without write permission.
@@ -98,7 +97,9 @@ class Checkpointer:
         that has them; for the latter two differences are logged (see docs/guide.md).
         """
         warn_if_portable()
-        if reuse_files and (keep_last is None or compression is not None):
+        can_reuse = keep_last is not None and compression is None
+        reuse_files = can_reuse if reuse_files is None else reuse_files
+        if reuse_files and not can_reuse:
             raise ValueError(
                 "reuse_files writes over the files of steps that are removed: it needs keep_last, and no compression "
                 f"(these are keep_last={keep_last}, compression={compression!r})"

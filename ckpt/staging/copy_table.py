@@ -109,8 +109,8 @@ class Copies:
     """The copies that fill a slot or, in reverse, restore from it.
 
     `table` has those of them that are runs of memory in a contiguous tensor, and `rows` the same ones for a GPU;
-    `elements` is how many elements of each tensor they copy, and `offsets` where in the slot runs begin that do not fill
-    an inner chunk.
+    `elements` is how many elements of each tensor they copy, and `offsets` where in the slot runs begin that do not
+    fill an inner chunk.
     """
 
     ops: tuple[CopyOp, ...]

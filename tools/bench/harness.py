@@ -22,6 +22,7 @@ __all__ = [
     "add_size_options",
     "at_least",
     "environment",
+    "kilobytes",
     "megabytes",
     "milliseconds",
     "percent",
@@ -102,6 +103,11 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 def milliseconds(seconds: float, digits: int = 0) -> str:
     return f"{1e3 * seconds:.{digits}f} ms"
+
+
+def kilobytes(value: float) -> str:
+    """Return a number of bytes in kB."""
+    return f"{value / 1e3:.0f} kB"
 
 
 def megabytes(count: float, digits: int = 0) -> str:

@@ -1,16 +1,17 @@
-"""Planning, and the check before a commit, of a save of very many ranks, on one machine.
+"""A save of very many ranks, on one machine: planning, the commit, and the index that a restore opens.
 
 Planning: this process plays one of the ranks. The tensors are DTensors over a mesh of all ranks, in a process group
 that only pretends. Every rank is taken to have sent what this one sent, so no time of another process is measured.
 
-Commit: the coordinator's writer checks the parts of all ranks, and publishes the step. Every rank has an equal share of
-the bytes, whole chunk files of some tensors each, or, sharded, a piece of every tensor: then there are parts x tensors
-chunk files. Only the part manifests exist, as their writers would have left them; the check does not read the data.
+Commit: the coordinator's writer checks the parts of all ranks, and publishes the step. Every rank has a piece of every
+tensor. Only the index and the part manifests exist, as their writers would have left them; the check does not read the
+data.
+
+Open: one rank reads the index of this step, checks it, and finds where its piece of every tensor lies.
 """
 
 import argparse
 import multiprocessing
-import os
 import resource
 import sys
 import time
@@ -18,26 +19,30 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ckpt.loading.consistency import read_index
+from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.chunk_grid import GridOptions
+from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.planning.save_plan import make_save_plan
 from ckpt.ranks import Ranks
 from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish
-from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import encode_document
-from ckpt.storage.names import SaveId
+from ckpt.storage.names import INDEX, SaveId, part_name
 from ckpt.storage.root import CheckpointRoot
 from tools.bench.harness import (
     Row,
     add_disk_option,
     at_least,
+    kilobytes,
     megabytes,
     milliseconds,
     print_report,
@@ -53,20 +58,21 @@ _R = TypeVar("_R")
 Figures = dict[str, list[float]]
 """Seconds of each repeat by what was done, and bytes of "memory" that the process needed for it at most."""
 
-# What was measured, which figure of it, its title, and the most it should be: seconds, or bytes of memory.
+# What was measured, which figure of it, its title, and the most it should be: seconds, or bytes.
 TARGETS = (
     ("planning", "first", "planning, first, sharded", 1.0),
-    ("planning", "cached", "planning, cached, sharded", 0.02),
+    ("planning", "cached", "planning, cached, sharded", 0.01),
     ("planning", "first_replicated", "planning, first, replicated", 1.0),
-    ("planning", "cached_replicated", "planning, cached, replicated", 0.02),
-    ("commit", "seconds", "commit check, whole chunks", 2.0),
-    ("commit", "memory", "commit check, whole chunks: memory", 500e6),
-    ("commit_sharded", "seconds", "commit check, a piece of all on each", 2.0),
-    ("commit_sharded", "memory", "commit check, a piece of all on each: memory", 500e6),
+    ("planning", "cached_replicated", "planning, cached, replicated", 0.01),
+    ("commit", "seconds", "commit, from the last part to the step", 5.0),
+    ("commit", "memory", "commit: memory", 500e6),
+    ("commit", "index", "index: size", 4e6),
+    ("commit", "part", "largest part manifest: size", 100e3),
+    ("open", "seconds", "open the index, find a rank's pieces", 0.3),
+    ("open", "memory", "open the index: memory", 100e6),
 )
 _ROWS_PER_RANK = 4
 _COLUMNS = (16, 64, 256, 1024)
-_PLAN = "0" * 32
 
 
 def measure_planning(tensors: int, ranks: int, repeats: int) -> Figures:
@@ -78,13 +84,18 @@ def measure_planning(tensors: int, ranks: int, repeats: int) -> Figures:
     return _in_own_process(_plan, tensors, ranks, repeats)
 
 
-def measure_commit(parts: int, tensors: int, repeats: int, sharded: bool, folder: Path) -> Figures:
-    """Check and publish in a process of its own: "seconds" from the last part to the published step."""
+def measure_commit(parts: int, tensors: int, repeats: int, folder: Path) -> dict[str, Figures]:
+    """Commit, then open, each in a process of its own.
+
+    "commit" has "seconds" from the last part to the published step, and the bytes of the "index" and of a "part";
+    "open" has the "seconds" until a rank knows where its pieces are.
+    """
     with temporary_folder(folder) as temporary:
         roots = [temporary / f"{number}" for number in range(repeats)]
         for root in roots:  # not in the process that is measured: its memory must not count
-            _in_own_process(_write_parts, root, parts, tensors, sharded)
-        return _in_own_process(_publish, roots)
+            _in_own_process(_write_parts, root, parts, tensors)
+        found = {"commit": _in_own_process(_publish, roots), "open": _in_own_process(_open, roots)}
+        return found
 
 
 def _in_own_process(function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
@@ -157,53 +168,66 @@ def _name(number: int) -> str:
 # -- commit ------------------------------------------------------------------------------------------------------------
 
 
-def _write_parts(root: Path, parts: int, tensors: int, sharded: bool) -> None:
+def _write_parts(root: Path, parts: int, tensors: int) -> None:
     """Write a save that has all of its parts. The files are not synced: that is not measured here."""
+    sharding = Sharding((parts,), tuple(range(parts)), (Placement(0),))
+    specs: dict[tuple[str | int, ...], TensorSpec] = {
+        (_name(number),): TensorSpec(
+            "float32", 4, (parts * _ROWS_PER_RANK, _COLUMNS[number % len(_COLUMNS)]), sharding=sharding
+        )
+        for number in range(tensors)
+    }
+    plan = make_save_plan([StateDescription(specs)] * parts, GridOptions())
     checkpoints = CheckpointRoot(str(root))
     checkpoints.make()
     save = PendingSave(checkpoints, SaveId(1, checkpoints.ownership.claim(0), "0" * 16))
-    save.begin(parts, _PLAN)
-    Path(save.path, "model").mkdir()
+    save.begin(parts, plan.digest)
+    files: dict[int, list[list[int]]] = {}
+    for (rank, number), nbytes in plan.index.files().items():
+        files.setdefault(rank, []).append([number, nbytes, (rank * 2654435761 + number) % 2**32])
+    Path(save.path, INDEX).write_bytes(plan.index_bytes)
     for rank in range(parts):
-        path = os.path.join(save.path, "parts", f"rank_{rank:05d}.json")
-        Path(path).write_bytes(encode_document(_part(save.save.name, rank, parts, tensors, sharded)))
-
-
-def _part(name: str, rank: int, parts: int, tensors: int, sharded: bool) -> dict[str, Any]:
-    """Return the manifest of what the writer of `rank` has written."""
-    arrays, chunks = {}, {}
-    for number in range(tensors):
-        directory = f"model/{_name(number)}"
-        pieces = parts if sharded else max(1, -(-parts // tensors))
-        first = 0 if sharded else number * pieces % parts
-        if (rank - first) % parts >= pieces:
-            continue
-        index = (rank - first) % parts
-        chunks[directory] = [[f"c.{index}.0", 4 * 64 * 64 + 4, (rank * 2654435761 + number) % 2**32]]
-        if index == 0:
-            meta = ArrayMeta((64 * pieces, 64), "float32", (64, 64), attributes={"ckpt": {"name": [directory]}})
-            arrays[directory] = meta.array_document()
-    return {
-        "save": name,
-        "rank": rank,
-        "world_size": parts,
-        "plan": _PLAN,
-        "arrays": arrays,
-        "chunks": chunks,
-        "values": [],
-        "packed": [],
-        "aliases": [],
-        "times": {},
-    }
+        part = {
+            "save": save.save.name,
+            "rank": rank,
+            "world_size": parts,
+            "plan": plan.digest,
+            "files": sorted(files.get(rank, [])),
+            "values": [],
+            "aliases": [],
+            "times": {},
+        }
+        path = Path(save.path, part_name(rank))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode_document(part))
 
 
 def _publish(roots: list[Path]) -> Figures:
-    seconds, before = [], _most_memory()
+    found: Figures = {"seconds": [], "index": [], "part": []}
+    before = _most_memory()
     for root in roots:
         checkpoints = CheckpointRoot(str(root))
         (save,) = checkpoints.pending()
         begin = time.perf_counter()
         publish(PendingSave(checkpoints, save), lambda: None)
+        found["seconds"].append(time.perf_counter() - begin)
+        step = Path(checkpoints.step_path(save.step))
+        found["index"].append((step / INDEX).stat().st_size)
+        found["part"].append(max(path.stat().st_size for path in (step / "parts").rglob("rank_*.json")))
+    return {**found, "memory": [_most_memory() - before]}
+
+
+def _open(roots: list[Path]) -> Figures:
+    seconds, before = [], _most_memory()
+    for root in roots:
+        checkpoints = CheckpointRoot(str(root))
+        path = checkpoints.step_path(1)
+        begin = time.perf_counter()
+        index = read_index(path)
+        rank = index.world_size // 2
+        for tensor in index.tensors.values():
+            (array,) = tensor.boxes
+            index.packs.place(array, (rank * _ROWS_PER_RANK // array.meta.chunk_shape[0], 0))
         seconds.append(time.perf_counter() - begin)
     return {"seconds": seconds, "memory": [_most_memory() - before]}
 
@@ -213,11 +237,10 @@ def _publish(roots: list[Path]) -> Figures:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this kind."""
-    parser.add_argument("--tensors", type=at_least(1), default=3000, help="of the state (default: 3000)")
-    parser.add_argument("--ranks", type=at_least(1), default=1024, help="that plan (default: 1024)")
+    parser.add_argument("--tensors", type=at_least(1), default=2160, help="of the state (default: 2160)")
+    parser.add_argument("--ranks", type=at_least(1), default=4096, help="that plan (default: 4096)")
     parser.add_argument("--parts", type=at_least(1), default=4096, help="that are committed (default: 4096)")
     parser.add_argument("--repeats", type=at_least(1), default=3, help="of each (default: 3)")
-    parser.add_argument("--sharded", action="store_true", help="also commit with a chunk of every tensor on every rank")
     add_disk_option(parser)
 
 
@@ -226,11 +249,8 @@ def run(options: argparse.Namespace) -> None:
     found = {}
     print(f"planning: {options.tensors} tensors, {options.ranks} ranks", file=sys.stderr)
     found["planning"] = measure_planning(options.tensors, options.ranks, options.repeats)
-    for name, sharded in {"commit": False, "commit_sharded": True}.items():
-        if not sharded or options.sharded:
-            print(f"{name}: {options.tensors} tensors, {options.parts} parts", file=sys.stderr)
-            folder = options.folder.resolve()
-            found[name] = measure_commit(options.parts, options.tensors, options.repeats, sharded, folder)
+    print(f"commit, open: {options.tensors} tensors, {options.parts} parts", file=sys.stderr)
+    found |= measure_commit(options.parts, options.tensors, options.repeats, options.folder.resolve())
     rows = [_row(title, found[what][key], target) for what, key, title, target in TARGETS if what in found]
     title = f"{options.tensors} tensors; {options.ranks} ranks plan, {options.parts} parts are committed"
     print_report(title, rows)
@@ -238,5 +258,5 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _row(title: str, values: list[float], target: float) -> Row:
-    show = megabytes if title.endswith("memory") else milliseconds
+    show = megabytes if title.endswith("memory") else kilobytes if title.endswith("size") else milliseconds
     return Row(title, values, [target] * len(values), 1.0, show)

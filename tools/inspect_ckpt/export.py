@@ -190,7 +190,7 @@ def _runs(tensor: StoredTensor) -> Iterator[Box]:
         return
     rows = max(1, _BLOCK_BYTES // row_bytes[cut])
     meta = tensor.boxes[0].meta
-    unit = 1 if tensor.boxes[0].pack_offset is not None else (meta.inner_chunk_shape or meta.chunk_shape)[cut]
+    unit = (meta.inner_chunk_shape or meta.chunk_shape)[cut]
     rows = rows // unit * unit or rows
     for lead in indices(list(map(range, shape[:cut]))):
         for start in range(0, shape[cut], rows):

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ckpt.loading.index import StoredTensor
-from ckpt.paths import display
 from ckpt.storage.dtypes import stored
-from ckpt.storage.names import PACK_DIRECTORY
-from ckpt.validation import Problem, StepFiles, read_step_files
+from ckpt.validation import Problem, read_step_files
 
 from .output import CannotReadError, Exit, Output, count, plural, short_repr, size
 from .step import Step, open_step
@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 
 def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
     problems: list[Problem] = []
-    files = read_step_files(step.path, problems)
-    entries = _entries(step, files)
+    read_step_files(step.path, problems)
+    entries = _entries(step)
     values = dict(step.values)
     if arguments.filter is not None:
         entries = [entry for entry in entries if fnmatch.fnmatchcase(entry.name, arguments.filter)]
@@ -64,14 +64,13 @@ def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor, or an alias of one: the number of its files, and the ranks that wrote them."""
+    """A tensor, or an alias of one: the number of its chunks, and the ranks that wrote them."""
 
     name: str
     tensor: StoredTensor
     alias_of: str | None
-    files: int
+    chunks: int
     ranks: tuple[int, ...]
-    packed: bool
 
     @property
     def bytes(self) -> int:
@@ -79,7 +78,7 @@ class _Entry:
 
     @property
     def shards(self) -> str:
-        return f"= {self.alias_of}" if self.alias_of else "packed" if self.packed else plural(self.files, "file")
+        return f"= {self.alias_of}" if self.alias_of else plural(self.chunks, "chunk")
 
     def document(self) -> dict[str, Any]:
         return {
@@ -87,9 +86,8 @@ class _Entry:
             "dtype": self.tensor.dtype,
             "shape": self.tensor.shape,
             "bytes": self.bytes,
-            "files": self.files,
+            "chunks": self.chunks,
             "ranks": self.ranks,
-            "packed": self.packed,
             "alias_of": self.alias_of,
         }
 
@@ -103,23 +101,15 @@ class _Group:
     bytes: int = 0
 
 
-def _entries(step: Step, files: StepFiles) -> list[_Entry]:
-    by_directory: dict[str, list[int | None]] = {}
-    for chunk in files.chunks:
-        by_directory.setdefault(chunk.directory, []).append(chunk.rank)
-    packed_by: dict[str, set[int]] = {}
-    for rank, part in files.parts.items():
-        for entry in part["packed"]:
-            own = "" if entry.get("rank") is None else f"@rank{entry['rank']}"
-            packed_by.setdefault(display(tuple(entry["path"])) + own, set()).add(rank)
+def _entries(step: Step) -> list[_Entry]:
+    regions = step.index.packs.regions
+    ranks_of = [tuple(np.unique(region.ranks).tolist()) for region in regions]
     entries = []
     for name, tensor in step.tensors.items():
-        target = step.aliases.get(name)
-        directories = {box.directory for box in tensor.boxes if box.directory != PACK_DIRECTORY}
-        packed = any(box.pack_offset is not None for box in tensor.boxes)
-        writers = [rank for directory in directories for rank in by_directory.get(directory, [])]
-        ranks = {rank for rank in writers if rank is not None} | packed_by.get(target or name, set())
-        entries.append(_Entry(name, tensor, target, len(writers), tuple(sorted(ranks)), packed))
+        used = [array.region for array in tensor.boxes if array.region is not None]
+        chunks = sum(len(regions[region].ranks) for region in used)
+        ranks = ranks_of[used[0]] if len(used) == 1 else tuple(sorted({r for region in used for r in ranks_of[region]}))
+        entries.append(_Entry(name, tensor, step.aliases.get(name), chunks, ranks))
     return entries
 
 

@@ -297,16 +297,15 @@ def block_boxes(tensor: StoredTensor, block_bytes: int = _BLOCK_BYTES) -> Iterat
     A single chunk larger than that is a box of its own: it cannot be read in parts.
     """
     itemsize = stored(tensor.dtype).itemsize
-    for box in tensor.boxes:
-        if 0 in box.shape:
+    for array in tensor.boxes:
+        shape = array.meta.shape
+        if 0 in shape:
             continue
-        chunk = (1,) * len(box.shape)
-        if box.pack_offset is None:
-            chunk = box.meta.inner_chunk_shape or box.meta.chunk_shape
-        block = _enlarged(chunk, box.shape, block_bytes // itemsize)
-        for start in indices([range(0, size, step) for size, step in zip(box.shape, block, strict=True)]):
-            shape = tuple(min(step, size - at) for step, size, at in zip(block, box.shape, start, strict=True))
-            yield Box(tuple(a + b for a, b in zip(start, box.box_offset, strict=True)), shape)
+        chunk = array.meta.inner_chunk_shape or array.meta.chunk_shape
+        block = _enlarged(chunk, shape, block_bytes // itemsize)
+        for start in indices([range(0, size, step) for size, step in zip(shape, block, strict=True)]):
+            part = tuple(min(step, size - at) for step, size, at in zip(block, shape, start, strict=True))
+            yield Box(tuple(a + b for a, b in zip(start, array.box_offset, strict=True)), part)
 
 
 def _enlarged(chunk: tuple[int, ...], shape: tuple[int, ...], elements: int) -> tuple[int, ...]:

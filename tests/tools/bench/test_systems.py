@@ -37,7 +37,7 @@ def test_every_job_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert ours["file_bytes"] > 0.9 * ours["staged_bytes"]
     assert ours["memory_bytes"] > ours["staged_bytes"]
     assert all(value > 0 for key, value in ours.items() if key.endswith("_s") and key != "extra_s")
-    assert set(read["scale"]) == {"planning", "commit", "commit_sharded"}
+    assert set(read["scale"]) == {"planning", "commit", "open"}
 
     titles = {verdict["title"] for verdict in read["verdicts"]}
     assert titles.issuperset(_OURS)

@@ -174,12 +174,6 @@ SYSTEMS = {
     "ckpt_reuse": Entry(
         "ckpt, files reused", "ours", "Reused", "torch", "nothing", from_memory=True, slots=2, only_saves=True
     ),
-    "ckpt_packed": Entry(
-        "ckpt, packed", "ours", "Packed", "torch", "nothing", reshards=True, from_memory=True, slots=2
-    ),
-    "ckpt_packed_reuse": Entry(
-        "ckpt, packed, reused", "ours", "PackedReused", "torch", "nothing", from_memory=True, slots=2, only_saves=True
-    ),
     "torch_save": Entry("torch.save", "peers", "TorchSave", "torch", "fsync, rename of the directory", slots=0),
     "safetensors": Entry("safetensors", "peers", "Safetensors", "safetensors", "fsync, rename", slots=0),
     "dcp": Entry("DCP, sync", "dcp", "Dcp", "torch", _TORCH_DIR, reshards=True, slots=0),

@@ -49,7 +49,6 @@ class Options:
     ranks: int
     parts: int
     tensors: int
-    sharded_commit: bool
     devices: tuple[str, ...] = ("cpu",)
     step_s: float = 0.05
     most_steps: int = 100
@@ -63,12 +62,11 @@ _QUICK = Options(
     rounds=3,
     reshard=(4, 3),
     count=10_000,
-    ranks=1024,
+    ranks=4096,
     parts=4096,
-    tensors=3000,
-    sharded_commit=False,
+    tensors=2160,
 )
-_FULL = replace(_QUICK, gigabytes=(1.0, 2.0, 4.0), world_sizes=(1, 2, 4), rounds=9, sharded_commit=True)
+_FULL = replace(_QUICK, gigabytes=(1.0, 2.0, 4.0), world_sizes=(1, 2, 4), rounds=9)
 _TINY = replace(
     _QUICK,
     gigabytes=(0.002,),
@@ -79,7 +77,6 @@ _TINY = replace(
     ranks=8,
     parts=8,
     tensors=20,
-    sharded_commit=True,
     step_s=0.002,
     most_steps=6,
 )
@@ -287,10 +284,5 @@ def _reshard(options: Options, folder: Path) -> Scenario:
 def _scale(options: Options, folder: Path) -> dict[str, Figures]:
     repeats = max(1, min(3, options.rounds))
     print("\nplanning and commit check of a large job", file=sys.stderr)
-    scale = {
-        "planning": measure_planning(options.tensors, options.ranks, 1),
-        "commit": measure_commit(options.parts, options.tensors, repeats, False, folder),
-    }
-    if options.sharded_commit:
-        scale["commit_sharded"] = measure_commit(options.parts, options.tensors, 1, True, folder)
-    return scale
+    planning = measure_planning(options.tensors, options.ranks, repeats)
+    return {"planning": planning, **measure_commit(options.parts, options.tensors, repeats, folder)}

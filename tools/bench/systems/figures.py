@@ -10,7 +10,7 @@ from tools.bench.systems.jobs import JobResult, Turn
 
 __all__ = ["FIGURES", "OURS", "Figure", "Measured", "Scenario", "Verdict", "ratios_of", "values_of", "verdicts"]
 
-OURS = ("ckpt", "ckpt_reuse", "ckpt_packed", "ckpt_packed_reuse")
+OURS = ("ckpt", "ckpt_reuse")
 _WRITER_BYTES = 100e6
 
 

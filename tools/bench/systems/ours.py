@@ -1,4 +1,4 @@
-"""This repository: with its defaults, with few large files, and with files that are reused."""
+"""This repository: every step in new files, and in those of the step that is removed."""
 
 from typing import Any, ClassVar
 
@@ -6,9 +6,7 @@ from ckpt import Checkpointer
 from tools.bench.systems import Place
 from tools.bench.workload import State
 
-__all__ = ["Ours", "Packed", "PackedReused", "Reused"]
-
-_REUSE = {"keep_last": 1, "reuse_files": True}
+__all__ = ["Ours", "Reused"]
 
 
 class Ours:
@@ -66,16 +64,4 @@ class Ours:
 class Reused(Ours):
     """The same, writing over the files of the step before the last, as soon as there is one."""
 
-    _options: ClassVar[dict[str, Any]] = _REUSE
-
-
-class Packed(Ours):
-    """The same with all tensors packed."""
-
-    _options: ClassVar[dict[str, Any]] = {"layout": "packed"}
-
-
-class PackedReused(Ours):
-    """The same with all tensors packed, and files reused."""
-
-    _options: ClassVar[dict[str, Any]] = {"layout": "packed", **_REUSE}
+    _options: ClassVar[dict[str, Any]] = {"keep_last": 1}
