@@ -53,7 +53,8 @@ class ArrayRead:
     def check(self) -> None:
         """Raise ValueError unless `destination` can hold a box that is inside the array."""
         meta, destination = self.array.meta, self.destination
-        if destination.shape == meta.shape and destination.dtype is meta.stored.numpy_dtype and not any(self.offset):
+        same = destination.shape == meta.shape and destination.dtype is meta.stored.numpy_dtype
+        if same and self.offset == (0,) * len(meta.shape):
             return
         shape = destination.shape[: len(meta.shape)]
         if destination.shape != (*shape, *meta.stored.trailing) or destination.dtype != meta.stored.numpy_dtype:

@@ -12,7 +12,7 @@ key                   directory
 ``"3"``                ``%33`` (a string of digits is not a number)
 ``"a b"``              ``a%20b`` (the bytes of its UTF-8)
 ``""``                 ``%``
-``"parts"``            ``%70arts`` (reserved by the format)
+``"c"``                ``%63`` (reserved by Zarr)
 a very long key        its first 100 characters, ``~`` and a hash
 ====================  ==========================================================
 """

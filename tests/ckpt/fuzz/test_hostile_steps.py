@@ -20,7 +20,7 @@ from ckpt.validation import validate
 from tests.tools.inspect_ckpt.forgery import reseal_root
 from tools.inspect_ckpt.__main__ import main
 
-SIZES = {"file_bytes": 2048, "inner_bytes": 512, "pack_below_bytes": 128}
+SIZES = {"file_bytes": 2048, "inner_bytes": 512}
 
 
 def _state(value: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _MB = 1 << 20
 
 def test_a_restore_reads_each_needed_chunk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"t{n}": torch.randn(100, 50) for n in range(5)} | {f"s{n}": torch.randn(7) for n in range(50)}
-    with Checkpointer(tmp_path, inner_bytes=4096, file_bytes=8192, pack_below_bytes=128) as checkpointer:
+    with Checkpointer(tmp_path, inner_bytes=4096, file_bytes=8192) as checkpointer:
         checkpointer.save(state, 1)
     with Checkpointer(tmp_path) as checkpointer:  # another queue, which has nothing in memory
         reads: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
