@@ -230,7 +230,14 @@ _MEMBERS = frozenset(
 )
 
 
+_PAIRS = (("region", "offset"), ("box_offset", "tensor_shape"))
+_LISTS = frozenset({"path", "shape", "chunk", "inner", "box_offset", "tensor_shape"})
+
+
 def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArray:
+    for name in _LISTS & entry.keys():
+        if type(entry[name]) is not list:
+            raise ValueError(f"the entry of an array has {name} {entry[name]!r:.80}, which is no list")
     path, shape, chunk = tuple(entry["path"]), tuple(entry["shape"]), tuple(entry["chunk"])
     inner = tuple(entry["inner"]) if "inner" in entry else None
     about = {"name": list(path)}
@@ -243,7 +250,7 @@ def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArra
             raise ValueError(f"{display(path)} is a whole tensor, but has a box")
     if rank is not None:
         about["rank"] = rank
-    if entry.keys() - _MEMBERS or None in entry.values() or ("region" in entry) != ("offset" in entry):
+    if entry.keys() - _MEMBERS or None in entry.values() or any((a in entry) != (b in entry) for a, b in _PAIRS):
         raise ValueError(f"the entry of {display(path)} has the members {sorted(entry)!r:.200}")
     if set(map(type, path)) - {str, int}:
         raise ValueError(f"{path!r:.80} is not a path of strings and integers")

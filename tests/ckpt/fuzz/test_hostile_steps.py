@@ -43,9 +43,29 @@ Change = Callable[[Path], None]
 _DEEP = "here goes what json cannot write"
 
 
-def in_root(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Change the metadata of the array `weight` in the root."""
-    return lambda step: reseal_root(step, lambda d: change(d["consolidated_metadata"]["metadata"]["weight"]))
+def in_index(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda step: _change_document(step, "index", change)
+
+
+def array(name: str, **members: Any) -> Change:
+    """Change members of the entry of a tensor in the index."""
+    return in_index(lambda index: _entry(index, name).update(members))
+
+
+def region(**members: Any) -> Change:
+    """Change the columns of the region that `weight` is in."""
+    return in_index(lambda index: index["regions"][_entry(index, "weight")["region"]].update(members))
+
+
+def _entry(index: dict[str, Any], name: str) -> dict[str, Any]:
+    entry: dict[str, Any] = next(entry for entry in index["arrays"] if entry["path"] == [name])
+    return entry
+
+
+def _change_document(step: Path, kind: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    document = decode_document((step / f"{kind}.json").read_bytes(), kind)
+    change(document)
+    _vouched(step, encode_document(document), kind)
 
 
 def in_summary(**members: Any) -> Change:
@@ -53,18 +73,13 @@ def in_summary(**members: Any) -> Change:
 
 
 def in_state(change: Callable[[dict[str, Any]], Any]) -> Change:
-    def apply(step: Path) -> None:
-        document = decode_document((step / "state.json").read_bytes(), "state.json")
-        change(document)
-        _vouched(step, encode_document(document))
-
-    return apply
+    return lambda step: _change_document(step, "state", change)
 
 
-def _vouched(step: Path, data: bytes) -> None:
-    (step / "state.json").write_bytes(data)
+def _vouched(step: Path, data: bytes, kind: str = "state") -> None:
+    (step / f"{kind}.json").write_bytes(data)
     about = {"bytes": len(data), "crc32c": crc32c(data)}
-    reseal_root(step, lambda d: d["attributes"]["ckpt"].update(state=about))
+    reseal_root(step, lambda d: d["attributes"]["ckpt"].update({kind: about}))
 
 
 def deep_value(step: Path) -> None:
@@ -86,23 +101,18 @@ def deep_root(step: Path) -> None:
 
 
 def two_boxes(first: int, second: int) -> Change:
-    """Store `weight` as two arrays of 16 rows, from these rows on, with correct checksums and all chunks."""
+    """Store `pair`, of two chunks, as two arrays of four rows, from these rows on, with correct checksums."""
 
-    def change(document: dict[str, Any]) -> None:
-        nodes = document["consolidated_metadata"]["metadata"]
-        node = nodes.pop("weight")
-        node["shape"] = [16, 30]
-        for number, row in enumerate((first, second)):
-            about = node["attributes"]["ckpt"] | {"box_offset": [row, 0], "tensor_shape": [32, 30]}
-            nodes[f"weight/__box_{number:05d}"] = {**node, "attributes": {"ckpt": about}}
-
-    def apply(step: Path) -> None:
-        reseal_root(step, change)
-        for number in range(2):
-            (step / "weight" / f"__box_{number:05d}").mkdir()
-            (step / f"weight/c.{number}.0").rename(step / f"weight/__box_{number:05d}/c.0.0")
-
-    return apply
+    def change(index: dict[str, Any]) -> None:
+        entry = _entry(index, "pair")
+        index["arrays"].remove(entry)
+        old = index["regions"][entry["region"]]
+        starts = [first + number * step for first, count, step in old["starts"] for number in range(count)]
+        for start, row in zip(starts, (first, second), strict=True):
+            about = {"shape": [4, 8], "box_offset": [row, 0], "tensor_shape": [8, 8], "region": len(index["regions"])}
+            index["arrays"].append({**entry, **about, "offset": 0})
+            place = start + entry["offset"]
+            index["regions"].append({"ranks": [[0, 1, 0]], "files": old["files"][:1], "starts": [[place, 1, 0]]})
 
 
 def instead_of(name: str, make: Callable[[Path], Any]) -> Change:
