@@ -1,4 +1,4 @@
-"""The ranks of the job, and the one collective that checkpoints need: an all-gather of bytes.
+"""The ranks of the job, and the two collectives that checkpoints need, of bytes: an all-gather and a maximum.
 
 Used when a state is planned and when one is restored; never in a training step. The ranks meet before each, with a
 deadline (see `meeting`), so that if one does not arrive the others lose this call and nothing more.
@@ -6,7 +6,10 @@ deadline (see `meeting`), so that if one does not arrive the others lose this ca
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import zlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt.distributed import collective_device, torch_distributed
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Ranks"]
+
+_MOVED_BY_REDUCTION = 2
+"""How many times its bytes a reduction moves."""
 
 
 class Ranks:
@@ -70,9 +76,29 @@ class Ranks:
         process group can still be used then. CheckpointError if the ranks call different operations, if the process
         group was destroyed, or if it fails.
         """
-        distributed = torch_distributed()
         if self.world_size == 1:
             return [payload]
+        with self._collective() as distributed:
+            return self._exchange(distributed, payload, self._enter(distributed, payload))
+
+    def maximum(self, payload: bytes) -> bytes:
+        """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective.
+
+        A rank moves twice the size of a payload, whatever the number of ranks. Raises what a call of this object does;
+        also CheckpointError, on all ranks, if the sizes differ.
+        """
+        if self.world_size == 1:
+            return payload
+        with self._collective() as distributed:
+            sizes = self._enter(distributed, payload)
+            if len(set(sizes)) > 1:
+                raise CheckpointError(f"the ranks have payloads of {min(sizes)} to {max(sizes)} bytes, not of one size")
+            return self._reduce(distributed, bytearray(payload))
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[Any]:
+        """Yield torch.distributed; CheckpointError if there is no process group any more, or if it fails."""
+        distributed = torch_distributed()
         if distributed is None:
             raise CheckpointError(
                 f"rank {self.rank} of {self.world_size} has no process group any more to agree with the others: save "
@@ -80,19 +106,23 @@ class Ranks:
                 rank=self.rank,
             )
         try:
-            self._meet(distributed)
-            doing = self.doing.encode()
-            sizes, checks = zip(*self._exchange_sizes(distributed, len(payload), zlib.crc32(doing)), strict=True)
-            if len(set(checks)) > 1:
-                sizes = tuple(size for size, _ in self._exchange_sizes(distributed, len(doing), 0))
-                self._refuse(self._exchange(distributed, doing, sizes))
-            return self._exchange(distributed, payload, sizes)
+            yield distributed
         except RuntimeError as error:  # PyTorch and its backends raise many kinds
             raise CheckpointError(
                 f"rank {self.rank}: the ranks cannot agree on {self.doing}, the process group or its store failed; a "
                 f"rank died, or the group was destroyed meanwhile: {error}",
                 rank=self.rank,
             ) from error
+
+    def _enter(self, distributed: Any, payload: bytes) -> tuple[int, ...]:
+        """Wait until all ranks have arrived, with the same operation, and return the sizes of their payloads."""
+        self._meet(distributed)
+        doing = self.doing.encode()
+        sizes, checks = zip(*self._exchange_sizes(distributed, len(payload), zlib.crc32(doing)), strict=True)
+        if len(set(checks)) > 1:
+            sizes = tuple(size for size, _ in self._exchange_sizes(distributed, len(doing), 0))
+            self._refuse(self._exchange(distributed, doing, sizes))
+        return sizes
 
     def _meet(self, distributed: Any) -> None:
         """Wait until all ranks have arrived."""
@@ -133,11 +163,27 @@ class Ranks:
     def _exchange(self, distributed: Any, payload: bytes, sizes: tuple[int, ...]) -> list[bytes]:
         import torch
 
-        longest = max(sizes)
+        longest, total = max(sizes), sum(sizes)
         if longest == 0:
             return [b""] * self.world_size
+        if _MOVED_BY_REDUCTION * total < longest * len(sizes):  # an all-gather would move padding most of all
+            ends = list(itertools.accumulate(sizes))
+            joined = bytearray(total)
+            joined[ends[self.rank] - len(payload) : ends[self.rank]] = payload
+            everything = self._reduce(distributed, joined)
+            return [everything[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         own = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
         padded = own.to(collective_device(self._group))
         received = [torch.empty_like(padded) for _ in range(self.world_size)]
         distributed.all_gather(received, padded, group=self._group)
         return [data.cpu().numpy().tobytes()[:size] for data, size in zip(received, sizes, strict=True)]
+
+    def _reduce(self, distributed: Any, data: bytearray) -> bytes:
+        """Return the largest byte of all ranks at each position."""
+        import torch
+
+        if not data:
+            return b""
+        reduced = torch.frombuffer(data, dtype=torch.uint8).to(collective_device(self._group))
+        distributed.all_reduce(reduced, distributed.ReduceOp.MAX, group=self._group)
+        return bytes(reduced.cpu().numpy().tobytes())

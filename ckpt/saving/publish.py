@@ -24,7 +24,7 @@ from ckpt.storage.root import read_bytes
 __all__ = ["PartFile", "publish"]
 
 
-_OF_INTENT = ("format", "save", "step", "owner", "continues", "world_size", "plan")
+_OF_INTENT = ("format", "save", "step", "owner", "continues", "restart", "metrics", "versions", "world_size", "plan")
 
 PartFile = tuple[dict[str, Any], int]
 """A part manifest, and the checksum of its file."""
@@ -78,7 +78,7 @@ def _merge(
     index = PackIndex.from_document(decode_document(documents["index"], where), intent["world_size"])
     expected = index.files()
     compressed = any(array.meta.compression for array in index.arrays)
-    state: dict[str, Any] = {"values": [], "aliases": []}
+    state: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
     replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
     summary |= {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in documents.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
+from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
@@ -30,6 +31,7 @@ from ckpt.storage.ownership import ClaimLease
 from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.root import CheckpointRoot
 from inprocess.ipc.process import Process
+from inprocess.ipc.restart_index import current_restart_index
 
 __all__ = ["Saver"]
 
@@ -69,6 +71,7 @@ class Saver:
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
         self._claim_lease = ClaimLease(self._root.ownership)
+        self._versions = own_versions()
         self._closed = False
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
@@ -134,7 +137,7 @@ class Saver:
         """This rank, also after its process group was destroyed; None if it never had one."""
         return self._ranks.last_rank
 
-    def request(self, state: Any, step: int, begin: float) -> AsyncRequest:
+    def request(self, state: Any, step: int, begin: float, metrics: Mapping[str, Any] | None = None) -> AsyncRequest:
         """Stage `state` and return the request that writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
@@ -143,12 +146,13 @@ class Saver:
         self._plans.begin_attempt(step)
         try:
             prepared = self._plans.prepare(state, self)
+            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
             self._stager.fit(prepared.cached)
             save = self._plans.save_id()
             assert save is not None
             self._seen = self._token = save.owner
             undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size)
-            handle = undecided.handle = self._stage_all(prepared, save, begin)
+            handle = undecided.handle = self._stage_all(prepared, save, begin, lineage)
         except Exception as error:
             self._refused(error)
             raise
@@ -252,13 +256,14 @@ class Saver:
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
-    def _stage_all(self, prepared: PreparedState, save: SaveId, begin: float) -> SaveHandle:
+    def _stage_all(self, prepared: PreparedState, save: SaveId, begin: float, lineage: Lineage) -> SaveHandle:
         """Stage this rank's share. If it does not fit a slot, all batches but the last are written on return."""
         last = prepared.cached.layout.plan.batches - 1
         earlier = []
         for batch in range(last):
             staged = self._stager.stage(prepared, save, batch, begin)
-            earlier.append(SaveHandle(self._task(prepared, save, batch, staged), staged.slot, on_begun=self.on_begun))
+            task = self._task(prepared, save, batch, staged, lineage)
+            earlier.append(SaveHandle(task, staged.slot, on_begun=self.on_begun))
             self._write_batch_now(earlier[-1])
         staged = self._stager.stage(prepared, save, last, begin)
         try:
@@ -268,7 +273,7 @@ class Saver:
             raise
         written = tuple(file for handle in earlier for file in handle.written)
         return SaveHandle(
-            self._task(prepared, save, last, staged, written),
+            self._task(prepared, save, last, staged, lineage, written),
             staged.slot,
             on_decided=lambda: self._decided(save),
             on_differing=lambda report: self._warn_of_replicas(save.step, report),
@@ -281,6 +286,7 @@ class Saver:
         save: SaveId,
         batch: int,
         staged: StagedBatch,
+        lineage: Lineage,
         earlier: tuple[WrittenFile, ...] = (),
     ) -> WriteTask:
         is_last = batch == prepared.cached.layout.plan.batches - 1
@@ -299,6 +305,7 @@ class Saver:
             options=self._options,
             trainer=Process.here(),
             branch=self._branch,
+            lineage=lineage,
             checksummed=pack_offsets(staged.checksummed),
             earlier=earlier,
             replicas=staged.replicas,

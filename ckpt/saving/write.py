@@ -212,7 +212,8 @@ class ShareWriter:
         else:
             discard_recycled(pending.root)
         continues = (task.branch or Branch()).before(pending.root)
-        pending.begin(self.plan.world_size, self.plan.plan_digest, continues, others)
+        lineage = task.lineage.to_document()
+        pending.begin(self.plan.world_size, self.plan.plan_digest, continues, others, lineage)
         with contextlib.suppress(CheckpointError):
             pending.root.clean()
 
@@ -262,6 +263,7 @@ class ShareWriter:
             "files": [[file.number, file.nbytes, file.crc32c] for file in files],
             "values": task.values,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
+            "containers": [[list(path), rank, each.to_document()] for path, rank, each in plan.containers],
             "times": {**task.times, **times},
             **({"chunks": chunks} if chunks else {}),
             **replicas,

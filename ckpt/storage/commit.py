@@ -11,8 +11,9 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, FencedError, StorageError
@@ -90,10 +91,12 @@ class PendingSave:
         plan_digest: str,
         continues: dict[str, Any] | None = None,
         superseded: Collection[int] = (),
+        lineage: Mapping[str, Any] = MappingProxyType({"restart": None, "metrics": {}, "versions": {}}),
     ) -> None:
         """Make the directory and its intent. Coordinator only, once, before any other writer starts.
 
-        `continues` is the step, and its save, that training continued from. The steps `superseded` are moved aside
+        `continues` is the step, and its save, that training continued from; `lineage` has what else is recorded of the
+        save. The steps `superseded` are moved aside
         before the save is published. Raises StorageError if the save was begun or abandoned before,
         CheckpointExistsError if the step is published.
         """
@@ -110,7 +113,7 @@ class PendingSave:
             directories.remove_tree(self.path)
             raise
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
-        intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues}
+        intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues, **lineage}
         if not files.create_exclusive(os.path.join(self.path, INTENT), encode_document(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         directories.fsync_directory(self.root.pending_path)

@@ -323,9 +323,7 @@ def test_blocks_between_rows_are_not_read(tmp_path: Path) -> None:
 )
 def test_segments_must_be_in_order(segments: list[tuple[int, ...]]) -> None:
     target = np.zeros(64, np.uint8)
-    table = [
-        (base, block, at, address(target), size, rows, step, 8) for base, block, at, size, rows, step in segments
-    ]
+    table = [(base, block, at, address(target), size, rows, step, 8) for base, block, at, size, rows, step in segments]
     with pytest.raises(ValueError, match="in order"):
         native.read_checked(-1, np.array(table, native.SEGMENT))
 

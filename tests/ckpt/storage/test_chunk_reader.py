@@ -4,13 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ckpt.storage.chunk_writers import DirectChunkWriter, TensorStoreChunkWriter
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import verify_chunk
 from ckpt.storage.chunk_reader import ArrayReader
-from ckpt.storage.chunk_writers import DirectChunkWriter, TensorStoreChunkWriter
 from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements, write_array
 from tests.support import LeakCheck
 
