@@ -146,8 +146,8 @@ class Saver:
         self._plans.begin_attempt(step)
         try:
             prepared = self._plans.prepare(state, self)
-            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
             self._stager.fit(prepared.cached)
+            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
             save = self._plans.save_id()
             assert save is not None
             self._seen = self._token = save.owner
