@@ -28,6 +28,7 @@ from ckpt.saving.retention import Retention
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
+from ckpt.storage import directories
 from ckpt.storage.recycled import discard_recycled
 from ckpt.storage.root import CheckpointRoot
 
@@ -345,7 +346,8 @@ class Checkpointer:
         finally:
             self._saver.close()
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
-            discard_recycled(self._root)
+            for path in discard_recycled(self._root):
+                directories.remove_tree(path)
 
     def _drain(self) -> None:
         """Finalize all calls of a queue that stays open."""

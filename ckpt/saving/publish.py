@@ -64,7 +64,8 @@ def publish(
         if not files.holds(path, data):  # those of recycled files hold it already
             files.write_document(path, data, pending.root.pending_path)
     made = [pending.path, *(os.path.join(pending.path, directory) for directory in directories)]
-    files.sync_files([os.path.join(pending.path, name) for name in documents], made)
+    parts = [os.path.join(pending.path, "parts"), *pending.parts_directories()]
+    files.sync_files([os.path.join(pending.path, name) for name in documents], [*parts, *made])
     tick()
     before_commit()
     return pending.publish()

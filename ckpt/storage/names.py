@@ -25,7 +25,19 @@ from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["PACK_DIRECTORY", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
+__all__ = [
+    "PACK_DIRECTORY",
+    "PUBLISHED_STEP",
+    "RANKS_PER_DIRECTORY",
+    "SaveId",
+    "directory",
+    "pack_file",
+    "parse_save_name",
+    "part_name",
+    "part_rank",
+    "parts_directory",
+    "step_name",
+]
 
 PACK_DIRECTORY = "packed"
 """The array of packed tensors; no key is stored under this name."""
@@ -33,6 +45,10 @@ PACK_DIRECTORY = "packed"
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""
 
+RANKS_PER_DIRECTORY = 512
+"""How many ranks have their parts in one directory."""
+
+_PART = re.compile(r"rank_(\d{5,})\.json")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
@@ -113,4 +129,20 @@ def parse_save_name(name: str) -> SaveId | None:
 
 def part_name(rank: int) -> str:
     """Return the path of a rank's part manifest, relative to the save."""
-    return f"parts/rank_{rank:05d}.json"
+    return f"{parts_directory(rank)}/rank_{rank:05d}.json"
+
+
+def parts_directory(rank: int) -> str:
+    """Return the directory of a rank's part manifest, relative to the save. It has `RANKS_PER_DIRECTORY` ranks."""
+    return f"parts/{rank // RANKS_PER_DIRECTORY:03d}"
+
+
+def pack_file(rank: int, number: int) -> str:
+    """Return the path of a file of a rank's pack, relative to the save. They are numbered from 0."""
+    return f"packs/{rank // RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
+
+
+def part_rank(name: str) -> int | None:
+    """Return the rank of a part manifest with this file name; None if it is none."""
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match else None
