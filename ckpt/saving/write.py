@@ -297,10 +297,12 @@ class ShareWriter:
     def _learn_decision(self) -> Published | Abandoned:
         schedule = self._schedule()
         for _ in self._waiting(_EVERYONE, lambda: (COORDINATOR,), schedule):
-            outcome = self.pending.decided()
-            if outcome is not None:
+            if self.pending.has_begun():
+                schedule.operations = 1
+                continue
+            if (outcome := self.pending.decided()) is not None:
                 return self._confirmed(outcome)
-            schedule.operations = 1 if self.pending.has_begun() else _LOOK_BEFORE_BEGIN
+            schedule.operations = _LOOK_BEFORE_BEGIN
         raise AssertionError("unreachable")
 
     def _schedule(self) -> LookSchedule:
