@@ -335,6 +335,6 @@ def test_a_step_that_no_reader_would_accept_is_not_published(tmp_path: Path, mon
             with pytest.raises(CheckpointError, match=r"StateError.*and 40,000 are allowed"):
                 request.execute_sync()
         assert checkpointer.all_steps() == [1]
-    with monkeypatch.context() as patch, pytest.raises(StateError):
-        patch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
+    with pytest.raises(StateError):
         documents.encode_root({"attributes": {"ckpt": {"x": "x" * 40}}})
