@@ -53,7 +53,7 @@ class Step:
         self.arrays = {name: node for name, node in nodes.items() if node["node_type"] == "array"}
         self.checksums = {}  # of chunk files, from the parts
         for rank in range(self.about["world_size"]):
-            data = (self.folder / f"parts/rank_{rank:05d}.json").read_bytes()
+            data = (self.folder / f"parts/000/rank_{rank:05d}.json").read_bytes()
             assert crc32c(data) == self.about["parts"][rank]
             for directory, chunks in parsed(data)["chunks"].items():
                 self.checksums |= {f"{directory}/{key}": (size, crc) for key, size, crc in chunks}

@@ -227,7 +227,7 @@ def test_the_listing_says_what_is_there(saved: Saved) -> None:
     step = saved.steps["plain"]
     listed = {}
     for rank in range(2):
-        part = json.loads((step / "parts" / f"rank_{rank:05d}.json").read_bytes())
+        part = json.loads((step / "parts" / "000" / f"rank_{rank:05d}.json").read_bytes())
         for directory, chunks in part["chunks"].items():
             listed |= {f"{directory}/{key}": size for key, size, _ in chunks}
     found = {

@@ -56,7 +56,7 @@ def test_values(saved: Saved) -> None:
 
 def test_a_flipped_bit_is_found(saved: Saved, tmp_path: Path) -> None:
     step = shutil.copytree(saved.steps["layouts"], tmp_path / "step_00000012")
-    for name in ("zarr.json", "state.json", "parts/rank_00003.json", "packed/c.1", "tied/c.0.0"):
+    for name in ("zarr.json", "state.json", "parts/000/rank_00003.json", "packed/c.1", "tied/c.0.0"):
         file, data = step / name, (step / name).read_bytes()
         file.write_bytes(data[:120] + bytes([data[120] ^ 1]) + data[121:])
         with pytest.raises((AssertionError, ValueError)):
