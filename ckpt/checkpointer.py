@@ -80,9 +80,10 @@ class Checkpointer:
         """Start and write nothing yet.
 
         `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: `close`
-        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. `process_group`
-        spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
-        most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
+        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. When a save is
+        finalized on rank 0, the other steps are gone; the writers delete their files afterwards, between the saves.
+        `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
+        of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
         wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
         `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. The sizes are
         those of files, of their inner chunks, and of tensors that are packed together. With `layout` "packed" all are:

@@ -125,7 +125,7 @@ class ShareWriter:
                 lease.close()
         if isinstance(outcome, Published) and task.rank == COORDINATOR:
             retain(self.pending.root, task.options.retention, task.save.owner, task.save.step, self.plan.plan_digest)
-        if outcome is not None:
+        if isinstance(outcome, Published | Abandoned):
             self._remove_later()
         if isinstance(outcome, Abandoned):
             self._report(outcome)

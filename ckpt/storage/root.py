@@ -27,6 +27,7 @@ from ckpt.storage.directories import Rename, try_lock_exclusive
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
+from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.regular_files import read_document_at
 from ckpt.storage.step_reader import has_readers, remove_stale_readers
@@ -261,7 +262,8 @@ class CheckpointRoot:
     def confirm(self, token: int) -> None:
         """Raise StorageError unless this process sees the claim with `token`, just made by another rank, and can write.
 
-        Ranks that do not share a file system fail here, before anything is saved.
+        Ranks that do not share a file system fail here, before anything is saved. Of processes of one node that do this
+        at the same time, one tries to write.
         """
         deadline = time.monotonic() + _VISIBLE_S
         while not self.ownership.has(token):
@@ -272,7 +274,12 @@ class CheckpointRoot:
                     "checkpoint root on all hosts"
                 )
             time.sleep(_PAUSE_S)
-        directories.check_writable(self.pending_path)
+        probe = NodeLock(f"probe of {self.path} for {token}")
+        if probe.take():
+            try:
+                directories.check_writable(self.pending_path)
+            finally:
+                probe.release()
 
 
 def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
