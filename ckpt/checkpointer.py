@@ -83,12 +83,13 @@ class Checkpointer:
         leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. When a save is
         finalized on rank 0, the other steps are gone; the writers delete their files afterwards, between the saves.
         `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
-        of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
-        wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
-        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. The sizes are
-        those of files, of their inner chunks, and of tensors that are packed together. With `layout` "packed" all are:
-        each rank writes a few large files, at less cost, but other programs need an index to find a tensor (see
-        docs/format.md); "arrays" makes a Zarr array of every larger tensor. Steps of both are restored alike.
+        of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the
+        optimizers in the state wait for them before their next step. `compression` is None or "zstd". `threads` write
+        at once in the writer. `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's
+        writers. The sizes are those of files, of their inner chunks, and of tensors that are packed together. With
+        `layout` "packed" all are: each rank writes a few large files, at less cost, but other programs need an index to
+        find a tensor (see docs/format.md); "arrays" makes a Zarr array of every larger tensor. Steps of both are
+        restored alike.
 
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. `restore` and inspect_ckpt keep a
