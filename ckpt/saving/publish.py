@@ -63,7 +63,8 @@ def publish(
         path = os.path.join(pending.path, name)
         if not files.holds(path, data):  # those of recycled files hold it already
             files.write_document(path, data, pending.root.pending_path)
-    files.sync_files([os.path.join(pending.path, name) for name in documents], [pending.path])
+    parts = [os.path.join(pending.path, "parts"), *pending.parts_directories()]
+    files.sync_files([os.path.join(pending.path, name) for name in documents], [*parts, pending.path])
     tick()
     before_commit()
     return pending.publish()
