@@ -13,14 +13,11 @@ from ckpt import Checkpointer
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.save_plan import SavePlan, make_save_plan
+from ckpt.planning.save_plan import make_save_plan
 from ckpt.saving.publish import publish
-from ckpt.storage.commit import PendingSave
-from ckpt.storage.documents import encode_document
-from ckpt.storage.names import INDEX, SaveId, part_name
-from ckpt.storage.root import CheckpointRoot
 from tests.support import run_ranks
 from tests.support.layouts import build
+from tools.bench.scale import simulate_save
 
 _FILE_BYTES = 64 << 20
 _OTHERS = 10  # files of a step that are not those of one rank, at most
@@ -98,32 +95,13 @@ def test_files_and_index_of_simulated_ranks(ranks: int, sharding: object) -> Non
     assert max(nbytes.values()) <= 1.06 * total / ranks
 
 
-def _begun(root: Path, plan: SavePlan) -> PendingSave:
-    """A save of which every part is there."""
-    checkpoints = CheckpointRoot(str(root))
-    checkpoints.make()
-    pending = PendingSave(checkpoints, SaveId(1, checkpoints.ownership.claim(0), "0" * 16))
-    pending.begin(plan.world_size, plan.digest)
-    files: dict[int, list[list[int]]] = {rank: [] for rank in range(plan.world_size)}
-    for (rank, number), size in plan.index.files().items():
-        files[rank].append([number, size, number])
-    (Path(pending.path) / INDEX).write_bytes(plan.index_bytes)
-    for rank in range(plan.world_size):
-        part = {"save": pending.save.name, "rank": rank, "world_size": plan.world_size, "plan": plan.digest}
-        part |= {"files": files[rank], "values": [], "aliases": [], "times": {}}
-        path = Path(pending.path) / part_name(rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode_document(part))
-    return pending
-
-
 def test_the_coordinator_reads_each_part_once(tmp_path: Path) -> None:
     global _opened
-    pending = _begun(tmp_path, make_save_plan([_model(10, 4096, _flat(1024))] * 1024, GridOptions()))
+    pending = simulate_save(tmp_path, make_save_plan([_model(10, 4096, _flat(1024))] * 1024, GridOptions()))
     _opened = []
     publish(pending, lambda: None)
     opened, _opened = _opened, None
-    parts = Counter(Path(path).name for path in opened if "/parts/" in path or path.startswith("rank_"))
+    parts = Counter(Path(path).name for path in opened if path.endswith(".json") and "rank_" in path)
     assert len(parts) == 1024
     assert set(parts.values()) == {1}
     directories = Counter(path.parent for path in (tmp_path / "step_00000001" / "parts").rglob("rank_*"))
