@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
     from ckpt.checkpointer import Checkpointer
     from ckpt.loading.lazy import open_checkpoint as open
+    from ckpt.loading.zarr_store import zarr_store
     from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.values.registry import Unregistered, register_encoder
 
@@ -53,6 +54,7 @@ __all__ = [
     "WriterError",
     "open",
     "register_encoder",
+    "zarr_store",
 ]
 
 _LAZY = {
@@ -66,6 +68,7 @@ _LAZY = {
     "Unregistered": "ckpt.values.registry",
     "register_encoder": "ckpt.values.registry",
     "open": "ckpt.loading.lazy",
+    "zarr_store": "ckpt.loading.zarr_store",
 }
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
@@ -27,6 +27,7 @@ from ckpt.saving.retention import Retention
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
+from ckpt.storage import directories
 from ckpt.storage.recycled import discard_recycled
 from ckpt.storage.root import CheckpointRoot
 
@@ -76,12 +77,14 @@ class Checkpointer:
         """Start and write nothing yet.
 
         `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: `close`
-        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. `process_group`
-        spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
-        most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
-        wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
-        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. A rank begins a
-        new file when one has `file_bytes`; what is read and verified at once has `inner_bytes` at most.
+        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. When a save is
+        finalized on rank 0, the other steps are gone; the writers delete their files afterwards, between the saves.
+        `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
+        of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the
+        optimizers in the state wait for them before their next step. `compression` is None or "zstd". `threads` write
+        at once in the writer. `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's
+        writers. A rank begins a new file when one has `file_bytes`; what is read and verified at once has `inner_bytes`
+        at most.
 
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. That is the default with `keep_last`
@@ -132,38 +135,42 @@ class Checkpointer:
         """The queue that runs the saves."""
         return self._queue
 
-    def save_request(self, state: Any, step: int) -> AsyncRequest:
+    def save_request(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> AsyncRequest:
         """Copy this rank's share of `state` into shared memory and return the request that writes it.
 
         The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step). Waits only
         when all slots are in use. The first call for a structure of state makes two small collectives, later ones none.
         The first of a run, and the first after a restore, claims the root (two more collectives; each rank sees whether
-        it can write there); the others touch no file. Raises StateError, naming the key path, for a leaf that cannot be
-        stored, and on all ranks when ranks contradict each other; FencedError when a job that started later owns the
-        root. Nothing was started then.
+        it can write there); the others touch no file.
+
+        `metrics`, such as ``{"loss": 0.3}``, are recorded with the step as rank 0 gives them: a dict of numbers,
+        strings, bools, None, and lists and dicts of these, of less than 64 KiB as JSON.
+
+        Raises StateError, naming the key path, for a leaf or a metric that cannot be stored, and on all ranks when
+        ranks contradict each other; FencedError when a job that started later owns the root. Nothing was started then.
         """
         begin = time.perf_counter()
         self._check_writable()
         with self._phase("ckpt.stage"):
-            request = self._saver.request(state, step, begin)
+            request = self._saver.request(state, step, begin, metrics)
         request.add_finalize_fn(lambda: self._finalized.append(step))
         return request
 
-    def async_save(self, state: Any, step: int) -> int:
+    def async_save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> int:
         """Stage `state`, schedule its save, and return the index of the call. `maybe_finalize` raises its errors."""
-        request = self.save_request(state, step)
+        request = self.save_request(state, step, metrics=metrics)
         try:
             return self._queue.schedule_async_request(request)
         except Exception as error:
             self._saver.not_scheduled(error)
             raise
 
-    def save(self, state: Any, step: int) -> None:
+    def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> None:
         """Save `state`, and finalize it and all earlier saves: the step is published on return.
 
         Raises what `maybe_finalize` raises.
         """
-        self.async_save(state, step)
+        self.async_save(state, step, metrics=metrics)
         self.maybe_finalize(blocking=True)
 
     def maybe_finalize(self, blocking: bool = False) -> list[int]:
@@ -339,7 +346,8 @@ class Checkpointer:
         finally:
             self._saver.close()
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
-            discard_recycled(self._root)
+            for path in discard_recycled(self._root):
+                directories.remove_tree(path)
 
     def _drain(self) -> None:
         """Finalize all calls of a queue that stays open."""

@@ -1,4 +1,4 @@
-"""The ranks of the job, and the one collective that checkpoints need: an all-gather of bytes.
+"""The ranks of the job, and the two collectives that checkpoints need, of bytes: an all-gather and a maximum.
 
 Used when a state is planned and when one is restored; never in a training step. The ranks meet before each, with a
 deadline (see `meeting`), so that if one does not arrive the others lose this call and nothing more.
@@ -6,7 +6,12 @@ deadline (see `meeting`), so that if one does not arrive the others lose this ca
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import zlib
+from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt.distributed import collective_device, torch_distributed
@@ -17,6 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Ranks"]
+
+_log = logging.getLogger("ckpt")
+_ANNOUNCEMENTS = 2
+_MOVED_BY_REDUCTION = 2
+"""How many times its bytes a reduction moves."""
 
 
 class Ranks:
@@ -32,6 +42,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._group = process_group
         self._last: tuple[int, int] | None = None  # rank and world size, when `rank` was asked for
+        self._told: deque[str] = deque()
 
     @property
     def rank(self) -> int:
@@ -47,6 +58,7 @@ class Ranks:
     def forget(self) -> None:
         """Forget the rank, after the process group was destroyed: in the next one it may be another."""
         self._last = None
+        self._told.clear()
 
     @property
     def world_size(self) -> int:
@@ -70,9 +82,29 @@ class Ranks:
         process group can still be used then. CheckpointError if the ranks call different operations, if the process
         group was destroyed, or if it fails.
         """
-        distributed = torch_distributed()
         if self.world_size == 1:
             return [payload]
+        with self._collective() as distributed:
+            return self._exchange(distributed, payload, self._enter(distributed, payload))
+
+    def maximum(self, payload: bytes) -> bytes:
+        """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective.
+
+        A rank moves twice the size of a payload, whatever the number of ranks. Raises what a call of this object does;
+        also CheckpointError, on all ranks, if the sizes differ.
+        """
+        if self.world_size == 1:
+            return payload
+        with self._collective() as distributed:
+            sizes = self._enter(distributed, payload)
+            if len(set(sizes)) > 1:
+                raise CheckpointError(f"the ranks have payloads of {min(sizes)} to {max(sizes)} bytes, not of one size")
+            return self._reduce(distributed, bytearray(payload))
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[Any]:
+        """Yield torch.distributed; CheckpointError if there is no process group any more, or if it fails."""
+        distributed = torch_distributed()
         if distributed is None:
             raise CheckpointError(
                 f"rank {self.rank} of {self.world_size} has no process group any more to agree with the others: save "
@@ -80,13 +112,7 @@ class Ranks:
                 rank=self.rank,
             )
         try:
-            self._meet(distributed)
-            doing = self.doing.encode()
-            sizes, checks = zip(*self._exchange_sizes(distributed, len(payload), zlib.crc32(doing)), strict=True)
-            if len(set(checks)) > 1:
-                sizes = tuple(size for size, _ in self._exchange_sizes(distributed, len(doing), 0))
-                self._refuse(self._exchange(distributed, doing, sizes))
-            return self._exchange(distributed, payload, sizes)
+            yield distributed
         except RuntimeError as error:  # PyTorch and its backends raise many kinds
             raise CheckpointError(
                 f"rank {self.rank}: the ranks cannot agree on {self.doing}, the process group or its store failed; a "
@@ -94,13 +120,52 @@ class Ranks:
                 rank=self.rank,
             ) from error
 
-    def _meet(self, distributed: Any) -> None:
-        """Wait until all ranks have arrived."""
-        groups = distributed.distributed_c10d
-        group = distributed.group.WORLD if self._group is None else self._group
-        store = distributed.PrefixStore(f"ckpt/{group.group_name}", groups._get_default_store())
+    def _enter(self, distributed: Any, payload: bytes) -> tuple[int, ...]:
+        """Wait until all ranks have arrived, with the same operation, and return the sizes of their payloads."""
+        self._meet()
+        doing = self.doing.encode()
+        sizes, checks = zip(*self._exchange_sizes(distributed, len(payload), zlib.crc32(doing)), strict=True)
+        if len(set(checks)) > 1:
+            sizes = tuple(size for size, _ in self._exchange_sizes(distributed, len(doing), 0))
+            self._refuse(self._exchange(distributed, doing, sizes))
+        return sizes
+
+    def announce(self, name: str) -> None:
+        """Tell the other ranks `name`, for `has_announced`; the last two names are kept. Never waits for them.
+
+        Without a process group, or if its store fails, it is not told.
+        """
         try:
-            meet(store, self.rank, self.world_size, self._timeout_s)
+            if (store := self._store()) is None:
+                return
+            store.set(f"told/{name}", "1")
+            self._told.append(name)
+            while len(self._told) > _ANNOUNCEMENTS:
+                store.delete_key(f"told/{self._told.popleft()}")
+        except (RuntimeError, ValueError) as error:
+            _log.debug("the store of the process group failed: %s", error)
+
+    def has_announced(self, name: str) -> bool:
+        """Return whether a rank has announced `name`, as far as known: one request to the store, without waiting."""
+        try:
+            store = self._store()
+            return store is not None and bool(store.check([f"told/{name}"]))
+        except (RuntimeError, ValueError) as error:
+            _log.debug("the store of the process group failed: %s", error)
+            return False
+
+    def _store(self) -> Any:
+        """Return the part of the store that is for this group; None without a process group."""
+        distributed = torch_distributed()
+        if distributed is None:
+            return None
+        group = distributed.group.WORLD if self._group is None else self._group
+        return distributed.PrefixStore(f"ckpt/{group.group_name}", distributed.distributed_c10d._get_default_store())
+
+    def _meet(self) -> None:
+        """Wait until all ranks have arrived."""
+        try:
+            meet(self._store(), self.rank, self.world_size, self._timeout_s)
         except MeetingError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "
@@ -133,11 +198,27 @@ class Ranks:
     def _exchange(self, distributed: Any, payload: bytes, sizes: tuple[int, ...]) -> list[bytes]:
         import torch
 
-        longest = max(sizes)
+        longest, total = max(sizes), sum(sizes)
         if longest == 0:
             return [b""] * self.world_size
+        if _MOVED_BY_REDUCTION * total < longest * len(sizes):  # an all-gather would move padding most of all
+            ends = list(itertools.accumulate(sizes))
+            joined = bytearray(total)
+            joined[ends[self.rank] - len(payload) : ends[self.rank]] = payload
+            everything = self._reduce(distributed, joined)
+            return [everything[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         own = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
         padded = own.to(collective_device(self._group))
         received = [torch.empty_like(padded) for _ in range(self.world_size)]
         distributed.all_gather(received, padded, group=self._group)
         return [data.cpu().numpy().tobytes()[:size] for data, size in zip(received, sizes, strict=True)]
+
+    def _reduce(self, distributed: Any, data: bytearray) -> bytes:
+        """Return the largest byte of all ranks at each position."""
+        import torch
+
+        if not data:
+            return b""
+        reduced = torch.frombuffer(data, dtype=torch.uint8).to(collective_device(self._group))
+        distributed.all_reduce(reduced, distributed.ReduceOp.MAX, group=self._group)
+        return bytes(reduced.cpu().numpy().tobytes())

@@ -2,7 +2,7 @@
 
     python examples/read_with_dask.py /data/run7/step_00000100 model/embed.weight
 
-The arguments are a published step and the directory of a tensor in it. For xarray, wrap the result:
+The arguments are a published step and the name of a tensor in it. For xarray, wrap the result:
 `xarray.DataArray(tensor, dims=["row", "column"])`.
 """
 
@@ -11,13 +11,13 @@ import sys
 import dask.array
 import zarr
 
-from ckpt.storage.zarr_plugin import register
+import ckpt
 
 
 def open_tensor(step: str, name: str) -> dask.array.Array:
     """Return the tensor as a dask array with its stored chunks. Reads no data yet."""
-    register()  # bfloat16 and float8, which zarr-python does not support
-    tensor: dask.array.Array = dask.array.from_zarr(zarr.open_group(step, mode="r")[name])
+    group = zarr.open_group(ckpt.zarr_store(step), mode="r")
+    tensor: dask.array.Array = dask.array.from_zarr(group[name])
     return tensor
 
 

@@ -19,6 +19,7 @@ from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
+from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.signals import MainThreadInterrupter
@@ -200,7 +201,7 @@ class CallWrapper:
         def run() -> Any:
             injected_args, injected_kwargs = inject(function, CallWrapper, self, args, kwargs)
             self._sections.begin(self.state.iteration)
-            with children_end_here():
+            with children_end_here(), announced_restart_index(self.state.iteration):
                 try:
                     return function(*injected_args, **injected_kwargs)
                 finally:

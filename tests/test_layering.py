@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "paths": {"errors"},
     "meeting": set(),
     "ranks": {"distributed", "errors", "meeting"},
-    "values": {"errors"},
+    "values": {"errors", "paths"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format

@@ -70,7 +70,8 @@ def release_in_forked_children(owner: _Releasable) -> None:
 class ForkServer:
     """The trainer's end: starts the server when it is first needed, and again if it died.
 
-    Only `close` and `wait_exit` block. Owned by one queue, used by all its writers, in the thread that uses the queue.
+    Only `close`, `give_up_start` and `wait_exit` block. Owned by one queue, used by all its writers, in the thread that
+    uses the queue.
     """
 
     def __init__(self, config: WriterConfig) -> None:
@@ -78,6 +79,7 @@ class ForkServer:
         self._owner_pid = os.getpid()
         self._control: MessageChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_up = False  # whether it has sent anything
         self._next_writer_id = 0
         self._spawned: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_spawned`
         self._exits: dict[int, str] = {}
@@ -114,14 +116,28 @@ class ForkServer:
             return
         self._control.flush()
         try:
-            while (packet := self._control.receive()) is not None:
-                match packet.message, packet.fds:
-                    case Spawned(writer_id, pid), (pidfd,):
-                        self._spawned[writer_id] = (pid, pidfd)
-                    case Exited(writer_id, how), ():
-                        self._exits[writer_id] = how
+            self._take_in(self._control)
         except EOFError:
             self.release()
+
+    def _take_in(self, control: MessageChannel) -> None:
+        while (packet := control.receive()) is not None:
+            match packet.message, packet.fds:
+                case Spawned(writer_id, pid), (pidfd,):
+                    self._spawned[writer_id] = (pid, pidfd)
+                case Exited(writer_id, how), ():
+                    self._exits[writer_id] = how
+            self._is_up = True
+
+    def give_up_start(self) -> None:
+        """Kill a server that is still starting. What it has forked until then can be taken by `take_spawned`."""
+        self.pump()
+        if self._process is None or self._control is None or self._is_up:
+            return
+        self._process.kill()
+        self._process.wait(_KILL_WAIT_S)
+        with contextlib.suppress(EOFError):
+            self._take_in(self._control)
 
     def wait_exit(self, writer_id: int, timeout_s: float) -> str:
         """Return how a writer that is known to be dead ended; wait for the server to report it, if need be."""
@@ -178,7 +194,7 @@ class ForkServer:
             except BaseException:
                 control.close()
                 raise
-        self._control = control
+        self._control, self._is_up = control, False
         return control
 
 

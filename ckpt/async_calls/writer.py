@@ -116,6 +116,11 @@ class Writer:
             self._process.take_spawned(self._server)
             self._process.kill()
 
+    def nudge(self) -> None:
+        """Ask the running function to look now at what it waits for; see `WriterContext.nudges`."""
+        if self._process is not None:
+            self._process.page.nudge()
+
     def forget_calls(self) -> None:
         """Drop all calls without an outcome. A process that works on one is killed; the next call gets another.
 
@@ -134,10 +139,16 @@ class Writer:
     def close(self, timeout_s: float) -> None:
         """Let the process finish what it has, wait for its end at most `timeout_s`, then kill it.
 
-        Outcomes are dropped. Idempotent.
+        A process that has nothing to do and is still starting is not waited for. Outcomes are dropped. Idempotent.
         """
         if (process := self._process) is not None:
             process.channel.end_sending()
+            if not self._calls and not self._receive(process) and not process.ready:
+                process.kill()
+                self._server.give_up_start()
+                process.take_spawned(self._server)
+                if process.pidfd is None:
+                    timeout_s = 0.0  # it was never forked
             deadline = time.monotonic() + timeout_s
             while not self._receive(process) and (remaining_s := deadline - time.monotonic()) > 0:
                 self._results.clear()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Protocol
 
 from ckpt.errors import (
     CheckpointCorruptError,
@@ -17,9 +18,9 @@ from ckpt.errors import (
     StateMismatchError,
     StorageError,
 )
-from ckpt.planning.description import Gather
+from ckpt.planning.exchange import Gather
 
-__all__ = ["Alone", "all_or_none", "error_class"]
+__all__ = ["Alone", "Group", "all_or_none", "error_class"]
 
 _KINDS = MappingProxyType(
     {
@@ -38,6 +39,13 @@ _KINDS = MappingProxyType(
 """The errors that keep their class when another rank raises them."""
 
 
+class Group(Gather, Protocol):
+    """The ranks of the job and their collectives. See `ckpt.ranks.Ranks`."""
+
+    def maximum(self, payload: bytes) -> bytes:
+        """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective."""
+
+
 class Alone:
     """A group of one rank, for a restore without communication."""
 
@@ -46,6 +54,9 @@ class Alone:
 
     def __call__(self, payload: bytes) -> list[bytes]:
         return [payload]
+
+    def maximum(self, payload: bytes) -> bytes:
+        return payload
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ckpt.storage.pack_index import PackIndex, StoredArray, Table
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, read_regular
 from ckpt.storage.root import FORMAT_VERSION
 from ckpt.values.codec import decode_value
+from ckpt.values.containers import Container
 
 __all__ = [
     "ILL_FORMED",
@@ -64,6 +65,8 @@ class CheckpointIndex:
     per_rank_tensors: dict[Path, dict[int, StoredTensor]] = field(default_factory=dict)
     per_rank_values: dict[Path, dict[int, Any]] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
+    containers: dict[Path, Container] = field(default_factory=dict)
+    per_rank_containers: dict[Path, dict[int, Container]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -213,6 +216,13 @@ def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
         whole_number(before["step"])
         if not isinstance(before["save"], str | None):
             raise ValueError(f"continues is invalid: {before!r:.80}")
+    if summary["restart"] is not None:
+        whole_number(summary["restart"])
+    versions = summary["versions"]
+    if type(versions) is not dict or not all(type(version) is str for version in versions.values()):
+        raise ValueError(f"versions is {versions!r:.80}, not the versions of packages")
+    if type(summary["metrics"]) is not dict:
+        raise ValueError(f"metrics is {summary['metrics']!r:.80}, not a JSON object")
     if len(sizes(summary["parts"])) != summary["world_size"] or not summary["parts"]:
         raise ValueError(f"there are {len(summary['parts'])} parts of {summary['world_size']} ranks")
     return summary
@@ -233,6 +243,15 @@ def _add_state(index: CheckpointIndex, state: dict[str, Any]) -> None:
     for name, target in items(state["aliases"]):
         if index.aliases.setdefault(key_path(name), key_path(target)) != tuple(target):
             raise ValueError(f"{display(key_path(name))} is an alias of two names")
+    for name, rank, document in items(state["containers"]):
+        path, owner = key_path(name), rank_of(rank, world_size)
+        container = Container.from_document(document)
+        if owner is None:
+            before = index.containers.setdefault(path, container)
+        else:
+            before = index.per_rank_containers.setdefault(path, {}).setdefault(owner, container)
+        if before is not container:
+            raise ValueError(f"the container {display(path)} is recorded twice")
 
 
 def _tensor(index: CheckpointIndex, array: StoredArray) -> StoredTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,14 @@ from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
+from ckpt.storage.dtypes import stored
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_reader import StepReader
 
-__all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
+__all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint"]
 
 _ATTEMPTS = 20
+_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,22 @@ class LazyTensor:
         """Read all elements."""
         return self[...]
 
+    def tensorstore(self) -> Any:
+        """Return the tensor as a read-only tensorstore with the dtype and shape of what `read` returns.
+
+        It reads whole blocks by indexing this tensor, with the same checks and errors. Its spec cannot be serialised.
+        """
+        import tensorstore as ts
+
+        how, dimensions = stored(self.dtype), len(self.shape)
+
+        def read(domain: Any, block: Any, _: Any) -> None:
+            block[...] = self[domain.index_exp[:dimensions]]
+
+        layout = ts.ChunkLayout(read_chunk_shape=[*block_shape(self._stored), *how.trailing])
+        shape = [*self.shape, *how.trailing]
+        return ts.virtual_chunked(read, dtype=ts.dtype(how.numpy_dtype), shape=shape, chunk_layout=layout)
+
 
 class Checkpoint(Mapping[str, LazyTensor]):
     """A published step: a mapping of names (keys joined by "/") to tensors, including aliases.
@@ -75,6 +94,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __init__(self, index: CheckpointIndex, reader: StepReader) -> None:
         self._reader = reader
         self._finalizer = weakref.finalize(self, reader.close)
+        self.index = index
         self.step = index.step
         self.path = index.path
         self.summary = index.summary
@@ -100,6 +120,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def check(self) -> None:
+        """Raise CheckpointNotFoundError unless the step is still the one that was opened."""
+        self._reader.check()
 
     def close(self) -> None:
         """Release the step, which may be removed then. Later reads are still checked. Idempotent."""
@@ -145,6 +169,16 @@ def _opened(path: str, root: str | None) -> Checkpoint:
     except BaseException:
         reader.close()
         raise
+
+
+def block_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    """Return the shape in which a tensor is best read: what has one checksum; some rows if it is several boxes."""
+    if len(tensor.boxes) == 1:
+        meta = tensor.boxes[0].meta
+        return meta.inner_chunk_shape or meta.chunk_shape
+    rest = tuple(max(size, 1) for size in tensor.shape[1:])
+    row_bytes = math.prod(rest) * stored(tensor.dtype).itemsize
+    return (max(min(_BLOCK_BYTES // row_bytes, tensor.shape[0]), 1), *rest)
 
 
 def _box_of(key: Any, shape: tuple[int, ...]) -> Box:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.loading.all_or_none import Alone
+from ckpt.errors import CheckpointNotFoundError
+from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import Path, display
-from ckpt.planning.description import Gather
 from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
 from ckpt.values.codec import encode_value, resolve, unregistered_in
 
@@ -42,14 +42,16 @@ class Assignment:
 class Match:
     """What to restore, and what does not fit.
 
-    `unknown` are the stored names that this rank's state does not have, although another rank's may. `left_out` are
-    names that would fit but are restored only together with one that does not.
+    `names` are the stored names that belong to no single rank, in the order of the index, which is the same on all
+    ranks; `known` has a byte for each, 1 if this rank's state has it or ignores it, else 0. `left_out` are names that
+    would fit but are restored only together with one that does not.
     """
 
     reads: list[Read] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    unknown: list[Path] = field(default_factory=list)
+    names: tuple[Path, ...] = ()
+    known: bytes = b""
     left_out: list[Path] = field(default_factory=list)
 
 
@@ -77,8 +79,8 @@ def match_state(
             match.problems.append(Problem(path, f"missing: {display(path)}"))
     _leave_out(match, {unit(problem.path) for problem in match.problems} - {None}, unit)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
-    names = index.tensors.keys() | index.values.keys() | index.aliases.keys()
-    match.unknown = sorted((path for path in names if path not in known and not is_below(path, ignored)), key=repr)
+    match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
+    match.known = bytes(path in known or is_below(path, ignored) for path in match.names)
     own_names = {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
     match.problems += [
         Problem(path, f"unexpected: {display(path)} (of this rank)")
@@ -93,19 +95,22 @@ def is_below(path: Path, prefixes: Collection[Path]) -> bool:
     return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
 
 
-def unknown_on_all_ranks(unknown: list[Path], ranks: Gather) -> list[Path]:
-    """Return the names that no rank's state has, of those that this rank's does not have. Collective.
+def unknown_on_all_ranks(match: Match, save: str, ranks: Group) -> list[Path]:
+    """Return the names that no rank's state has. Collective.
 
-    A rank that is `Alone` cannot know: it returns none.
+    If all ranks know the same names, each sends a digest of 24 bytes. Otherwise they also find the maximum of `known`:
+    a byte for each name, however many ranks there are. A rank that is `Alone` cannot know: it returns none.
+
+    CheckpointNotFoundError, on all ranks, if they have not opened the same `save`: the step was replaced meanwhile.
     """
     if isinstance(ranks, Alone):
         return []
-    own = json.dumps(unknown).encode()
-    digests = ranks(hashlib.blake2b(own, digest_size=16).digest())
-    if len(set(digests)) == 1:
-        return unknown
-    lists = [{tuple(path) for path in json.loads(data)} for data in ranks(own)]
-    return [path for path in unknown if all(path in others for others in lists)]
+    opened = hashlib.blake2b(save.encode(), digest_size=8).digest()
+    answers = ranks(opened + hashlib.blake2b(match.known, digest_size=16).digest())
+    if any(not answer.startswith(opened) for answer in answers):
+        raise CheckpointNotFoundError("the step was replaced by another save while ranks opened it")
+    known = match.known if len(set(answers)) == 1 else ranks.maximum(match.known)
+    return [path for path, is_known in zip(match.names, known, strict=True) if not is_known]
 
 
 def _match_tensor(match: Match, index: CheckpointIndex, path: Path, leaf: TensorLeaf, rank: int) -> None:

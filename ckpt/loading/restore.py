@@ -20,9 +20,8 @@ from ckpt.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from ckpt.loading.all_or_none import Alone, error_class
+from ckpt.loading.all_or_none import Alone, Group, error_class
 from ckpt.loading.restore_step import MemorySource, RestoreReport, StepHold, restore_step
-from ckpt.planning.description import Gather
 from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["restore"]
@@ -36,7 +35,7 @@ def restore(
     state: Any,
     step: int | None,
     strict: bool,
-    ranks: Gather,
+    ranks: Group,
     memory: MemorySource | None = None,
     before: Callable[[], None] | None = None,
     read_only: bool = False,
@@ -81,7 +80,7 @@ class _RemovedError(Exception):
     """The step was removed while it was read; raised on all ranks."""
 
 
-def _candidates(root: CheckpointRoot, step: int | None, ranks: Gather, before: Callable[[], None] | None) -> list[int]:
+def _candidates(root: CheckpointRoot, step: int | None, ranks: Group, before: Callable[[], None] | None) -> list[int]:
     """Return the steps to try, newest first, as seen by the coordinator, so that all ranks try the same. Collective."""
     payload = b""
     if ranks.rank == 0 or isinstance(ranks, Alone):
@@ -118,7 +117,7 @@ def _steps(root: CheckpointRoot) -> list[int]:
 
 
 @contextlib.contextmanager
-def _held(root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> Iterator[StepHold]:
+def _held(root: CheckpointRoot, step: int, ranks: Group, read_only: bool) -> Iterator[StepHold]:
     """Hold a step on all ranks, and raise `_RemovedError` on all of them for an error caused by its removal."""
     hold = StepHold(root, step, ranks, read_only)
     try:

@@ -20,7 +20,7 @@ import torch
 
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError
-from ckpt.loading.all_or_none import Alone, all_or_none
+from ckpt.loading.all_or_none import Alone, Group, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
@@ -30,7 +30,6 @@ from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.state_update import StateUpdate
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
-from ckpt.planning.description import Gather
 from ckpt.planning.state_dict import TensorLeaf, flatten
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_reader import StepReader
@@ -92,7 +91,7 @@ class MemorySource(Protocol):
 class StepHold:
     """Holds one step on all ranks while it is read. The coordinator makes the lease, for all, and releases it last."""
 
-    def __init__(self, root: CheckpointRoot, step: int, ranks: Gather, read_only: bool) -> None:
+    def __init__(self, root: CheckpointRoot, step: int, ranks: Group, read_only: bool) -> None:
         self.root = root
         self.path = root.step_path(step)
         self._ranks = ranks
@@ -121,7 +120,7 @@ class StepHold:
 
 
 def restore_step(
-    hold: StepHold, state: Any, step: int, strict: bool, ranks: Gather, memory: MemorySource | None
+    hold: StepHold, state: Any, step: int, strict: bool, ranks: Group, memory: MemorySource | None
 ) -> RestoreReport:
     """Restore one step; see `ckpt.loading.restore.restore`. Collective."""
     begin = time.perf_counter()
@@ -151,7 +150,7 @@ def restore_step(
 class _Attempt:
     """One attempt to restore one step, on this rank."""
 
-    def __init__(self, ranks: Gather, step: int, memory: MemorySource | None) -> None:
+    def __init__(self, ranks: Group, step: int, memory: MemorySource | None) -> None:
         self._ranks = ranks
         self._step = step
         self._memory = memory
@@ -176,7 +175,7 @@ class _Attempt:
 
     def check(self, strict: bool) -> None:
         """Raise StateMismatchError, listing all that does not fit; log it unless `strict`. Collective."""
-        unexpected = unknown_on_all_ranks(self._match.unknown, self._ranks)
+        unexpected = unknown_on_all_ranks(self._match, str(self.index.summary["save"]), self._ranks)
         problems = [problem.text for problem in self._match.problems]
         problems += [f"unexpected: {display(path)}" for path in unexpected]
         if not problems:

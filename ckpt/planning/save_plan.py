@@ -23,6 +23,7 @@ from ckpt.planning.pack_layout import ArrayDraft, Owners, lay_out
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.documents import encode_document
 from ckpt.storage.pack_index import PackIndex, StoredArray
+from ckpt.values.containers import Container
 
 __all__ = ["PlannedChunk", "SavePlan", "make_save_plan"]
 
@@ -47,13 +48,17 @@ class PlannedChunk:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The plan of a save, the same on all ranks: every array with its place, and who writes which value."""
+    """The plan of a save, the same on all ranks: every array with its place, and who writes which value.
+
+    `containers` are those of the state that are not plain dicts, by path and rank; None for those of all ranks.
+    """
 
     world_size: int
     index: PackIndex
     value_owners: dict[Path, int]
     per_rank_values: dict[Path, tuple[int, ...]]
     aliases: dict[Path, Path]
+    containers: dict[tuple[Path, int | None], Container]
 
     def chunks_of(self, rank: int) -> Iterator[PlannedChunk]:
         """Yield the chunks that `rank` writes, in the order of its pack."""
@@ -79,7 +84,8 @@ class SavePlan:
     def digest(self) -> str:
         """A digest of the whole plan."""
         digest = hashlib.blake2b(self.index_bytes, digest_size=16)
-        digest.update(repr((self.world_size, self.value_owners, self.per_rank_values, self.aliases)).encode())
+        rest = (self.world_size, self.value_owners, self.per_rank_values, self.aliases, self.containers)
+        digest.update(repr(rest).encode())
         return digest.hexdigest()
 
 
@@ -108,7 +114,8 @@ def make_save_plan(
     owners = _assign(drafts, world_size, min(options.smallest_split_bytes, int(share / _SLACK)))
     arrays = [_array_draft(draft, own, compression) for draft, own in zip(drafts, owners, strict=True)]
     values, per_rank_values = _value_owners(descriptions)
-    return SavePlan(world_size, lay_out(arrays, world_size, options.file_bytes), values, per_rank_values, aliases)
+    index = lay_out(arrays, world_size, options.file_bytes)
+    return SavePlan(world_size, index, values, per_rank_values, aliases, _containers(descriptions))
 
 
 _Holders = dict[Sharding | None, tuple[int, ...]]
@@ -375,6 +382,15 @@ def _columns(candidates: _Candidates) -> Iterator[_Column]:
         groups.setdefault((position, len(holders)), []).append(number)
     for group in groups.values():
         yield _Column(tuple(group), np.array([candidates[number] for number in group], np.intp))
+
+
+def _containers(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, int | None], Container]:
+    """Return the containers by path and rank. If ranks disagree about one, that of the lowest is taken."""
+    containers: dict[tuple[Path, int | None], Container] = {}
+    for rank, description in enumerate(descriptions):
+        for path, (container, own) in description.containers.items():
+            containers.setdefault((path, rank if own else None), container)
+    return containers
 
 
 def _value_owners(descriptions: Sequence[StateDescription]) -> tuple[dict[Path, int], dict[Path, tuple[int, ...]]]:

@@ -37,6 +37,7 @@ from ckpt.planning.tensors import (
     without_graph,
 )
 from ckpt.values.codec import UnencodableError, encode_value
+from ckpt.values.containers import Container
 from ckpt.values.registry import encoder_of, form_of
 
 __all__ = ["Assign", "FlatState", "Owner", "PerRank", "RngState", "TensorLeaf", "ValueLeaf", "flatten"]
@@ -155,11 +156,15 @@ class Owner:
 
 @dataclass(slots=True)
 class FlatState:
-    """The leaves of a state by path. `owners` are its stateful objects, innermost first."""
+    """The leaves of a state by path. `owners` are its stateful objects, innermost first.
+
+    `containers` are those that are not plain dicts, and whether each is per rank.
+    """
 
     tensors: dict[Path, TensorLeaf] = field(default_factory=dict)
     values: dict[Path, ValueLeaf] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
+    containers: dict[Path, tuple[Container, bool]] = field(default_factory=dict)
     owners: list[Owner] = field(default_factory=list)
 
     def describe(self) -> StateDescription:
@@ -168,6 +173,7 @@ class FlatState:
             {path: leaf.spec for path, leaf in self.tensors.items()},
             {path: leaf.per_rank for path, leaf in self.values.items()},
             dict(self.aliases),
+            dict(self.containers),
         )
 
 
@@ -218,9 +224,10 @@ class _Walk:
             self._tensor(path, node, per_rank)
         elif isinstance(node, np.ndarray):
             self._array(path, node, per_rank)
-        elif encoder_of(type(node)) is not None:
+        elif _is_registered_value(type(node)):
             self._value(path, node, per_rank, assign)
         elif isinstance(node, Mapping):
+            self._record(path, node, per_rank)
             self._mapping(path, node, per_rank, assign)
         elif isinstance(node, list | deque | tuple | Namespace) and _holds_tensors(node):
             self._container(path, node, per_rank, assign)
@@ -245,7 +252,13 @@ class _Walk:
             else:
                 self.visit((*path, key), item, per_rank, partial(operator.setitem, node, key) if mutable else None)
 
+    def _record(self, path: Path, node: Any, per_rank: bool) -> None:
+        container = None if type(node) is dict else Container.of(node)
+        if container is not None:
+            self._flat.containers[path] = container, per_rank
+
     def _container(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
+        self._record(path, node, per_rank)
         if isinstance(node, Namespace):
             self._mapping(path, vars(node), per_rank, assign)
             return
@@ -317,6 +330,12 @@ class _Walk:
                 return other[0]
         same_address.append(this)
         return None
+
+
+def _is_registered_value(kind: type[Any]) -> bool:
+    """Return whether values of a type are made JSON by the program; a registered named tuple may hold tensors."""
+    encoder = encoder_of(kind)
+    return encoder is not None and encoder.to_json is not None
 
 
 def _is_unicode(text: str) -> bool:

@@ -96,6 +96,7 @@ class _LayoutBuilder:
             tuple(self._to_compress),
             plan.index_bytes if self._rank == 0 else b"",
             tuple(plan.aliases.items()) if self._rank == 0 else (),
+            tuple((*where, container) for where, container in plan.containers.items()) if self._rank == 0 else (),
             self._slot_bytes,
             len(self._copies),
         )

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
 from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
-from ckpt.planning.description import StateDescription, exchange
+from ckpt.planning.description import StateDescription
+from ckpt.planning.exchange import exchange
 from ckpt.planning.replicas import replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten

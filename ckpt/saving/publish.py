@@ -24,7 +24,7 @@ from ckpt.storage.root import read_bytes
 __all__ = ["PartFile", "publish"]
 
 
-_OF_INTENT = ("format", "save", "step", "owner", "continues", "world_size", "plan")
+_OF_INTENT = ("format", "save", "step", "owner", "continues", "restart", "metrics", "versions", "world_size", "plan")
 
 PartFile = tuple[dict[str, Any], int]
 """A part manifest, and the checksum of its file."""
@@ -63,7 +63,8 @@ def publish(
         path = os.path.join(pending.path, name)
         if not files.holds(path, data):  # those of recycled files hold it already
             files.write_document(path, data, pending.root.pending_path)
-    files.sync_files([os.path.join(pending.path, name) for name in documents], [pending.path])
+    parts = [os.path.join(pending.path, "parts"), *pending.parts_directories()]
+    files.sync_files([os.path.join(pending.path, name) for name in documents], [*parts, pending.path])
     tick()
     before_commit()
     return pending.publish()
@@ -73,17 +74,15 @@ def _merge(
     pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the summary for the root, and the state document, from the index and all parts."""
-    path = os.path.join(pending.path, INDEX)
-    index_bytes = read_bytes(path)
-    if index_bytes is None:
-        raise CheckpointCorruptError(f"{path} is missing")
-    index = PackIndex.from_document(decode_document(index_bytes, path), intent["world_size"])
+    documents = {name: _read(pending, f"{name}.json") for name in ("index", "references")}
+    where = os.path.join(pending.path, INDEX)
+    index = PackIndex.from_document(decode_document(documents["index"], where), intent["world_size"])
     expected = index.files()
     compressed = any(array.meta.compression for array in index.arrays)
-    state: dict[str, Any] = {"values": [], "aliases": []}
+    state: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
     replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
-    summary["index"] = {"bytes": len(index_bytes), "crc32c": crc32c(index_bytes)}
+    summary |= {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in documents.items()}
     summary |= {"bytes": 0, "files": 0, "tensors": len(index.arrays), "parts": []}
     for rank in range(intent["world_size"]):
         part, part_checksum = parts[rank] if rank in parts else pending.read_part(rank)
@@ -107,3 +106,11 @@ def _merge(
     names = (*(array.path for array in index.arrays), *(tuple(name) for name, _, _ in state["values"]))
     check_replicas(replicas, lambda: names, warn)
     return summary, state
+
+
+def _read(pending: PendingSave, name: str) -> bytes:
+    path = os.path.join(pending.path, name)
+    data = read_bytes(path)
+    if data is None:
+        raise CheckpointCorruptError(f"{path} is missing")
+    return data

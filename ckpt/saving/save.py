@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +20,27 @@ from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
+from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
-from ckpt.saving.task import ReplicasDiffer, SaveOptions, WriteTask, pack_offsets
+from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, WriteTask, pack_offsets
 from ckpt.storage.commit import PendingSave, Reason
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import ClaimLease
 from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.root import CheckpointRoot
 from inprocess.ipc.process import Process
+from inprocess.ipc.restart_index import current_restart_index
 
 __all__ = ["Saver"]
 
 _log = logging.getLogger("ckpt")
+_SOON_ENOUGH_S = 1.0  # to learn an outcome by looking
+_LISTEN_S = 0.1
+_LISTENS_PER_S = 10_000.0  # requests of all ranks together to the store
+_NUDGED_S = 1.0
 
 
 @dataclass(slots=True)
@@ -69,7 +76,10 @@ class Saver:
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
         self._claim_lease = ClaimLease(self._root.ownership)
+        self._versions = own_versions()
         self._closed = False
+        self._listening = False
+        self._listen_at = 0.0
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
@@ -134,7 +144,7 @@ class Saver:
         """This rank, also after its process group was destroyed; None if it never had one."""
         return self._ranks.last_rank
 
-    def request(self, state: Any, step: int, begin: float) -> AsyncRequest:
+    def request(self, state: Any, step: int, begin: float, metrics: Mapping[str, Any] | None = None) -> AsyncRequest:
         """Stage `state` and return the request that writes it. See `Checkpointer.save_request`."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
@@ -144,11 +154,15 @@ class Saver:
         try:
             prepared = self._plans.prepare(state, self)
             self._stager.fit(prepared.cached)
+            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
             save = self._plans.save_id()
             assert save is not None
             self._seen = self._token = save.owner
+            if not self._listening and self._look_rarely():
+                self._listening = True
+                self._queue.listen(self._listen)
             undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size)
-            handle = undecided.handle = self._stage_all(prepared, save, begin)
+            handle = undecided.handle = self._stage_all(prepared, save, begin, lineage)
         except Exception as error:
             self._refused(error)
             raise
@@ -217,6 +231,9 @@ class Saver:
     def close(self) -> None:
         """Release the root and the staging memory. The queue stays open: it belongs to the Checkpointer."""
         self._closed = True
+        if self._listening:
+            self._listening = False
+            self._queue.stop_listening(self._listen)
         self._claim_lease.close()
         self._release(done=not self._in_flight)
         if self._batch_queue is not None:
@@ -242,8 +259,29 @@ class Saver:
 
     def _decided(self, save: SaveId) -> None:
         self._in_flight.pop(save, None)
+        if self._listening and self._ranks.rank == COORDINATOR:
+            self._ranks.announce(save.name)
         if self._closed and not self._in_flight:  # of a shared queue, which stays open
             self._release(done=True)
+
+    def _look_rarely(self) -> bool:
+        """Whether the other ranks look so rarely for an outcome that rank 0 tells them when there is one."""
+        return self._ranks.world_size > self._options.looks_per_s * _SOON_ENOUGH_S
+
+    def _listen(self) -> float:
+        """Make the writers of this rank look at storage if rank 0 knows the outcome of the oldest save in flight.
+
+        That it does is no outcome. Return after how many seconds to call this again; called earlier, it does nothing.
+        """
+        now = time.monotonic()
+        save = next(iter(self._in_flight), None)
+        if now >= self._listen_at and save is not None and self._ranks.rank != COORDINATOR:
+            pause_s = max(_LISTEN_S, self._ranks.world_size / _LISTENS_PER_S)
+            if self._ranks.has_announced(save.name):
+                self._queue.nudge()
+                pause_s = max(_NUDGED_S, pause_s)
+            self._listen_at = now + pause_s
+        return max(_LISTEN_S, self._listen_at - now)
 
     def _taken_over(self, branch: Branch | None) -> None:
         """Remember that a save is published which took over what earlier owners left: later ones need not."""
@@ -252,13 +290,14 @@ class Saver:
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
-    def _stage_all(self, prepared: PreparedState, save: SaveId, begin: float) -> SaveHandle:
+    def _stage_all(self, prepared: PreparedState, save: SaveId, begin: float, lineage: Lineage) -> SaveHandle:
         """Stage this rank's share. If it does not fit a slot, all batches but the last are written on return."""
         last = prepared.cached.layout.plan.batches - 1
         earlier = []
         for batch in range(last):
             staged = self._stager.stage(prepared, save, batch, begin)
-            earlier.append(SaveHandle(self._task(prepared, save, batch, staged), staged.slot, on_begun=self.on_begun))
+            task = self._task(prepared, save, batch, staged, lineage)
+            earlier.append(SaveHandle(task, staged.slot, on_begun=self.on_begun))
             self._write_batch_now(earlier[-1])
         staged = self._stager.stage(prepared, save, last, begin)
         try:
@@ -268,7 +307,7 @@ class Saver:
             raise
         written = tuple(file for handle in earlier for file in handle.written)
         return SaveHandle(
-            self._task(prepared, save, last, staged, written),
+            self._task(prepared, save, last, staged, lineage, written),
             staged.slot,
             on_decided=lambda: self._decided(save),
             on_differing=lambda report: self._warn_of_replicas(save.step, report),
@@ -281,6 +320,7 @@ class Saver:
         save: SaveId,
         batch: int,
         staged: StagedBatch,
+        lineage: Lineage,
         earlier: tuple[WrittenFile, ...] = (),
     ) -> WriteTask:
         is_last = batch == prepared.cached.layout.plan.batches - 1
@@ -299,6 +339,7 @@ class Saver:
             options=self._options,
             trainer=Process.here(),
             branch=self._branch,
+            lineage=lineage,
             checksummed=pack_offsets(staged.checksummed),
             earlier=earlier,
             replicas=staged.replicas,

@@ -144,9 +144,9 @@ class Stager:
         self._arena.free_all()
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back, soon after this has returned. Idempotent."""
         self.memory.close()
-        self._arena.close()
+        self._arena.close(wait=False)
 
     @property
     def _flag_offset(self) -> int:

@@ -19,12 +19,14 @@ import numpy as np
 
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.paths import Path
+from ckpt.saving.lineage import Lineage
 from ckpt.saving.recover import Branch
 from ckpt.saving.replicas import Digests
 from ckpt.saving.retention import Retention
 from ckpt.storage.commit import Abandoned, Reason
 from ckpt.storage.names import SaveId
 from ckpt.storage.pack_writers import ChunkToCompress, WrittenFile
+from ckpt.values.containers import Container
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 
@@ -92,8 +94,9 @@ class WritePlan:
     """What a rank's writer does in every save of this structure.
 
     `to_compress` are the chunks, in the order of `inner_chunks`, if they are to be compressed; their offsets are those
-    in their file. `index` is the index of the step, as the coordinator writes it; empty on other ranks. `slot_bytes`
-    is what each batch needs at most.
+    in their file. `index` is the index of the step, as the coordinator writes it, `aliases` and `containers` (with the
+    rank that each belongs to, or None) are what its part says of the whole state; empty on other ranks. `slot_bytes` is
+    what each batch needs at most.
     """
 
     rank: int
@@ -104,6 +107,7 @@ class WritePlan:
     to_compress: tuple[ChunkToCompress, ...]
     index: bytes
     aliases: tuple[tuple[Path, Path], ...]
+    containers: tuple[tuple[Path, int | None, Container], ...]
     slot_bytes: int
     batches: int
 
@@ -122,12 +126,14 @@ def unpickled_plan(data: bytes) -> WritePlan:
 class SaveOptions:
     """How a writer works.
 
-    `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process.
+    `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process. While they wait, all
+    nodes together look for the outcome `looks_per_s` times a second.
     """
 
     threads: int = 6
     commit_timeout_s: float = 600.0
     retention: Retention = field(default_factory=Retention)
+    looks_per_s: float = 50.0
 
 
 # Thousands of offsets, the same in each save: pickled one by one they would take longer than a hundred tensors.
@@ -151,7 +157,8 @@ class WriteTask:
     when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed`
     are the packed offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are
     not tensors, `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are
-    the files that were written with earlier batches. With a `branch` the coordinator first takes over what earlier
+    the files that were written with earlier batches. `lineage` is what the coordinator records of the
+    save; with a `branch` it first takes over what earlier
     owners of the root left.
     """
 
@@ -169,6 +176,7 @@ class WriteTask:
     options: SaveOptions
     trainer: Process
     branch: Branch | None = None
+    lineage: Lineage = field(default_factory=Lineage)
     checksummed: bytes = b""
     earlier: tuple[WrittenFile, ...] = ()
     replicas: Digests | None = None

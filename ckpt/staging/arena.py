@@ -104,12 +104,12 @@ class Arena:
         """
         if size <= self.slot_bytes:
             return
-        self.close()
+        self.close()  # waits, as there may not be enough memory for both
         for number in range(self._count):
             self._slots.append(Slot(number, size))
         device = torch.cuda.current_device() if self._pin and torch.cuda.is_available() else None
-        thread = JoinableThread(self._prepare, "ckpt-arena", (self._slots, device))
-        self._stopped.clear()
+        self._stopped = threading.Event()  # an earlier thread may still be about to notice its own
+        thread = JoinableThread(_prepare, "ckpt-arena", (tuple(self._slots), device, self._stopped.is_set))
         self._thread = thread
         thread.start()
         self.slot_bytes = size
@@ -151,20 +151,33 @@ class Arena:
         """The slots that are not free."""
         return [slot for slot in self._slots if slot.state is not SlotState.FREE]
 
-    def close(self) -> None:
-        """Give all memory back. Idempotent; after an interrupt it can be called again."""
+    def close(self, *, wait: bool = True) -> None:
+        """Give all memory back; without `wait`, in a thread that ends soon, and that the interpreter waits for.
+
+        Idempotent; after an interrupt it can be called again.
+        """
         self._stopped.set()
         self.slot_bytes = 0
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        while self._slots:
-            self._slots[-1].close()
-            self._slots.pop()
+        thread, slots = self._thread, list(self._slots)
+        if wait:
+            _free(thread, slots)
+        elif slots:
+            threading.Thread(target=_free, args=(thread, slots), name="ckpt-arena-free", daemon=False).start()
+        self._thread = None
+        self._slots.clear()
 
-    def _prepare(self, slots: list[Slot], device: int | None) -> None:
-        for slot in slots:
-            slot.prepare(self._stopped.is_set, device)
+
+def _prepare(slots: tuple[Slot, ...], device: int | None, stopped: Callable[[], bool]) -> None:
+    for slot in slots:
+        slot.prepare(stopped, device)
+
+
+def _free(thread: threading.Thread | None, slots: list[Slot]) -> None:
+    """Close slots when the thread that prepares them has ended."""
+    if thread is not None:
+        thread.join()
+    for slot in slots:
+        slot.close()
 
 
 def _register(tensor: torch.Tensor, device: int) -> None:

@@ -26,7 +26,8 @@ from ckpt.storage.chunk_layout import indices
 from ckpt.storage.compressed_reads import read_compressed
 from ckpt.storage.direct_reads import PIECE_BYTES, Record, records_of_box, records_of_whole
 from ckpt.storage.files import storage_errors
-from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray, pack_file
+from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
 from ckpt.storage.regular_files import DamagedFileError, open_regular
 
 __all__ = ["ArrayRead", "ChunkReader"]

@@ -25,17 +25,37 @@ from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = ["INDEX", "PUBLISHED_STEP", "SaveId", "directory", "parse_save_name", "part_name", "step_name"]
+__all__ = [
+    "INDEX",
+    "PUBLISHED_STEP",
+    "RANKS_PER_DIRECTORY",
+    "REFERENCES",
+    "SaveId",
+    "directory",
+    "pack_file",
+    "parse_save_name",
+    "part_name",
+    "part_rank",
+    "parts_directory",
+    "step_name",
+]
 
 INDEX = "index.json"
 """The document with the place of every tensor, in a save and in a step."""
 
+REFERENCES = "references.json"
+"""The same for fsspec."""
+
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""
 
+RANKS_PER_DIRECTORY = 512
+"""How many ranks have their parts in one directory."""
+
+_PART = re.compile(r"rank_(\d{5,})\.json")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
-_PLAIN = re.compile(rb"[A-Za-z0-9_.-]")
+_ESCAPED = re.compile(rb"[^A-Za-z0-9_.-]")
 _RESERVED = frozenset({"zarr.json", "c"})
 _RESERVED_PREFIXES = (".", "c.", "__")
 _MAX_COMPONENT_BYTES = 180  # file systems allow 255; the names of temporary files need some
@@ -76,7 +96,7 @@ def _escaped(key: str | int) -> str:
 
 
 def _escaped_bytes(raw: bytes) -> str:
-    return "".join(chr(byte) if _PLAIN.match(bytes([byte])) else f"%{byte:02X}" for byte in raw)
+    return _ESCAPED.sub(lambda found: b"%%%02X" % ord(found[0]), raw).decode("ascii")
 
 
 def _digest(text: str) -> str:
@@ -113,4 +133,20 @@ def parse_save_name(name: str) -> SaveId | None:
 
 def part_name(rank: int) -> str:
     """Return the path of a rank's part manifest, relative to the save."""
-    return f"parts/rank_{rank:05d}.json"
+    return f"{parts_directory(rank)}/rank_{rank:05d}.json"
+
+
+def parts_directory(rank: int) -> str:
+    """Return the directory of a rank's part manifest, relative to the save. It has `RANKS_PER_DIRECTORY` ranks."""
+    return f"parts/{rank // RANKS_PER_DIRECTORY:03d}"
+
+
+def pack_file(rank: int, number: int) -> str:
+    """Return the path of a file of a rank's pack, relative to the save. They are numbered from 0."""
+    return f"packs/{rank // RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
+
+
+def part_rank(name: str) -> int | None:
+    """Return the rank of a part manifest with this file name; None if it is none."""
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match else None

@@ -22,6 +22,7 @@ from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.dtypes import stored
+from ckpt.storage.names import pack_file
 from ckpt.storage.regions import ALIGNMENT, FilePlaces, Region, chunk_sizes, regions_from_documents
 
 __all__ = [
@@ -32,17 +33,10 @@ __all__ = [
     "StoredArray",
     "Table",
     "chunk_number",
-    "pack_file",
     "unravel",
 ]
 
-_RANKS_PER_DIRECTORY = 512
 _MAX_BYTES = 1 << 60
-
-
-def pack_file(rank: int, number: int) -> str:
-    """Return the path of a file of a rank's pack, relative to the step."""
-    return f"packs/{rank // _RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
 
 
 @dataclass(frozen=True, slots=True)

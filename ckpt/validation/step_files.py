@@ -14,8 +14,7 @@ from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionEr
 from ckpt.loading.index import ILL_FORMED, CheckpointIndex, chunk_table, items, parse_index, sizes
 from ckpt.native import crc32c
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
-from ckpt.storage.names import INDEX, part_name
-from ckpt.storage.pack_index import pack_file
+from ckpt.storage.names import INDEX, pack_file, part_name
 from ckpt.storage.regular_files import DamagedFileError, read_regular
 from ckpt.storage.root import FORMAT_VERSION
 

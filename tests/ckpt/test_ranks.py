@@ -122,6 +122,20 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path: Path) -> None:
         assert "cannot" not in result.value
 
 
+def test_the_maximum_and_payloads_of_very_different_sizes() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        ranks = Ranks()
+        sizes_differ = str(_error_of(ranks.maximum, bytes(3 + (rank == 2))))
+        long = [payload for _ in range(2) for payload in ranks(bytes([7]) * 50_000 if rank == 1 else b"ab"[:rank])]
+        return ranks.maximum(bytes([rank, 9 - rank, 5])), ranks.maximum(b""), sizes_differ, long
+
+    for result in run_ranks(main, 5):
+        largest, nothing, sizes_differ, long = result.value
+        assert (largest, nothing) == (bytes([4, 9, 5]), b"")
+        assert "payloads of 3 to 4 bytes" in sizes_differ
+        assert long == [b"", bytes([7]) * 50_000, b"ab", b"ab", b"ab"] * 2
+
+
 def test_over_a_tcp_store(tmp_path: Path) -> None:
     """As torchrun has it, where a rank's store is a connection to a server."""
 

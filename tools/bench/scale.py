@@ -7,6 +7,9 @@ Commit: the coordinator's writer checks the parts of all ranks, and publishes th
 tensor. Only the index and the part manifests exist, as their writers would have left them; the check does not read the
 data.
 
+Agreement: ranks with different names (stages of a pipeline, replicas of these on their own meshes, experts) tell each
+other what they have, before a plan and in a restore; see `agreement`.
+
 Open: one rank reads the index of this step, checks it, and finds where its piece of every tensor lies.
 """
 
@@ -38,6 +41,7 @@ from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import encode_document
 from ckpt.storage.names import INDEX, SaveId, part_name
 from ckpt.storage.root import CheckpointRoot
+from tools.bench.agreement import STATES, measure_agreement
 from tools.bench.harness import (
     Row,
     add_disk_option,
@@ -70,6 +74,18 @@ TARGETS = (
     ("commit", "part", "largest part manifest: size", 100e3),
     ("open", "seconds", "open the index, find a rank's pieces", 0.3),
     ("open", "memory", "open the index: memory", 100e6),
+    ("pipeline", "exchange", "plan, pipeline stages: CPU of a rank", 2.0),
+    ("pipeline", "exchange_bytes", "plan, pipeline stages: moved size", 1e6),
+    ("pipeline", "restore", "restore, pipeline stages: CPU of a rank", 0.5),
+    ("pipeline", "restore_bytes", "restore, pipeline stages: moved size", 1e6),
+    ("replicas", "exchange", "plan, replicas of stages: CPU of a rank", 2.0),
+    ("replicas", "exchange_bytes", "plan, replicas of stages: moved size", 1e6),
+    ("replicas", "restore", "restore, replicas of stages: CPU of a rank", 0.5),
+    ("replicas", "restore_bytes", "restore, replicas of stages: moved size", 1e6),
+    ("experts", "exchange", "plan, experts: CPU of a rank", 2.0),
+    ("experts", "exchange_bytes", "plan, experts: moved size", 1e6),
+    ("experts", "restore", "restore, experts: CPU of a rank", 0.5),
+    ("experts", "restore_bytes", "restore, experts: moved size", 1e6),
 )
 _ROWS_PER_RANK = 4
 _COLUMNS = (16, 64, 256, 1024)
@@ -241,6 +257,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=at_least(1), default=4096, help="that plan (default: 4096)")
     parser.add_argument("--parts", type=at_least(1), default=4096, help="that are committed (default: 4096)")
     parser.add_argument("--repeats", type=at_least(1), default=3, help="of each (default: 3)")
+    parser.add_argument("--names", type=at_least(1), default=30_000, help="of ranks that differ (default: 30000)")
+    parser.add_argument("--different", type=at_least(2), default=1024, help="ranks that differ (default: 1024)")
     add_disk_option(parser)
 
 
@@ -251,6 +269,9 @@ def run(options: argparse.Namespace) -> None:
     found["planning"] = measure_planning(options.tensors, options.ranks, options.repeats)
     print(f"commit, open: {options.tensors} tensors, {options.parts} parts", file=sys.stderr)
     found |= measure_commit(options.parts, options.tensors, options.repeats, options.folder.resolve())
+    for state in STATES:
+        print(f"{state}: {options.names} names, {options.different} ranks", file=sys.stderr)
+        found[state] = _in_own_process(measure_agreement, state, options.names, options.different, options.repeats)
     rows = [_row(title, found[what][key], target) for what, key, title, target in TARGETS if what in found]
     title = f"{options.tensors} tensors; {options.ranks} ranks plan, {options.parts} parts are committed"
     print_report(title, rows)

@@ -24,6 +24,10 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "list the tensors, values and aliases of a step"
 
 
+_LINEAGE = ("save", "owner", "continues", "restart", "metrics", "versions")
+"""The members of a root summary that say where the step comes from."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
     parser.add_argument("--tree", action="store_true", help="print a tree of keys")
@@ -55,6 +59,7 @@ def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
             "world_size": step.index.world_size,
             "tensors": [entry.document() for entry in entries],
             "values": values,
+            "lineage": {key: step.index.summary[key] for key in _LINEAGE},
             "summary": {key: vars(group) for key, group in _groups(entries).items()},
             "problems": [problem_line(problem) for problem in problems],
         }
@@ -115,6 +120,7 @@ def _entries(step: Step) -> list[_Entry]:
 
 def _print(step: Step, entries: list[_Entry], values: Mapping[str, Any], tree: bool, output: Output) -> None:
     output.line(f"step {step.index.step}, written by {plural(step.index.world_size, 'rank')}: {step.path}", "bold")
+    output.line(_lineage(step.index.summary))
     if tree:
         _print_tree(entries, values, output)
     elif entries:
@@ -133,6 +139,17 @@ def _print(step: Step, entries: list[_Entry], values: Mapping[str, Any], tree: b
         elements = sum(math.prod(entry.tensor.shape) for entry in total)
         all_of_them = ("all", count(len(total)), count(elements), size(sum(entry.bytes for entry in total)))
         output.table(("top-level key", ">tensors", ">elements", ">size"), [*groups, all_of_them])
+
+
+def _lineage(summary: Mapping[str, Any]) -> str:
+    """Return where a step comes from, in one line."""
+    before, restart = summary["continues"], summary["restart"]
+    parts = ["continues nothing" if before is None else f"continues step {before['step']}"]
+    parts += [] if restart is None else [f"restart index {restart}"]
+    parts += [f"fencing token {summary['owner']}"]
+    parts += [f"{name} {version:.80}" for name, version in sorted(summary["versions"].items())]
+    parts += [f"{name} = {short_repr(value)}" for name, value in sorted(summary["metrics"].items())]
+    return "; ".join(parts)
 
 
 def _groups(entries: list[_Entry]) -> dict[str, _Group]:

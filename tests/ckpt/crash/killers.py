@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.storage.chunk_writers import ChunkJob, DirectChunkWriter
+
 from ckpt.async_calls import AsyncRequest
 from ckpt.saving.publish import PartFile
 from ckpt.saving.task import WriteTask
 from ckpt.saving.write import ShareWriter
 from ckpt.storage.chunk_codec import WrittenChunk
-from ckpt.storage.chunk_writers import ChunkJob, DirectChunkWriter
 from ckpt.storage.commit import Abandoned, Published
 
 __all__ = ["KillingWriter", "Strike", "wait_until", "with_writer"]

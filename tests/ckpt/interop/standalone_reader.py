@@ -28,53 +28,56 @@ def crc32c(data):
 
 
 def checked(data):
-    """Arrays: check bytes that end with their CRC, and return them without it."""
+    """Chunks: check bytes that end with their CRC, and return them without it."""
     assert crc32c(data[:-4]) == int.from_bytes(data[-4:], "little"), "damaged chunk"
     return data[:-4]
 
 
 def parsed(data):
-    """Documents: check and parse a document."""
+    """Checksums of documents: check and parse a document."""
     member = re.search(rb'"crc32c":([0-9]+),', data)
     assert crc32c(data[: member.start()] + data[member.end() :]) == int(member[1]), "damaged document"
     return json.loads(data)
 
 
+def numbers(runs):
+    """index.json: the numbers that runs stand for."""
+    return [first + step * i for first, count, step in runs for i in range(count)]
+
+
 class Step:
     def __init__(self, folder):
         self.folder = Path(folder)
-        root = parsed((self.folder / "zarr.json").read_bytes())
-        self.about = root["attributes"]["ckpt"]
-        assert self.about["format"] == 1
-        state = (self.folder / "state.json").read_bytes()
-        assert self.about["state"] == {"bytes": len(state), "crc32c": crc32c(state)}
-        self.state = parsed(state)
-        nodes = root["consolidated_metadata"]["metadata"]
-        self.arrays = {name: node for name, node in nodes.items() if node["node_type"] == "array"}
-        self.checksums = {}  # of chunk files, from the parts
+        self.about = parsed((self.folder / "zarr.json").read_bytes())["attributes"]["ckpt"]
+        assert self.about["format"] == 2
+        self.state, self.index = self._document("state"), self._document("index")
+        self.regions = [{name: numbers(runs) for name, runs in region.items()} for region in self.index["regions"]]
+        self.packs, self.checksums = {}, {}  # by rank and number of the file: its bytes, CRCs by offset
         for rank in range(self.about["world_size"]):
-            data = (self.folder / f"parts/rank_{rank:05d}.json").read_bytes()
+            data = (self.folder / f"parts/{rank // 512:03d}/rank_{rank:05d}.json").read_bytes()
             assert crc32c(data) == self.about["parts"][rank]
-            for directory, chunks in parsed(data)["chunks"].items():
-                self.checksums |= {f"{directory}/{key}": (size, crc) for key, size, crc in chunks}
+            for file, size, checksum in parsed(data)["files"]:
+                pack = (self.folder / f"packs/{rank // 512:03d}/rank_{rank:05d}_{file:03d}").read_bytes()
+                assert len(pack) == size
+                self.packs[rank, file] = pack, checksum
+
+    def _document(self, name):
+        """The root: check and parse another document."""
+        data = (self.folder / f"{name}.json").read_bytes()
+        assert self.about[name] == {"bytes": len(data), "crc32c": crc32c(data)}
+        return parsed(data)
 
     def tensors(self):
         """(key path, rank or None) -> dtype, shape, the bytes in C order."""
         found = {}
-        for directory, node in self.arrays.items():
-            about, dtype = node["attributes"]["ckpt"], node["attributes"].get("torch_dtype", node["data_type"])
-            if not about.get("pack"):
-                values = self.array(directory)
-                if values.dtype.itemsize != ITEM_BYTES.get(
-                    dtype, 1
-                ):  # the last dimension is that of the bytes of an element
-                    values = values.view(f"V{ITEM_BYTES[dtype]}")[..., 0]
-                self._add(found, about["name"], about, dtype, values)
-        packed = self.array("packed").tobytes() if "packed" in self.arrays else b""
-        for entry in self.state["packed"]:
-            size, shape = ITEM_BYTES.get(entry["dtype"], 1), entry["shape"]
-            data = packed[entry["offset"] :][: math.prod(shape) * size]
-            self._add(found, entry["path"], entry, entry["dtype"], np.frombuffer(data, f"V{size}").reshape(shape))
+        for entry in self.index["arrays"]:
+            key, box = (tuple(entry["path"]), entry.get("rank")), self._array(entry)
+            fresh = entry["dtype"], np.zeros(entry.get("tensor_shape", box.shape), box.dtype)
+            _, whole = found.setdefault(key, fresh)
+            whole[tuple(slice(o, o + n) for o, n in zip(entry.get("box_offset", [0] * box.ndim), box.shape))] = box
+        for place, (_, checksum) in self.packs.items():
+            crcs = [crc for _, crc in sorted(self.checksums[place].items())]
+            assert crc32c(b"".join(crcs)) == checksum, "a file of another save"
         found = {key: (dtype, list(whole.shape), whole.tobytes()) for key, (dtype, whole) in found.items()}
         for name, target in self.state["aliases"]:
             found |= {(tuple(name), rank): same for (path, rank), same in found.items() if path == tuple(target)}
@@ -83,38 +86,38 @@ class Step:
     def values(self):
         return {(tuple(name), rank): plain(value) for name, rank, value in self.state["values"]}
 
-    @staticmethod
-    def _add(found, path, about, dtype, box):
-        fresh = dtype, np.zeros(about.get("tensor_shape", box.shape), box.dtype)
-        _, whole = found.setdefault((tuple(path), about.get("rank")), fresh)
-        whole[tuple(slice(o, o + n) for o, n in zip(about.get("box_offset", [0] * box.ndim), box.shape))] = box
-
-    def array(self, directory):
-        """Arrays: return the elements, each as opaque bytes."""
-        node = self.arrays[directory]
-        shape, chunk = node["shape"], node["chunk_grid"]["configuration"]["chunk_shape"]
-        whole = np.zeros(shape, f"V{ITEM_BYTES.get(node['data_type'], 1)}")
-        for index in product(*(range(-(-n // c)) for n, c in zip(shape, chunk))):
-            file = f"{directory}/{'.'.join(['c', *map(str, index)])}"
-            data, checksums = (self.folder / file).read_bytes(), b""
-            for corner, piece_shape, piece in self._inner_chunks(node["codecs"][0], chunk, data):
-                first = [i * c + o for i, c, o in zip(index, chunk, corner)]
-                if all(a < n for a, n in zip(first, shape)):
-                    checksums += piece[-4:]
-                    values = np.frombuffer(checked(piece), whole.dtype).reshape(piece_shape)
-                    part = whole[(*(slice(a, a + n) for a, n in zip(first, piece_shape)), ...)]
-                    part[...] = values[(*map(slice, part.shape), ...)]
-            assert self.checksums[file] == (len(data), crc32c(checksums)), "a chunk of another save"
+    def _array(self, entry):
+        """index.json: return the elements of an array, each as opaque bytes."""
+        shape, chunk, inner = entry["shape"], entry["chunk"], entry.get("inner", entry["chunk"])
+        assert "compression" not in entry, "zstd"
+        whole = np.zeros(shape, f"V{ITEM_BYTES.get(entry['dtype'], 1)}")
+        for k, index in enumerate(product(*(range(-(-n // c)) for n, c in zip(shape, chunk)))):
+            region = self.regions[entry["region"]]
+            place = region["ranks"][k], region["files"][k]
+            start = region["starts"][k] + entry["offset"]
+            origin = [i * c for i, c in zip(index, chunk)]
+            for corner, offset, size in self._inner_chunks(entry, whole.itemsize, origin, place, start):
+                piece = self.packs[place][0][offset : offset + size]
+                self.checksums.setdefault(place, {})[offset] = piece[-4:]
+                values = np.frombuffer(checked(piece), whole.dtype).reshape(inner)
+                first = [o + c for o, c in zip(origin, corner)]
+                part = whole[(*(slice(a, a + n) for a, n in zip(first, inner)), ...)]
+                part[...] = values[(*map(slice, part.shape), ...)]
         return whole
 
-    @staticmethod
-    def _inner_chunks(codec, chunk, data):
-        """Arrays: yield the offset of each inner chunk in its chunk, its shape, and its bytes with their CRC."""
-        if codec["name"] == "bytes":
-            yield [0] * len(chunk), chunk, data
-            return
-        inner = codec["configuration"]["chunk_shape"]
+    def _inner_chunks(self, entry, item_bytes, origin, place, start):
+        """Chunks: yield the corner of each inner chunk in its chunk, its offset in the file, and its bytes."""
+        chunk, inner = entry["chunk"], entry.get("inner", entry["chunk"])
         counts = [c // i for c, i in zip(chunk, inner)]
-        index = np.frombuffer(checked(data[-16 * math.prod(counts) - 4 :]), "<u8").reshape(-1, 2).tolist()
-        for (offset, size), place in zip(index, product(*map(range, counts)), strict=True):
-            yield [p * i for p, i in zip(place, inner)], inner, data[offset : offset + size]
+        corners = [[p * i for p, i in zip(at, inner)] for at in product(*map(range, counts))]
+        inside = [all(o + c < n for o, c, n in zip(origin, corner, entry["shape"])) for corner in corners]
+        size = math.prod(inner) * item_bytes + 4
+        if "inner" in entry:
+            after = start + size * sum(inside)
+            table = checked(self.packs[place][0][after : after + 16 * len(corners) + 4])
+            offsets = [tuple(pair) for pair in np.frombuffer(table, "<u8").reshape(-1, 2).tolist()]
+            left_out = (2**64 - 1, 2**64 - 1)
+            expected = iter(range(0, size * len(corners), size))
+            assert offsets == [(next(expected), size) if there else left_out for there in inside]
+        here = [corner for corner, there in zip(corners, inside) if there]
+        yield from ((corner, start + number * size, size) for number, corner in enumerate(here))

@@ -29,7 +29,7 @@ __all__ = ["DTYPES", "bytes_of", "many_dtypes", "save_layouts", "save_many_dtype
 DTYPES = dtypes.names()
 
 _SHAPES: dict[str, tuple[int, ...]] = {"matrix": (37, 50), "cube": (3, 5, 41), "row": (1, 1301), "scalar": ()}
-_SMALL = {"pack_below_bytes": 0, "inner_bytes": 700, "file_bytes": 2500}
+_SMALL = {"inner_bytes": 700, "file_bytes": 10_000}
 
 
 def bits(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -62,17 +62,15 @@ _ONE_BYTE = ("uint8", "float8_e4m3fn", "float8_e5m2", "bits8")
 
 
 def save_many_dtypes(rank: int, world_size: int, folder: Path) -> None:
-    """Save ``plain`` and ``zstd``, with an array for every tensor, and ``packed``, with all in the pack."""
+    """Save ``plain`` and ``zstd``, with shards and several files for each rank, and ``large``, with large chunks."""
     state = {**many_dtypes(), "own": PerRank(torch.full((800,), rank)), "lr": 0.5}
-    for name, options in {"plain": _SMALL, "zstd": {**_SMALL, "compression": "zstd"}, "packed": {}}.items():
+    for name, options in {"plain": _SMALL, "zstd": {**_SMALL, "compression": "zstd"}, "large": {}}.items():
         with Checkpointer(folder / name, **options) as checkpointer:
             checkpointer.save(state, 5)
 
 
 def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | int, ...], tuple[str, list[int], bytes]]:
     """Save tensors divided over ranks in every way, and return the dtype, shape and bytes of each whole tensor.
-
-    ``layouts`` has an array for each tensor; in ``layouts_packed`` all are packed.
 
     ``values`` has leaves that are not tensors.
     """
@@ -83,10 +81,8 @@ def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | i
     file = io.BytesIO(b"abc")
     file.seek(2)
     state["file"] = file
-    sizes: dict[str, dict[str, Any]] = {"layouts": {"pack_below_bytes": 100}, "layouts_packed": {"layout": "packed"}}
-    for name, options in sizes.items():
-        with Checkpointer(folder / name, inner_bytes=512, file_bytes=2048, **options) as checkpointer:
-            checkpointer.save(state, 12)
+    with Checkpointer(folder / "layouts", inner_bytes=512, file_bytes=8192) as checkpointer:
+        checkpointer.save(state, 12)
     return {path: _whole(tensor) for path, tensor in _tensors(state)}
 
 

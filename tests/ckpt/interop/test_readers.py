@@ -1,6 +1,6 @@
-"""A published step is plain Zarr: three independent readers see the same bits, and detect every changed bit.
+"""Chunks are plain Zarr: three independent readers see the same bits, and detect every changed bit.
 
-They share no code with this package or with each other.
+They share no code with this package or with each other, and get each chunk of a step as a file, as Zarr has it.
 
 The readers are tensorstore (C++), zarr-python, and zarrs (Rust). Each runs in a process of its own, once for all tests.
 """
@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.ckpt.interop import foreign_readers, states
 from tests.ckpt.interop.conftest import Saved
@@ -76,14 +75,14 @@ def _described(entry: list[Any]) -> tuple[str, tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def damaged(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def damaged(extracted: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return for each of the PLACES a step with one bit flipped there, and the array with that bit."""
-    return {place: _flipped(saved, place, tmp_path_factory.mktemp("damaged")) for place in PLACES}
+    return {place: _flipped(extracted, place, tmp_path_factory.mktemp("damaged")) for place in PLACES}
 
 
-def _flipped(saved: Saved, place: str, folder: Path) -> str:
+def _flipped(extracted: dict[str, Path], place: str, folder: Path) -> str:
     directory = "matrix/float32" if place.startswith("in") else "scalar/float32"
-    step = saved.steps["zstd" if place.startswith("compressed") else "plain"]
+    step = extracted["zstd" if place.startswith("compressed") else "plain"]
     shutil.copy(step / "zarr.json", folder)
     shutil.copytree(step / directory, folder / directory)
     file = sorted((folder / directory).glob("c*"))[0]
@@ -100,11 +99,11 @@ def _flipped(saved: Saved, place: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def found(
-    saved: Saved, damaged: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    extracted: dict[str, Path], damaged: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Read]]:
     """Return what each reader found in each step; those with a flipped bit are named by its place."""
-    names = [*saved.steps, *damaged]
-    steps = [*map(str, saved.steps.values()), *damaged.values()]
+    names = [*extracted, *damaged]
+    steps = [*map(str, extracted.values()), *damaged.values()]
     folder = tmp_path_factory.mktemp("found")
     plain = _run("zarr-python-plain", folder, steps[:1])
     return {
@@ -116,12 +115,12 @@ def found(
 @pytest.mark.parametrize("dtype", states.DTYPES)
 @pytest.mark.parametrize("reader", [*READERS, "zarr-python-plain"])
 def test_every_dtype_is_read_bit_for_bit(
-    reader: str, dtype: str, found: dict[str, dict[str, Read]], saved: Saved
+    reader: str, dtype: str, found: dict[str, dict[str, Read]], extracted: dict[str, Path]
 ) -> None:
     """In shards, with chunks beyond the edge, without dimensions; with and without compression."""
     state = states.many_dtypes()
     for step in ("plain", "zstd") if reader in READERS else ("plain",):
-        read, nodes = found[reader][step], _nodes(saved.steps[step])
+        read, nodes = found[reader][step], _nodes(extracted[step])
         for kind in ("matrix", "cube", "row", "scalar"):
             name, tensor = f"{kind}/{dtype}", state[kind][dtype]
             if dtype in UNKNOWN_DTYPES[reader]:
@@ -143,71 +142,34 @@ def _nodes(step: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_nothing_else_goes_wrong(reader: str, found: dict[str, dict[str, Read]], saved: Saved) -> None:
-    for step in saved.steps:
+def test_nothing_else_goes_wrong(reader: str, found: dict[str, dict[str, Read]], extracted: dict[str, Path]) -> None:
+    for step in extracted:
         assert not found[reader][step].errors
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_names_that_need_escapes(reader: str, found: dict[str, dict[str, Read]], saved: Saved) -> None:
-    nodes = _nodes(saved.steps["plain"])
+def test_names_that_need_escapes(reader: str, found: dict[str, dict[str, Read]], extracted: dict[str, Path]) -> None:
+    nodes = _nodes(extracted["plain"])
     left = dict(states.many_dtypes()["odd names"])
     for directory, (_, _, data) in found[reader]["plain"].arrays.items():
-        group, *key = nodes[directory]["attributes"]["ckpt"].get("name", [None])
+        group, *key = nodes[directory]["attributes"]["ckpt"]["name"]
         if group == "odd names":
             assert data == states.bytes_of(left.pop(key[0])), directory
     assert not left
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("step", ["packed", "layouts", "layouts_packed"])
-def test_small_tensors_are_parts_of_one_array(
-    reader: str, step: str, found: dict[str, dict[str, Read]], saved: Saved
+def test_tensors_divided_over_ranks(
+    reader: str, found: dict[str, dict[str, Read]], saved: Saved, extracted: dict[str, Path]
 ) -> None:
-    """Also tensors without elements, for which nothing is read."""
-    entries = json.loads((saved.steps[step] / "state.json").read_bytes())["packed"]
-    _, _, packed = found[reader][step].arrays["packed"]
-    many = states.many_dtypes()
-    empty = 0
-    for entry in entries:
-        path, shape = tuple(entry["path"]), entry["shape"]
-        itemsize = getattr(torch, entry["dtype"]).itemsize
-        data = packed[entry["offset"] :][: math.prod(shape) * itemsize]
-        if path == ("own",):
-            continue
-        if step == "packed":
-            expected = many[path[0]][path[1]]
-            whole = expected.dtype, list(expected.shape), states.bytes_of(expected)
-        else:
-            dtype, whole_shape, whole_bytes = saved.layouts[path]
-            whole = getattr(torch, dtype), whole_shape, whole_bytes
-        assert data == _box(whole, entry.get("box_offset", [0] * len(shape)), shape), path
-        assert (whole[0], whole[1]) == (getattr(torch, entry["dtype"]), entry.get("tensor_shape", shape))
-        empty += data == b""
-    assert empty >= 5
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_tensors_divided_over_ranks(reader: str, found: dict[str, dict[str, Read]], saved: Saved) -> None:
-    """Also tensors with an array for each box, because the boxes have no common grid."""
-    nodes = _nodes(saved.steps["layouts"])
-    boxes = 0
+    nodes = _nodes(extracted["layouts"])
+    names = set()
     for directory, (_, shape, data) in found[reader]["layouts"].arrays.items():
         about = nodes[directory]["attributes"]["ckpt"]
-        if "name" not in about or "rank" in about:
-            continue
-        dtype, whole_shape, whole_bytes = saved.layouts[tuple(about["name"])]
-        boxes += "box_offset" in about
-        assert about.get("tensor_shape", list(shape)) == whole_shape
-        whole = getattr(torch, dtype), whole_shape, whole_bytes
-        assert data == _box(whole, about.get("box_offset", [0] * len(shape)), shape), directory
-    assert boxes >= 4
-
-
-def _box(whole: tuple[torch.dtype, list[int], bytes], offset: Any, shape: Any) -> bytes:
-    dtype, whole_shape, data = whole
-    values = np.frombuffer(data, np.dtype(f"V{dtype.itemsize}")).reshape(whole_shape)
-    return values[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].tobytes()
+        if "rank" not in about:
+            names.add(tuple(about["name"]))
+            assert (list(shape), data) == saved.layouts[tuple(about["name"])][1:], directory
+    assert names == saved.layouts.keys() - {("own",), ("again",)}
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -222,18 +184,17 @@ def test_a_flipped_bit_is_an_error(place: str, reader: str, found: dict[str, dic
     assert re.search("checksum|crc32c|digest|corruption", error, re.IGNORECASE), error
 
 
-def test_the_listing_says_what_is_there(saved: Saved) -> None:
-    """Every chunk file is in the manifest of one rank, with its size, and there are no other files."""
+def test_the_parts_say_what_is_there(saved: Saved) -> None:
+    """Every pack file is in the manifest of its rank, with its size, and there are no other files."""
     step = saved.steps["plain"]
     listed = {}
     for rank in range(2):
-        part = json.loads((step / "parts" / f"rank_{rank:05d}.json").read_bytes())
-        for directory, chunks in part["chunks"].items():
-            listed |= {f"{directory}/{key}": size for key, size, _ in chunks}
-    found = {
-        str(path.relative_to(step)): path.stat().st_size
-        for path in step.rglob("*")
-        if path.is_file() and path.name != "zarr.json" and path.parent.name != "parts"
-    }
-    assert found.keys() - listed.keys() == {"state.json", "intent.json"}
-    assert {name: found.get(name) for name in listed} == listed
+        part = json.loads((step / "parts" / "000" / f"rank_{rank:05d}.json").read_bytes())
+        listed |= {f"packs/000/rank_{rank:05d}_{number:03d}": nbytes for number, nbytes, _ in part["files"]}
+    found = {str(path.relative_to(step)): path.stat().st_size for path in step.rglob("*") if path.is_file()}
+    others = {f"parts/000/rank_{rank:05d}.json" for rank in range(2)}
+    others |= {f"{name}.json" for name in ("zarr", "index", "state", "references", "intent")}
+    assert found.keys() - listed.keys() == others
+    assert {name: found[name] for name in listed} == listed
+    summary = json.loads((step / "zarr.json").read_bytes())["attributes"]["ckpt"]
+    assert (summary["files"], summary["bytes"]) == (len(listed), sum(listed.values()))

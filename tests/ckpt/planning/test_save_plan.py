@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +15,12 @@ from ckpt.errors import StateError
 from ckpt.paths import Path
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
 from ckpt.planning.chunk_grid import GridOptions
-from ckpt.planning.description import StateDescription, TensorSpec, check_agreement, exchange
+from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.planning.exchange import check_agreement
 from ckpt.planning.save_plan import SavePlan, make_save_plan
-from ckpt.storage.pack_index import ALIGNMENT, pack_file
+from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import ALIGNMENT
+from tests.ckpt.planning.exchanging import exchange_all
 
 _SMALL = GridOptions(file_bytes=2048, inner_bytes=64, smallest_split_bytes=64)
 
@@ -124,7 +126,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObje
     plan = make_save_plan(descriptions, options)
     _check_cover(plan, descriptions)
     _check_packs(plan, options.file_bytes)
-    again = make_save_plan([StateDescription.from_bytes(each.to_bytes()) for each in descriptions], options)
+    again = make_save_plan(exchange_all(descriptions)[0][0], options)
     assert again.index_bytes == plan.index_bytes
     assert again.digest == plan.digest
 
@@ -285,86 +287,3 @@ def test_the_digest_tells_plans_apart() -> None:
     digests.append(make_save_plan([base, base], replace(_SMALL, inner_bytes=32)).digest)
     digests.append(make_save_plan([base, base], _SMALL, "zstd").digest)
     assert len(set(digests)) == len(digests)
-
-
-class _FakeGather:
-    """One rank of all-gathers with known results of the other ranks; counts the calls."""
-
-    def __init__(self, rank: int, rounds: list[list[bytes]]) -> None:
-        self.rank = rank
-        self._rounds = rounds
-        self.calls = 0
-
-    def __call__(self, payload: bytes) -> list[bytes]:
-        answers = self._rounds[self.calls]
-        assert answers[self.rank] == payload
-        self.calls += 1
-        return answers
-
-
-def _exchange(descriptions: list[StateDescription]) -> tuple[list[list[StateDescription]], set[int]]:
-    digests = [each.digest for each in descriptions]
-    full = [d.to_bytes() if digests.index(d.digest) == rank else b"" for rank, d in enumerate(descriptions)]
-    gathers = [_FakeGather(rank, [digests, full]) for rank in range(len(descriptions))]
-    results = [exchange(own, gather) for own, gather in zip(descriptions, gathers, strict=True)]
-    return results, {gather.calls for gather in gathers}
-
-
-def test_equal_descriptions_cost_one_collective() -> None:
-    same = [StateDescription(_tensors(a=_spec(4))) for _ in range(3)]
-    results, calls = _exchange(same)
-    assert calls == {1}
-    assert results == [same] * 3
-
-
-def test_different_descriptions_cost_two() -> None:
-    mesh = Sharding((2,), (0, 2), (Placement(0, 2),))
-    kinds = [
-        StateDescription(_tensors(a=_spec(4, sharding=mesh)), {("n", 3): True}),
-        StateDescription(_tensors(b=_spec(4)), aliases={("c",): ("b",)}),
-    ]
-    descriptions = [kinds[0], kinds[1], kinds[0]]
-    results, calls = _exchange(descriptions)
-    assert calls == {2}
-    assert results == [descriptions] * 3
-    for own in results:
-        assert own[0] is own[2]
-
-
-def test_contradictions_are_the_same_error_on_all_ranks() -> None:
-    descriptions = [StateDescription(_tensors(**{f"t{n:02d}": _spec(4 + rank) for n in range(30)})) for rank in (0, 1)]
-    texts = []
-    digests = [each.digest for each in descriptions]
-    for rank, own in enumerate(descriptions):
-        with pytest.raises(StateError) as caught:
-            exchange(own, _FakeGather(rank, [digests, [each.to_bytes() for each in descriptions]]))
-        texts.append(str(caught.value))
-    assert texts[0] == texts[1]
-    assert "ranks disagree about 30 tensor(s)" in texts[0]
-    assert "t00: float32[4] replicated on rank 0, float32[5] replicated on rank 1" in texts[0]
-    assert texts[0].count("replicated on rank 0") == 20
-    assert "and 10 more" in texts[0]
-
-
-@given(st.data())
-def test_a_description_survives_its_bytes(data: st.DataObject) -> None:
-    keys = st.integers(-5, 5) | st.text(st.characters(), max_size=4)
-    paths = st.lists(keys, min_size=1, max_size=3).map(tuple)
-    mesh = Sharding((1, 2), (1, 0), (Placement(), Placement(1, 3)))
-    specs = st.builds(
-        TensorSpec,
-        st.sampled_from(["float32", "bfloat16"]),
-        st.integers(1, 16),
-        st.lists(st.integers(0, 9), max_size=3).map(tuple),
-        st.sampled_from([None, mesh]),
-        st.booleans(),
-    )
-    own = StateDescription(
-        data.draw(st.dictionaries(paths, specs, max_size=4)),
-        data.draw(st.dictionaries(paths, st.booleans(), max_size=3)),
-        data.draw(st.dictionaries(paths, paths, max_size=2)),
-    )
-    json.loads(own.to_bytes())
-    back = StateDescription.from_bytes(own.to_bytes())
-    assert back == own
-    assert back.digest == own.digest

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.pack_index import PackIndex, StoredArray, chunk_number, pack_file
+from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import PackIndex, StoredArray, chunk_number
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.regions import Region
 from tests.ckpt.storage.chunks import job

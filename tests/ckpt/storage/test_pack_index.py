@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.pack_index import ALIGNMENT, PackIndex, StoredArray, pack_file, unravel
+from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import ALIGNMENT, PackIndex, StoredArray, unravel
 from ckpt.storage.regions import Region, chunk_sizes, regions_from_documents
 from tests.ckpt.storage.chunks import CASES, Case
 

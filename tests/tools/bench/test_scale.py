@@ -12,14 +12,28 @@ from tools.bench.__main__ import main
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"
     folder.mkdir()
-    small = ["scale", "--tensors", "20", "--ranks", "8", "--parts", "8", "--repeats", "1"]
+    small = [
+        "scale",
+        "--tensors",
+        "20",
+        "--ranks",
+        "8",
+        "--parts",
+        "8",
+        "--repeats",
+        "1",
+        "--names",
+        "64",
+        "--different",
+        "16",
+    ]
     assert main([*small, "--folder", str(folder), "--json", str(document)]) == 0
     assert list(folder.iterdir()) == []
 
     result = json.loads(document.read_text())
-    assert result["scale"].keys() == {"planning", "commit", "open"}
+    assert result["scale"].keys() == {"planning", "commit", "open", "pipeline", "replicas", "experts"}
     assert all(seconds > 0 for seconds in result["scale"]["planning"]["first"])
     titles = [row["title"] for row in result["rows"]]
-    assert len(titles) == 10
+    assert len(titles) == 22
     table = capsys.readouterr().out
     assert all(title in table for title in titles)

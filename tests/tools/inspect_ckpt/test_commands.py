@@ -166,8 +166,8 @@ def test_show_filter_and_tree(run: Commands, root: Path) -> None:
 
 
 def test_show_reports_damage(run: Commands, root: Path) -> None:
-    damage(root, 4, "parts/rank_00001.json")
-    assert "DAMAGED: parts/rank_00001.json" in run("show", root, code=1)
+    damage(root, 4, "parts/000/rank_00001.json")
+    assert "DAMAGED: parts/000/rank_00001.json" in run("show", root, code=1)
 
 
 # -- validate --------------------------------------------------------------------------------------------------------

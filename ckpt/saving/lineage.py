@@ -1,0 +1,93 @@
+"""Where a step comes from, as its root summary records it: restart index, metrics of the user, versions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ckpt.errors import StateError
+from ckpt.storage.documents import canonical_json
+
+__all__ = ["MAX_METRICS_BYTES", "Lineage", "checked_metrics", "own_versions"]
+
+MAX_METRICS_BYTES = 64 << 10
+"""The largest size of the metrics of a step, as JSON."""
+
+_MAX_NESTING = 32
+_PACKAGE = "ckpt-inprocess"
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What the coordinator records of a save: `restart` is None outside of the in-process wrapper."""
+
+    restart: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the members of the intent, and of the summary, of the step."""
+        return {"restart": self.restart, "metrics": self.metrics, "versions": self.versions}
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of this package and of torch, in a process that has imported torch."""
+    import torch
+
+    try:
+        own = version(_PACKAGE)
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        own = "unknown"
+    return {"ckpt": own, "torch": str(torch.__version__)}
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of the metrics of a save; empty if there are none.
+
+    StateError unless they are a dict of finite numbers, strings, bools, None, and lists and dicts of these, with keys
+    that are strings, of less than 64 KiB as JSON.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, dict):
+        raise StateError(f"metrics must be a dict, not a {type(metrics).__name__}")
+    _check(metrics, "metrics", 0)
+    data = canonical_json(metrics)
+    if len(data) >= MAX_METRICS_BYTES:
+        raise StateError(f"metrics have {len(data)} bytes as JSON, and may have {MAX_METRICS_BYTES - 1}")
+    copy: dict[str, Any] = json.loads(data)
+    return copy
+
+
+def _check(value: Any, where: str, depth: int) -> None:
+    if depth > _MAX_NESTING:
+        raise StateError(f"metrics are nested deeper than {_MAX_NESTING}, or contain themselves")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key, f"{where}: the key {key!r:.80}")
+            _check(item, f"{where}[{key!r:.80}]", depth + 1)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _check(item, f"{where}[{number}]", depth + 1)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise StateError(f"{where} is {value}, which JSON does not have: leave it out, or give it as a string")
+    elif isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise StateError(f"{where} is an integer of more than 64 bits")
+    elif value is not None:
+        _check_text(value, where)
+
+
+def _check_text(value: Any, where: str) -> None:
+    if not isinstance(value, str):
+        raise StateError(
+            f"{where} is a {type(value).__name__}; metrics are numbers, strings, bools, None, and lists and dicts of "
+            "these: use tensor.item() for a number"
+        )
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise StateError(f"{where} is not valid Unicode")

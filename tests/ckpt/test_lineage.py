@@ -1,0 +1,143 @@
+"""A step records where it comes from: restart index, metrics of the user, versions; and readers check them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+import inprocess
+from ckpt import CheckpointCorruptError, StateError
+from ckpt.storage.documents import encode_root
+from tests.support import run_ranks
+from tools.inspect_ckpt.__main__ import main as inspect_ckpt
+
+_METRICS: dict[str, Any] = {"loss": 0.25, "tokens": 10**12, "best": True, "eval": {"name": "é", "by": [1, None]}}
+
+
+def _summary(root: Path, step: int) -> Any:
+    with ckpt.open(root / f"step_{step:08d}") as opened:
+        return opened.summary
+
+
+def test_metrics_and_versions(tmp_path: Path) -> None:
+    metrics = json.loads(json.dumps(_METRICS))
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": torch.ones(3)}, 1)
+        request = checkpointer.save_request({"a": torch.ones(3)}, 2, metrics=metrics)
+        metrics["eval"]["by"].append("later")
+        checkpointer.queue.schedule_async_request(request)
+        checkpointer.async_save({"a": torch.ones(3)}, 3, metrics={"loss": 0.5})
+        checkpointer.maybe_finalize(blocking=True)
+    assert [_summary(tmp_path, step)["metrics"] for step in (1, 2, 3)] == [{}, _METRICS, {"loss": 0.5}]
+    summary = _summary(tmp_path, 2)
+    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["versions"].keys() == {"ckpt", "torch"}
+    assert summary["restart"] is None
+
+
+def test_show_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": torch.ones(3)}, 1, metrics=_METRICS)
+    assert inspect_ckpt(["show", str(tmp_path / "step_00000001")]) == 0
+    shown = capsys.readouterr().out
+    assert "loss = 0.25" in shown
+    assert f"torch {torch.__version__}" in shown
+
+
+def test_those_of_rank_0_count(tmp_path: Path) -> None:
+    def main(rank: int, world_size: int) -> Any:
+        with ckpt.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save({"a": torch.ones(3)}, 1, metrics={"rank": rank})
+
+    run_ranks(main, 2)
+    assert _summary(tmp_path, 1)["metrics"] == {"rank": 0}
+
+
+def _itself() -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    metrics["again"] = metrics
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ([1], "metrics must be a dict, not a list"),
+        ({"loss": torch.ones(())}, r"metrics\['loss'\] is a Tensor"),
+        ({"a": [float("nan")]}, r"metrics\['a'\]\[0\] is nan"),
+        ({"a": float("-inf")}, "is -inf"),
+        ({1: 2}, "the key 1 is a int"),
+        ({"a": (1, 2)}, "is a tuple"),
+        ({"a": 1 << 64}, "more than 64 bits"),
+        ({"a": "\ud800"}, "is not valid Unicode"),
+        ({"a": "x" * 65536}, "and may have 65535"),
+        (_itself(), "nested deeper than 32"),
+    ],
+)
+def test_metrics_that_are_not_json(tmp_path: Path, metrics: Any, says: str) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(StateError, match=says):
+            checkpointer.save({"a": torch.ones(3)}, 1, metrics=metrics)
+        checkpointer.save({"a": torch.ones(3)}, 1, metrics={"fine": 1})
+        assert checkpointer.all_steps() == [1]
+
+
+def test_invalid_metrics_on_one_rank_give_up_that_save_alone(tmp_path: Path) -> None:
+    def main(rank: int, world_size: int) -> Any:
+        with ckpt.Checkpointer(tmp_path) as checkpointer:
+            with pytest.raises(ckpt.CheckpointError, match=r"metrics\['loss'\] is nan"):
+                checkpointer.save({"a": torch.ones(3)}, 1, metrics={"loss": float("nan") if rank else 1.0})
+            dist.barrier()
+            checkpointer.save({"a": torch.ones(3)}, 1, metrics={"loss": 1.0})
+            return checkpointer.all_steps()
+
+    assert [result.value for result in run_ranks(main, 2)] == [[1], [1]]
+
+
+def test_the_restart_index(tmp_path: Path) -> None:
+    def main(rank: int, world_size: int) -> Any:
+        def train(call: inprocess.CallWrapper | None = None) -> None:
+            assert call is not None
+            with ckpt.Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save({"a": torch.ones(3)}, call.iteration)
+            if call.iteration < 2:
+                raise RuntimeError("again")
+
+        inprocess.Wrapper(store_kwargs={"timeout": timedelta(seconds=30)})(train)()
+        with ckpt.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save({"a": torch.ones(3)}, 3)
+
+    run_ranks(main, 1, init_process_group=False)
+    assert [_summary(tmp_path, step)["restart"] for step in range(4)] == [0, 1, 2, None]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda summary: summary.pop("restart"),
+        lambda summary: summary.update(restart=-1),
+        lambda summary: summary.update(restart="1"),
+        lambda summary: summary.update(metrics=[1]),
+        lambda summary: summary.update(metrics=None),
+        lambda summary: summary.update(versions={"torch": 2}),
+        lambda summary: summary.update(versions=["torch"]),
+    ],
+)
+def test_readers_check_it(tmp_path: Path, forge: Callable[[dict[str, Any]], object]) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": torch.ones(3)}, 1)
+    root = tmp_path / "step_00000001" / "zarr.json"
+    document = json.loads(root.read_bytes())
+    del document["attributes"]["ckpt"]["crc32c"]
+    forge(document["attributes"]["ckpt"])
+    root.write_bytes(encode_root(document))
+    with pytest.raises(CheckpointCorruptError, match=r"zarr\.json does not describe a checkpoint"):
+        ckpt.open(root.parent)
