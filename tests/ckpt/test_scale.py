@@ -110,7 +110,7 @@ def _begun(root: Path, plan: SavePlan) -> PendingSave:
     (Path(pending.path) / INDEX).write_bytes(plan.index_bytes)
     for rank in range(plan.world_size):
         part = {"save": pending.save.name, "rank": rank, "world_size": plan.world_size, "plan": plan.digest}
-        part |= {"files": files[rank], "values": [], "aliases": [], "times": {}}
+        part |= {"files": files[rank], "values": [], "aliases": [], "containers": [], "times": {}}
         path = Path(pending.path) / part_name(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode_document(part))

@@ -211,6 +211,7 @@ def _write_parts(root: Path, parts: int, tensors: int) -> None:
             "files": sorted(files.get(rank, [])),
             "values": [],
             "aliases": [],
+            "containers": [],
             "times": {},
         }
         path = Path(save.path, part_name(rank))

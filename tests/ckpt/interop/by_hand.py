@@ -123,7 +123,9 @@ def _write_documents(step: Path, index: PackIndex, files: dict[int, list[list[in
     summary = {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in written.items()}
     parts = []
     for rank, of_rank in files.items():
-        part = encode_document({**about, "rank": rank, "files": of_rank, "values": [], "aliases": [], "times": {}})
+        part = encode_document(
+            {**about, "rank": rank, "files": of_rank, "values": [], "aliases": [], "containers": [], "times": {}}
+        )
         path = step / f"parts/{rank // 512:03d}/rank_{rank:05d}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(part)
