@@ -51,7 +51,12 @@ def test_files_of_a_save_in_every_layout(tmp_path: Path, world_size: int) -> Non
 
 def _model(layers: int, width: int, sharding: Sharding) -> StateDescription:
     """The weights of a transformer with two moments each: nine tensors in a layer."""
-    shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "qkv": (3 * width, width),
+        "out": (width, width),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+    }
     shapes |= dict.fromkeys(("norm1", "norm2", "bias1", "bias2", "scale"), (width,))
     return StateDescription(
         {

@@ -3,10 +3,12 @@
 import functools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
@@ -347,3 +349,16 @@ def test_the_caller_takes_its_names(tmp_path: Path, leak_check: LeakCheck) -> No
     assert caller.is_current_async_call_done(blocking=True)
     caller.close()
     assert (tmp_path / "log").read_text() == "x"
+
+
+def test_closing_an_idle_queue_does_not_wait_for_a_writer_that_is_starting(leak_check: LeakCheck) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    queue = AsyncCallsQueue()
+    queue.start()
+    (server,) = (child for child in psutil.Process().children() if child.pid not in before)
+    server.suspend()  # it never gets ready
+    begin = time.monotonic()
+    queue.close()
+    assert time.monotonic() - begin < WriterConfig().close_timeout_s / 2
+    assert not server.is_running()
+    leak_check.check()
