@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, chunk_table, items, parse_index, sizes
+from ckpt.loading.index import CheckpointIndex, chunk_table, items, parse_index, sizes
 from ckpt.native import crc32c
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
-from ckpt.storage.names import INDEX, pack_file, part_name
+from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
+from ckpt.storage.names import INDEX, REFERENCES, pack_file, part_name
 from ckpt.storage.regular_files import DamagedFileError, read_regular
 from ckpt.storage.root import FORMAT_VERSION
 
 __all__ = ["PackFile", "Problem", "StepFiles", "read_document", "read_step_files"]
-
-REFERENCES = "references.json"
 
 
 @dataclass(frozen=True, slots=True)
