@@ -106,7 +106,8 @@ def _merge(
         summary["parts"].append(part_checksum)
         tick()
     for rank, number in expected:
-        raise CheckpointCorruptError(f"{pending.path}: the part of rank {rank} has no file {number}")
+        where = os.path.join(pending.path, part_name(rank))
+        raise CheckpointCorruptError(f"{where} does not list file {number} of the index")
     names = (*(array.path for array in index.arrays), *(tuple(name) for name, _, _ in state["values"]))
     check_replicas(replicas, lambda: names, warn)
     return summary, state
