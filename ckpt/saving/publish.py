@@ -82,7 +82,6 @@ def _merge(
     with well_formed(where):
         index = PackIndex.from_document(decode_document(documents["index"], where), intent["world_size"])
     expected = index.files()
-    compressed = any(array.meta.compression for array in index.arrays)
     state: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
     replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
@@ -96,7 +95,7 @@ def _merge(
         with well_formed(where):
             for number, nbytes, _ in part["files"]:
                 wanted = expected.pop((rank, number), None)
-                if wanted is None or (wanted != nbytes and not compressed):
+                if wanted is None or (wanted != nbytes and not index.compressed):
                     raise CheckpointCorruptError(f"{where} has file {number} of {nbytes} bytes, the index {wanted}")
                 summary["bytes"] += nbytes
                 summary["files"] += 1
