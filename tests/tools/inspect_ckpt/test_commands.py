@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,14 +13,15 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt.loading.consistency import read_index
 from ckpt.storage.commit import Abandoned, PendingSave, Reason
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
 from inprocess.ipc.process import Process
+from tests.ckpt.validation.forgery import reseal_root
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands
-from tests.tools.inspect_ckpt.forgery import reseal_root
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -32,10 +32,14 @@ def root(saved: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved["two"], tmp_path / "root"))
 
 
-def damage(root: Path, step: int, name: str = "model/weight/c.0.0") -> None:
+PACK = "packs/000/rank_00000_000"
+"""The file with the first chunks of model/weight."""
+
+
+def damage(root: Path, step: int, name: str = PACK) -> None:
     file = root / f"step_{step:08d}" / name
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 3] ^= 1
     file.write_bytes(content)
 
 
@@ -60,8 +64,9 @@ def alive(root: Path) -> Iterator[None]:
 def pending(root: Path, step: int, *, intent: bool = True, old: bool = True) -> PendingSave:
     save = PendingSave(CheckpointRoot(str(root)), SaveId(step, _owner(root), f"{step:016x}"))
     save.begin(2, "plan")
-    (Path(save.path) / "model").mkdir()
-    (Path(save.path) / "model" / "c.0").write_bytes(bytes(5000))
+    file = Path(save.path) / PACK
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(5000))
     if not intent:
         (Path(save.path) / "intent.json").unlink()
     if old:
@@ -91,11 +96,11 @@ def test_ls_lists_steps_and_chooses_the_newest(run: Commands, root: Path) -> Non
 
 
 def test_ls_skips_a_step_that_cannot_be_restored(run: Commands, root: Path) -> None:
-    (root / "step_00000004" / "model" / "weight" / "c.0.0").unlink()
+    (root / "step_00000004" / PACK).unlink()
     answer = run.json("ls", root, code=1)
     assert answer["restart"]["step"] == 3
     assert "step 4 is skipped" in answer["restart"]["why"]
-    assert "model/weight" in answer["restart"]["why"]
+    assert f"{PACK} (written by rank 0): is missing" in answer["restart"]["why"]
 
 
 def test_ls_chooses_a_damaged_step_that_can_be_restored(run: Commands, root: Path) -> None:
@@ -143,9 +148,9 @@ def test_show_lists_everything(run: Commands, root: Path) -> None:
     assert tensors["model/weight"]["shape"] == [40, 30]
     assert tensors["model/weight"]["bytes"] == 4800
     assert tensors["model/weight"]["ranks"] == [0]  # small, and not known for a parameter
-    assert tensors["model/weight"]["files"] >= 2
+    assert tensors["model/weight"]["chunks"] == 5
     assert tensors["model/tied"]["alias_of"] == "model/weight"
-    assert tensors["model/bias"]["packed"]
+    assert tensors["divided"]["ranks"] == [0, 1]
     assert tensors["own@rank1"]["ranks"] == [1]
     assert tensors["model/empty"]["bytes"] == 0
     assert answer["values"]["numbers/betas"] == [0.9, 0.95]
@@ -180,7 +185,9 @@ def test_validate_a_root_says_which_steps_are_whole(run: Commands, root: Path) -
     text = run("validate", root, code=1)
     assert "step_00000003: whole" in text
     assert "step_00000004: DAMAGED, 1 problem" in text
-    assert "model/weight/c.0.0 (tensor model/weight, chunk (0, 0), written by rank 0): has a wrong checksum" in text
+    where = f"{PACK} (tensor model/weight, chunk (1, 0), written by rank 0)"
+    assert f"{where}: has a wrong checksum in the 244 bytes at offset 244 of the chunk" in text
+    assert "the chunk is at offset 1056" in text
     assert "newest whole step: 3" in text
     answer = run.json("validate", root, code=1)
     assert answer["newest_whole"] == 3
@@ -412,7 +419,7 @@ def test_clean_removes_abandoned_and_stale_saves(run: Commands, littered: Path) 
     assert {name[:13] for name in answer["removed"]} == {"step_00000005", "step_00000008", "step_00000009"}
     assert answer["freed_bytes"] > 14000, "all but the reasons"
     assert {path.name[:13] for path in (littered / ".pending").iterdir()} == {"step_00000006", "step_00000007"}
-    assert not list((littered / ".abandoned").rglob("c.0"))
+    assert not list((littered / ".abandoned").rglob("rank_*"))
     (given_up,) = (littered / ".abandoned").glob("step_00000005-*")
     save_id = parse_save_name(given_up.name)
     assert save_id is not None
@@ -424,9 +431,9 @@ def test_clean_removes_abandoned_and_stale_saves(run: Commands, littered: Path) 
 
 
 def test_clean_removes_files_kept_for_a_next_save(run: Commands, root: Path) -> None:
-    kept = root / ".retired" / ("0" * 32) / "weights"
-    kept.mkdir(parents=True)
-    (kept / "c.0").write_bytes(b"x" * 5000)
+    kept = root / ".retired" / ("0" * 32) / PACK
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"x" * 5000)
     assert "kept for the next save" in run("clean", root, "--dry-run")
     answer = run.json("clean", root, "--yes")
     assert (answer["removed"], answer["freed_bytes"]) == (["0" * 32], 5000)
@@ -438,7 +445,7 @@ def test_clean_keeps_what_is_in_use(run: Commands, littered: Path) -> None:
     (save,) = (littered / ".pending").glob("step_00000005*")
     with alive(littered):
         run("clean", littered, "--yes", code=2)
-        assert (save / "model" / "c.0").exists()
+        assert (save / PACK).exists()
 
 
 def test_clean_asks_for_confirmation(run: Commands, littered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,12 +460,14 @@ def test_clean_asks_for_confirmation(run: Commands, littered: Path, monkeypatch:
     assert not list((littered / ".pending").glob("step_00000005*"))
 
 
-def test_states_have_every_kind_of_file(saved: dict[str, Path], run: Commands) -> None:
-    """test_damage covers only the kinds of files that are in these states."""
+def test_states_have_every_kind_of_chunk(saved: dict[str, Path]) -> None:
+    """test_damage covers only the kinds of chunks that are in these states."""
     for name in states.NAMES:
-        entries = run.json("show", saved[name])["tensors"]
-        assert any(entry["packed"] for entry in entries)
-        assert any(entry["files"] > 1 for entry in entries)
-    nodes = json.loads((saved["one"] / "step_00000004" / "zarr.json").read_bytes())["consolidated_metadata"]["metadata"]
-    codecs = {node["codecs"][0]["name"] for node in nodes.values() if node["node_type"] == "array"}
-    assert codecs == {"bytes", "sharding_indexed"}
+        index = read_index(str(saved[name] / "step_00000004")).packs
+        metas = [array.meta for array in index.arrays if array.region is not None]
+        assert {meta.sharded for meta in metas} == {True, False}
+        assert {meta.compression for meta in metas} == ({"zstd"} if name == "zstd" else {None})
+        assert any(max(meta.grid_shape, default=1) > 1 for meta in metas)
+        assert any(len(members) > 1 for members in index.arrays_of_regions())
+        assert any(len(set(region.ranks.tolist())) > 1 for region in index.regions) == (name == "two")
+        assert max(number for _, number in index.files()) >= 2
