@@ -14,7 +14,7 @@ from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.loading.consistency import find_inconsistencies
 from ckpt.loading.index import CheckpointIndex
 from ckpt.storage.chunk_codec import READ_BYTES
-from ckpt.storage.names import INDEX
+from ckpt.storage.names import INDEX, pack_file
 from ckpt.validation.pack_files import PackChecks
 from ckpt.validation.step_files import PackFile, Problem, StepFiles, read_step_files
 
@@ -117,7 +117,8 @@ def _scan(path: str) -> _Found:
 
 def _check_files(files: StepFiles, found: _Found, problems: list[Problem]) -> None:
     """Check that exactly the expected files exist, with the right sizes."""
-    known = files.documents | {pack.name for pack in files.packs}
+    expected = files.index.packs.files()
+    known = files.documents | {pack_file(*place) for place in expected}
     for name in sorted(found.sizes.keys() - known):
         kind = "file" if found.sizes[name] >= 0 else "symbolic link or device"
         problems.append(Problem(f"this {kind} does not belong to the checkpoint", name))
@@ -125,7 +126,6 @@ def _check_files(files: StepFiles, found: _Found, problems: list[Problem]) -> No
     for name in sorted(found.directories - parents):
         if not any(file.startswith(f"{name}/") for file in found.sizes):
             problems.append(Problem("this directory does not belong to the checkpoint", name))
-    expected = files.index.packs.files()
     for pack in files.packs:
         wanted = pack.nbytes if files.index.packs.compressed else expected[pack.rank, pack.number]
         message = _wrong_size(pack, wanted, found.sizes.get(pack.name))

@@ -128,7 +128,8 @@ def _check(chunks: list[_Chunk], pack: PackFile, window: _Window) -> list[Proble
             if chunk.offset + chunk.nbytes > window.size:
                 raise DamagedFileError(f"ends at offset {window.size}")
             if not window.is_zero(end, chunk.offset):
-                problems.append(Problem(f"has other bytes than zeros before offset {chunk.offset}", pack.name))
+                message = f"has other bytes than zeros before offset {chunk.offset}"
+                problems.append(Problem(message, pack.name, rank=pack.rank))
             checksums += check_chunk(chunk.array.meta, chunk.index, chunk.nbytes, window.of_chunk(chunk))
         except DamagedFileError as damage:
             message = f"{damage}; the chunk is at offset {chunk.offset}"

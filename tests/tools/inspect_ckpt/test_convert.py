@@ -341,7 +341,7 @@ def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytes
 def test_a_failed_conversion_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tools.inspect_ckpt.formats import ckpt_step
 
-    monkeypatch.setattr(ckpt_step, "_SLOT_BYTES", 64 << 20)
+    monkeypatch.setattr(ckpt_step, "_SLOT_BYTES", 97 << 20)  # one file
     tensors = {"a": torch.zeros(15 << 20), "b": torch.zeros(15 << 20)}
     torch.save(tensors, tmp_path / "whole.pt")
     save_file(tensors, tmp_path / "a.safetensors")
