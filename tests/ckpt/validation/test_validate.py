@@ -236,7 +236,7 @@ def test_a_wrong_checksum_of_a_file_in_a_part(plain: Path) -> None:
     [
         (lambda index: index.update(regions=[]), "does not describe a checkpoint"),
         (lambda index: index["regions"].reverse(), "does not describe a checkpoint"),
-        (lambda index: array_of(index, *SHARDED).update(offset=1 << 40), "files"),
+        (lambda index: array_of(index, *SHARDED).update(offset=1 << 40), "two regions overlap"),
         (lambda index: array_of(index, *SHARDED).update(dtype="float7"), "float7"),
         (lambda index: array_of(index, *SHARDED).pop("shape"), "shape"),
     ],
