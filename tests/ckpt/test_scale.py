@@ -17,7 +17,8 @@ from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.saving.publish import publish
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import encode_document
-from ckpt.storage.names import INDEX, SaveId, part_name
+from ckpt.storage.names import INDEX, REFERENCES, SaveId, part_name
+from ckpt.storage.references import references
 from ckpt.storage.root import CheckpointRoot
 from tests.support import run_ranks
 from tests.support.layouts import build
@@ -108,6 +109,7 @@ def _begun(root: Path, plan: SavePlan) -> PendingSave:
     for (rank, number), size in plan.index.files().items():
         files[rank].append([number, size, number])
     (Path(pending.path) / INDEX).write_bytes(plan.index_bytes)
+    (Path(pending.path) / REFERENCES).write_bytes(references(plan.index))
     for rank in range(plan.world_size):
         part = {"save": pending.save.name, "rank": rank, "world_size": plan.world_size, "plan": plan.digest}
         part |= {"files": files[rank], "values": [], "aliases": [], "containers": [], "times": {}}

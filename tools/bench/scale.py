@@ -39,7 +39,8 @@ from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import encode_document
-from ckpt.storage.names import INDEX, SaveId, part_name
+from ckpt.storage.names import INDEX, REFERENCES, SaveId, part_name
+from ckpt.storage.references import references
 from ckpt.storage.root import CheckpointRoot
 from tools.bench.agreement import STATES, measure_agreement
 from tools.bench.harness import (
@@ -202,6 +203,7 @@ def _write_parts(root: Path, parts: int, tensors: int) -> None:
     for (rank, number), nbytes in plan.index.files().items():
         files.setdefault(rank, []).append([number, nbytes, (rank * 2654435761 + number) % 2**32])
     Path(save.path, INDEX).write_bytes(plan.index_bytes)
+    Path(save.path, REFERENCES).write_bytes(references(plan.index))
     for rank in range(parts):
         part = {
             "save": save.save.name,
@@ -211,6 +213,7 @@ def _write_parts(root: Path, parts: int, tensors: int) -> None:
             "files": sorted(files.get(rank, [])),
             "values": [],
             "aliases": [],
+            "containers": [],
             "containers": [],
             "times": {},
         }

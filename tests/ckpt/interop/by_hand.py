@@ -117,7 +117,7 @@ def _write_documents(step: Path, index: PackIndex, files: dict[int, list[list[in
     about: dict[str, Any] = {"save": "by-hand", "plan": "none", "world_size": len(files)}
     written = {
         "index": encode_document(index.to_document()),
-        "state": encode_document({"values": [], "aliases": []}),
+        "state": encode_document({"values": [], "aliases": [], "containers": []}),
         "references": references(index),
     }
     summary = {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in written.items()}
