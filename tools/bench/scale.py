@@ -214,7 +214,6 @@ def _write_parts(root: Path, parts: int, tensors: int) -> None:
             "values": [],
             "aliases": [],
             "containers": [],
-            "containers": [],
             "times": {},
         }
         path = Path(save.path, part_name(rank))
