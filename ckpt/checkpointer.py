@@ -27,6 +27,7 @@ from ckpt.saving.retention import Retention
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
+from ckpt.storage import directories
 from ckpt.storage.recycled import discard_recycled
 from ckpt.storage.root import CheckpointRoot
 
@@ -76,12 +77,14 @@ class Checkpointer:
         """Start and write nothing yet.
 
         `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: `close`
-        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. `process_group`
-        spans all ranks of the job (default: the default group). `slots` staging slots are used in turn, of together at
-        most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the optimizers in the state
-        wait for them before their next step. `compression` is None or "zstd". `threads` write at once in the writer.
-        `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's writers. A rank begins a
-        new file when one has `file_bytes`; what is read and verified at once has `inner_bytes` at most.
+        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. When a save is
+        finalized on rank 0, the other steps are gone; the writers delete their files afterwards, between the saves.
+        `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
+        of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the
+        optimizers in the state wait for them before their next step. `compression` is None or "zstd". `threads` write
+        at once in the writer. `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's
+        writers. A rank begins a new file when one has `file_bytes`; what is read and verified at once has `inner_bytes`
+        at most.
 
         `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. That is the default with `keep_last`
@@ -343,7 +346,8 @@ class Checkpointer:
         finally:
             self._saver.close()
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
-            discard_recycled(self._root)
+            for path in discard_recycled(self._root):
+                directories.remove_tree(path)
 
     def _drain(self) -> None:
         """Finalize all calls of a queue that stays open."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranks"]
 
+_log = logging.getLogger("ckpt")
+_ANNOUNCEMENTS = 2
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
 
@@ -38,6 +42,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._group = process_group
         self._last: tuple[int, int] | None = None  # rank and world size, when `rank` was asked for
+        self._told: deque[str] = deque()
 
     @property
     def rank(self) -> int:
@@ -53,6 +58,7 @@ class Ranks:
     def forget(self) -> None:
         """Forget the rank, after the process group was destroyed: in the next one it may be another."""
         self._last = None
+        self._told.clear()
 
     @property
     def world_size(self) -> int:
@@ -116,7 +122,7 @@ class Ranks:
 
     def _enter(self, distributed: Any, payload: bytes) -> tuple[int, ...]:
         """Wait until all ranks have arrived, with the same operation, and return the sizes of their payloads."""
-        self._meet(distributed)
+        self._meet()
         doing = self.doing.encode()
         sizes, checks = zip(*self._exchange_sizes(distributed, len(payload), zlib.crc32(doing)), strict=True)
         if len(set(checks)) > 1:
@@ -124,13 +130,42 @@ class Ranks:
             self._refuse(self._exchange(distributed, doing, sizes))
         return sizes
 
-    def _meet(self, distributed: Any) -> None:
-        """Wait until all ranks have arrived."""
-        groups = distributed.distributed_c10d
-        group = distributed.group.WORLD if self._group is None else self._group
-        store = distributed.PrefixStore(f"ckpt/{group.group_name}", groups._get_default_store())
+    def announce(self, name: str) -> None:
+        """Tell the other ranks `name`, for `has_announced`; the last two names are kept. Never waits for them.
+
+        Without a process group, or if its store fails, it is not told.
+        """
         try:
-            meet(store, self.rank, self.world_size, self._timeout_s)
+            if (store := self._store()) is None:
+                return
+            store.set(f"told/{name}", "1")
+            self._told.append(name)
+            while len(self._told) > _ANNOUNCEMENTS:
+                store.delete_key(f"told/{self._told.popleft()}")
+        except (RuntimeError, ValueError) as error:
+            _log.debug("the store of the process group failed: %s", error)
+
+    def has_announced(self, name: str) -> bool:
+        """Return whether a rank has announced `name`, as far as known: one request to the store, without waiting."""
+        try:
+            store = self._store()
+            return store is not None and bool(store.check([f"told/{name}"]))
+        except (RuntimeError, ValueError) as error:
+            _log.debug("the store of the process group failed: %s", error)
+            return False
+
+    def _store(self) -> Any:
+        """Return the part of the store that is for this group; None without a process group."""
+        distributed = torch_distributed()
+        if distributed is None:
+            return None
+        group = distributed.group.WORLD if self._group is None else self._group
+        return distributed.PrefixStore(f"ckpt/{group.group_name}", distributed.distributed_c10d._get_default_store())
+
+    def _meet(self) -> None:
+        """Wait until all ranks have arrived."""
+        try:
+            meet(self._store(), self.rank, self.world_size, self._timeout_s)
         except MeetingError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "

@@ -32,12 +32,14 @@ class WriterContext:
         report: Callable[[dict[str, Any]], None],
         trainer_left: Callable[[], bool],
         kept: dict[Hashable, Any],
+        nudges: Callable[[], int] = lambda: 0,
     ) -> None:
         self.index = index
         self._advance = advance
         self._report = report
         self._trainer_left = trainer_left
         self._kept = kept
+        self._nudges = nudges
         self._lock = threading.Lock()
         self._over = False
 
@@ -49,11 +51,18 @@ class WriterContext:
         return self._trainer_left()
 
     def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return the object for `key`, made by `make` at first use and kept as long as this process lives."""
+        """Return the object for `key`, made by `make` at first use and kept as long as this process lives.
+
+        If it has a method `close`, that is called when the trainer is done with this writer and all calls have run.
+        """
         if key not in self._kept:
             self._kept[key] = make()
         kept: _T = self._kept[key]
         return kept
+
+    def nudges(self) -> int:
+        """Return a counter that the trainer advances to say: look now at what you wait for. One load from memory."""
+        return self._nudges()
 
     def progress(self) -> None:
         """Show that the call makes progress, by one store to shared memory. See `WriterConfig.writer_timeout_s`."""

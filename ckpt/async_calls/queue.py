@@ -85,6 +85,7 @@ class AsyncCallsQueue:
         self._intact = True  # False while a method changes `_pool`; if it stays so, the method was interrupted
         self._left: list[WriterPool] = []  # after an interrupt; they finish what they were sent, until `recover`
         self._interrupted = Wakeup()
+        self._listeners: list[Callable[[], float]] = []
         self._release = weakref.finalize(self, _release, self._pool, self._interrupted)
 
     def start(self) -> None:
@@ -144,6 +145,7 @@ class AsyncCallsQueue:
         function is raised after all others have run; its call counts as finalized.
         """
         self._check_usable()
+        self._call_listeners()
         self.pump()
         distributed = not no_dist and own_rank() is not None
         if blocking:
@@ -190,6 +192,22 @@ class AsyncCallsQueue:
         self._check_usable()
         wait_for_any(self._writers, timeout_s, self._interrupted)
         self.pump()
+
+    def listen(self, listener: Callable[[], float]) -> None:
+        """Call `listener` at the start of each `maybe_finalize_async_calls`, and again and again while that waits.
+
+        It must be quick, and returns after how many seconds it is to be called again at the latest.
+        """
+        self._listeners.append(listener)
+
+    def stop_listening(self, listener: Callable[[], float]) -> None:
+        """Undo `listen`."""
+        self._listeners.remove(listener)
+
+    def nudge(self) -> None:
+        """Ask the running functions to look now at what they wait for; see `WriterContext.nudges`. Never waits."""
+        for writer in self._writers:
+            writer.nudge()
 
     def repair(self) -> None:
         """Make the queue usable again after an exception from another thread has interrupted one of its methods.
@@ -294,7 +312,11 @@ class AsyncCallsQueue:
             settled, failed = self._leading()
             if settled == self._next_index or (stop_at_failure and failed < settled):
                 return
-            self.wait_for_events(remaining_s)
+            self.wait_for_events(min(remaining_s, self._call_listeners()))
+
+    def _call_listeners(self) -> float:
+        """Return after how many seconds they are to be called again."""
+        return min((listener() for listener in self._listeners), default=_NEVER)
 
     def _finalize_before(self, end: int) -> tuple[list[int], Exception | None]:
         finalized: list[int] = []

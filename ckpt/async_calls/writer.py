@@ -116,6 +116,11 @@ class Writer:
             self._process.take_spawned(self._server)
             self._process.kill()
 
+    def nudge(self) -> None:
+        """Ask the running function to look now at what it waits for; see `WriterContext.nudges`."""
+        if self._process is not None:
+            self._process.page.nudge()
+
     def forget_calls(self) -> None:
         """Drop all calls without an outcome. A process that works on one is killed; the next call gets another.
 

@@ -52,9 +52,9 @@ _MAX_TRACEBACK_BYTES = 32 << 10
 
 
 class ControlPage:
-    """Three words in memory that trainer and writer share: they hold however the writer ends.
+    """Four words in memory that trainer and writer share: they hold however the writer ends.
 
-    The writer sets a progress counter, and the last call begun; the trainer sets the abort flag.
+    The writer sets a progress counter, and the last call begun; the trainer sets the abort flag, and counts nudges.
     """
 
     SIZE = 4096
@@ -89,6 +89,15 @@ class ControlPage:
         """Let no further call begin, even in a writer that is only just being forked."""
         self._words[1] = 1
 
+    @property
+    def nudges(self) -> int:
+        """How often the trainer has asked the running function to look now at what it waits for."""
+        return self._words[3]
+
+    def nudge(self) -> None:
+        """Ask the running function to look now at what it waits for."""
+        self._words[3] = (self._words[3] + 1) % 2**64
+
 
 class _WriterLoop:
     """The loop, in the main thread of a writer process."""
@@ -113,6 +122,13 @@ class _WriterLoop:
                         return
                     self._channel.send(self._call(index, fd, self._page))
                     os.close(fd)
+        self._close_kept()
+
+    def _close_kept(self) -> None:
+        for kept in self._kept.values():
+            if callable(close := getattr(kept, "close", None)):
+                with contextlib.suppress(Exception):
+                    close()
 
     def _next(self) -> Packet[Message] | None:
         """Wait for the next message; return None when the connection is closed."""
@@ -142,6 +158,7 @@ class _WriterLoop:
             lambda event: self._channel.send(Event(index, event)),
             lambda: self._channel.peer_gone,
             self._kept,
+            lambda: page.nudges,
         )
         try:
             work = load_work(fd, self._regions)

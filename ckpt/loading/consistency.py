@@ -11,8 +11,9 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor, parse_index
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, tile_exactly
 from ckpt.storage.names import INDEX
+from ckpt.storage.pack_index import StoredArray
 
-__all__ = ["Inconsistency", "all_tensors", "find_inconsistencies", "read_index"]
+__all__ = ["Inconsistency", "all_tensors", "array_name", "find_inconsistencies", "read_index"]
 
 
 def read_index(path: str) -> CheckpointIndex:
@@ -77,6 +78,11 @@ def _tensors(index: CheckpointIndex) -> Iterator[tuple[Path, int | None, StoredT
     for path, own in index.per_rank_tensors.items():
         for rank, tensor in own.items():
             yield path, rank, tensor
+
+
+def array_name(array: StoredArray) -> str:
+    """Return the name of the tensor that an array belongs to, as `all_tensors` does."""
+    return _name(array.path, array.rank)
 
 
 def _name(path: Path, rank: int | None) -> str:

@@ -65,16 +65,19 @@ class Fetch:
 
         Raises CheckpointCorruptError, naming tensor, chunk and file; the destinations are undefined then.
         """
-        self._reader.read([part for want in wanted for part in self._parts(want)])
+        reads: list[ArrayRead] = []
+        for want in wanted:
+            boxes = want.tensor.boxes
+            if len(boxes) == 1 and boxes[0].is_whole:
+                reads.append(ArrayRead(want.name, boxes[0], want.box.offset, want.destination))
+            else:
+                reads += self._parts(want)
+        self._reader.read(reads)
         self.bytes_read += sum(want.destination.nbytes for want in wanted)
 
     def _parts(self, want: BoxRead) -> Iterator[ArrayRead]:
         """Yield the reads of the arrays that a tensor is stored as."""
-        tensor = want.tensor
-        if len(tensor.boxes) == 1 and tensor.boxes[0].is_whole:
-            yield ArrayRead(want.name, tensor.boxes[0], want.box.offset, want.destination)
-            return
-        covered = 0
+        tensor, covered = want.tensor, 0
         for box in tensor.boxes:
             overlap = want.box.intersection(Box(box.box_offset, box.meta.shape))
             if overlap is None:

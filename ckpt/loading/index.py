@@ -258,8 +258,11 @@ def _tensor(index: CheckpointIndex, array: StoredArray) -> StoredTensor:
     """Return the tensor that an array belongs to."""
     path, rank, dtype, shape = array.path, array.rank, array.meta.dtype, array.tensor_shape
     by_key: dict[Any, StoredTensor] = index.tensors if rank is None else index.per_rank_tensors.setdefault(path, {})
-    tensor = by_key.setdefault(path if rank is None else rank, StoredTensor(dtype, shape))
-    if (tensor.dtype, tensor.shape) != (dtype, shape):
+    key: Any = path if rank is None else rank
+    tensor = by_key.get(key)
+    if tensor is None:
+        tensor = by_key[key] = StoredTensor(dtype, shape)
+    elif (tensor.dtype, tensor.shape) != (dtype, shape):
         raise ValueError(f"{display(path)} is stored in two different shapes or dtypes")
     return tensor
 

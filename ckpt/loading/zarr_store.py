@@ -284,6 +284,8 @@ def _bounds(byte_range: ByteRequest | None, size: int) -> tuple[int, int]:
 
 def _open_again(path: str, save: str) -> ZarrStore:
     store = zarr_store(path)
-    if store._checkpoint.summary["save"] != save:
-        raise CheckpointNotFoundError(f"{path} was replaced by the save {store._checkpoint.summary['save']}")
+    found = store._checkpoint.summary["save"]
+    if found != save:
+        store.close()
+        raise CheckpointNotFoundError(f"{path} was replaced: it is the save {found}, not {save}; open it again")
     return store

@@ -16,7 +16,6 @@ trainer; makes no collective.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,6 +33,8 @@ _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
 _GRACE_S = 3.0  # a writer may have to be started first, on a busy machine
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+_LOOKS_PER_S, _LONGEST_OF_MANY_S = 500.0, 1.0  # of all ranks together; the pause of one rank among very many
+_CHECKS_PER_S = 50.0  # of all ranks together, for what is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +55,26 @@ def settle(
     """
     pending = PendingSave(root, in_flight.save)
     problem: str | None = None
-    since = time.monotonic()
+    since = check_at = time.monotonic()
     pause_s = _FIRST_PAUSE_S
+    longest_s = max(_LONGEST_PAUSE_S, min(in_flight.world_size / _LOOKS_PER_S, _LONGEST_OF_MANY_S))
     while (outcome := pending.outcome()) is None:
         now = time.monotonic()
         if now >= deadline:
             return _give_up(pending, rank, "it was not decided in time after a fault")
-        if not in_flight.scheduled and rank not in pending.parts_present():
+        if not in_flight.scheduled and not pending.has_part(rank):
             return _give_up(pending, rank, f"rank {rank} was interrupted by a fault before it had scheduled the save")
-        before, problem = problem, _problem(pending, in_flight.world_size)
-        if problem != before:
-            since = now
+        if now >= check_at:
+            check_at = now + in_flight.world_size / _CHECKS_PER_S
+            before, problem = problem, _problem(pending, in_flight.world_size)
+            if problem != before:
+                since = now
         if problem == _NO_COORDINATOR:
             _publish_in_its_place(pending, rank)
         elif problem is not None and now - since >= _GRACE_S:
             return _give_up(pending, rank, f"after a fault {problem}")
         pump(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, longest_s)
     return outcome
 
 
@@ -85,7 +89,7 @@ _NO_COORDINATOR = "the coordinator's writer is dead"
 
 def _problem(pending: PendingSave, world_size: int) -> str | None:
     """Return why the save makes no progress at the moment; None if it does, or if that is unknown."""
-    if not os.path.isdir(pending.path):
+    if not pending.has_begun():
         return "it had not begun"
     missing = set(range(world_size)) - pending.parts_present()
     alive = pending.root.ownership.leases(pending.save.owner).alive_ranks()

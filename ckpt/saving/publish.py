@@ -7,7 +7,8 @@ the process that recovers what an earlier start left. Needs only what is in the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
@@ -25,6 +26,8 @@ __all__ = ["PartFile", "publish"]
 
 
 _OF_INTENT = ("format", "save", "step", "owner", "continues", "restart", "metrics", "versions", "world_size", "plan")
+
+_READERS, _READ_AHEAD = 16, 512
 
 PartFile = tuple[dict[str, Any], int]
 """A part manifest, and the checksum of its file."""
@@ -63,7 +66,8 @@ def publish(
         path = os.path.join(pending.path, name)
         if not files.holds(path, data):  # those of recycled files hold it already
             files.write_document(path, data, pending.root.pending_path)
-    files.sync_files([os.path.join(pending.path, name) for name in documents], [pending.path])
+    parts = [os.path.join(pending.path, "parts"), *pending.parts_directories()]
+    files.sync_files([os.path.join(pending.path, name) for name in documents], [*parts, pending.path])
     tick()
     before_commit()
     return pending.publish()
@@ -83,8 +87,7 @@ def _merge(
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
     summary |= {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in documents.items()}
     summary |= {"bytes": 0, "files": 0, "tensors": len(index.arrays), "parts": []}
-    for rank in range(intent["world_size"]):
-        part, part_checksum = parts[rank] if rank in parts else pending.read_part(rank)
+    for rank, (part, part_checksum) in enumerate(_all_parts(pending, intent["world_size"], parts)):
         where = f"{pending.path}: the part of rank {rank}"
         identity = {key: intent[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
         if any(part.get(key) != value for key, value in identity.items()):
@@ -105,6 +108,17 @@ def _merge(
     names = (*(array.path for array in index.arrays), *(tuple(name) for name, _, _ in state["values"]))
     check_replicas(replicas, lambda: names, warn)
     return summary, state
+
+
+def _all_parts(pending: PendingSave, world_size: int, known: Mapping[int, PartFile]) -> Iterator[PartFile]:
+    """Yield the parts of all ranks, in order, of which a few hundred at most are in memory.
+
+    Several are read at once, as each waits for a network file system.
+    """
+    with ThreadPoolExecutor(min(_READERS, world_size), "ckpt-parts") as pool:
+        for first in range(0, world_size, _READ_AHEAD):
+            ranks = range(first, min(first + _READ_AHEAD, world_size))
+            yield from pool.map(lambda rank: known[rank] if rank in known else pending.read_part(rank), ranks)
 
 
 def _read(pending: PendingSave, name: str) -> bytes:

@@ -141,7 +141,7 @@ def _decide_pending(root: CheckpointRoot, token: int, timeout_s: float, warn: Ca
         if pending.outcome() is None:
             _adopt(pending, warn)
     root.ownership.check(token)
-    root.clean()
+    root.clean_records()  # the files of abandoned saves are deleted after the next save
 
 
 def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt.storage.recycled import recycle_step
+from ckpt.storage.recycled import discard_recycled, recycle_step
 from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["Retention", "retain"]
@@ -36,16 +36,20 @@ class Retention:
 
 
 def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, plan: str) -> None:
-    """Remove superfluous steps and what abandoned saves left.
+    """Remove superfluous steps: they are renamed, and their files are to be deleted later (see `removal`).
 
     Never removes a step that is being read, nor anything newer than `newest`. `plan` is the digest of the plan that the
     next save is likely to have. For the owner: FencedError if `token` is not the newest; a step of a later owner is put
     back.
     """
+    if retention.keep_last is None:
+        return
     root.ownership.check(token)
-    for step in retention.superfluous([step for step in root.steps() if step <= newest]):
+    superfluous = retention.superfluous([step for step in root.steps() if step <= newest])
+    if superfluous and retention.reuse_files:
+        discard_recycled(root)  # the save has taken from there what it could use
+    for step in superfluous:
         if retention.reuse_files:
             recycle_step(root, step, plan, token)
         else:
-            root.remove_step(step, token)
-    root.clean()
+            root.move_step(step, root.abandoned_path, token)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
-from ckpt.saving.task import ReplicasDiffer, SaveOptions, WriteTask, pack_offsets
+from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, WriteTask, pack_offsets
 from ckpt.storage.commit import PendingSave, Reason
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import ClaimLease
@@ -36,6 +37,10 @@ from inprocess.ipc.restart_index import current_restart_index
 __all__ = ["Saver"]
 
 _log = logging.getLogger("ckpt")
+_SOON_ENOUGH_S = 1.0  # to learn an outcome by looking
+_LISTEN_S = 0.1
+_LISTENS_PER_S = 10_000.0  # requests of all ranks together to the store
+_NUDGED_S = 1.0
 
 
 @dataclass(slots=True)
@@ -73,6 +78,8 @@ class Saver:
         self._claim_lease = ClaimLease(self._root.ownership)
         self._versions = own_versions()
         self._closed = False
+        self._listening = False
+        self._listen_at = 0.0
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
@@ -151,6 +158,9 @@ class Saver:
             save = self._plans.save_id()
             assert save is not None
             self._seen = self._token = save.owner
+            if not self._listening and self._look_rarely():
+                self._listening = True
+                self._queue.listen(self._listen)
             undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size)
             handle = undecided.handle = self._stage_all(prepared, save, begin, lineage)
         except Exception as error:
@@ -221,6 +231,9 @@ class Saver:
     def close(self) -> None:
         """Release the root and the staging memory. The queue stays open: it belongs to the Checkpointer."""
         self._closed = True
+        if self._listening:
+            self._listening = False
+            self._queue.stop_listening(self._listen)
         self._claim_lease.close()
         self._release(done=not self._in_flight)
         if self._batch_queue is not None:
@@ -246,8 +259,29 @@ class Saver:
 
     def _decided(self, save: SaveId) -> None:
         self._in_flight.pop(save, None)
+        if self._listening and self._ranks.rank == COORDINATOR:
+            self._ranks.announce(save.name)
         if self._closed and not self._in_flight:  # of a shared queue, which stays open
             self._release(done=True)
+
+    def _look_rarely(self) -> bool:
+        """Whether the other ranks look so rarely for an outcome that rank 0 tells them when there is one."""
+        return self._ranks.world_size > self._options.looks_per_s * _SOON_ENOUGH_S
+
+    def _listen(self) -> float:
+        """Make the writers of this rank look at storage if rank 0 knows the outcome of the oldest save in flight.
+
+        That it does is no outcome. Return after how many seconds to call this again; called earlier, it does nothing.
+        """
+        now = time.monotonic()
+        save = next(iter(self._in_flight), None)
+        if now >= self._listen_at and save is not None and self._ranks.rank != COORDINATOR:
+            pause_s = max(_LISTEN_S, self._ranks.world_size / _LISTENS_PER_S)
+            if self._ranks.has_announced(save.name):
+                self._queue.nudge()
+                pause_s = max(_NUDGED_S, pause_s)
+            self._listen_at = now + pause_s
+        return max(_LISTEN_S, self._listen_at - now)
 
     def _taken_over(self, branch: Branch | None) -> None:
         """Remember that a save is published which took over what earlier owners left: later ones need not."""

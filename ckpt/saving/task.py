@@ -126,12 +126,14 @@ def unpickled_plan(data: bytes) -> WritePlan:
 class SaveOptions:
     """How a writer works.
 
-    `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process.
+    `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process. While they wait, all
+    nodes together look for the outcome `looks_per_s` times a second.
     """
 
     threads: int = 6
     commit_timeout_s: float = 600.0
     retention: Retention = field(default_factory=Retention)
+    looks_per_s: float = 50.0
 
 
 # Thousands of offsets, the same in each save: pickled one by one they would take longer than a hundred tensors.

@@ -5,22 +5,25 @@ killed, its trainer gives the save up on all ranks, unless it is published. If b
 
     killed                     left in the root                        outcome
     -------------------------  --------------------------------------  -----------------------------------------------
-    before `begin`             nothing                                 the save never existed
+    before `join` or `begin`   nothing, or what other ranks have left  abandoned by the other ranks or the next start
+    before `begin`'s intent    .pending/<save> without an intent       abandoned by the other ranks or the next start
     after `begin`              .pending/<save> with its intent         abandoned by the other ranks or the next start
     while files are written    the same, with files                    abandoned by the other ranks or the next start
     after the part manifest    this rank's part, whole and durable     published if every rank gets here, by the
                                                                        coordinator or the next start; else abandoned
     before the rename          every part, and the step's documents    published by the next start
     after the rename           the step                                published
+    while steps are removed    .abandoned/<step>-removed-..            deleted by the next removal of this or a new job
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +35,6 @@ from ckpt.async_calls.messages import clip
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointTimeoutError,
     FencedError,
     RemoteTraceback,
     SaveAbandonedError,
@@ -40,6 +42,7 @@ from ckpt.errors import (
 )
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
+from ckpt.saving.removal import Remover
 from ckpt.saving.retention import retain
 from ckpt.saving.task import (
     COORDINATOR,
@@ -54,11 +57,13 @@ from ckpt.saving.task import (
     unpack_offsets,
     unpickled_plan,
 )
+from ckpt.saving.waiting import LookSchedule, OrphanedError, Waiting, look_schedule, ranks_here
 from ckpt.storage.chunk_layout import PAGE_BYTES
-from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published, Reason
+from ckpt.storage.commit import Abandoned, NotDurableError, PartsWatch, PendingSave, Published, Reason
 from ckpt.storage.documents import decode_document
 from ckpt.storage.leases import Lease, Leases
-from ckpt.storage.names import INDEX, REFERENCES, SaveId
+from ckpt.storage.names import INDEX, REFERENCES, SaveId, pack_file
+from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
 from ckpt.storage.recycled import discard_recycled, take_recycled
@@ -69,11 +74,9 @@ __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write
 
 _log = logging.getLogger("ckpt")
 _FILES_PER_REPORT = 200
-_ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others that make no progress
-_FIRST_PROBE_S = 1.0
-_LIVENESS_CHECK_S = 0.25  # how often a writer without a trainer checks whether the others are alive
+_LOOK_BEFORE_BEGIN = 6  # operations of a look for the outcome; later it is one
+_EVERYONE = "all ranks to finish their parts"
 _TRACEBACK_BYTES = 16 << 10
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,6 @@ class Fenced:
 
     rank: int | None
     message: str
-
-
-class _OrphanedError(CheckpointTimeoutError):
-    """No process is left that could finish this save now."""
 
 
 def write_share(task: WriteTask, report: Callable[[Report], None] | None = None) -> None:
@@ -120,28 +119,30 @@ class ShareWriter:
         except NotDurableError as error:
             self._report(NotDurable(str(error)))
             raise
-        except _OrphanedError:
+        except OrphanedError:
             if task.rank != COORDINATOR:
                 raise  # the part stays: the next start of the job publishes the save if it is complete
-            outcome = give_up(self.pending, reason_for(task.rank, _OrphanedError("every trainer died")))
+            outcome = give_up(self.pending, reason_for(task.rank, OrphanedError("every trainer died")))
         except Exception as error:
             outcome = give_up(self.pending, reason_for(task.rank, error))
         finally:
             if lease is not None and self.context is None:  # nothing keeps it from one save to the next
                 lease.close()
+        if isinstance(outcome, Published) and task.rank == COORDINATOR:
+            retain(self.pending.root, task.options.retention, task.save.owner, task.save.step, self.plan.plan_digest)
+        if isinstance(outcome, Published | Abandoned):
+            self._remove_later()
         if isinstance(outcome, Abandoned):
             self._report(outcome)
         if isinstance(outcome, Abandoned | Fenced):
             raise error_for(task.save, outcome)
-        if outcome is not None and task.rank == COORDINATOR:
-            root, save = self.pending.root, task.save
-            retain(root, task.options.retention, save.owner, save.step, self.plan.plan_digest)
 
     def _write_and_decide(self) -> Published | Abandoned | None:
         """Take all steps in order. None for a batch that is not the last: nothing is decided with it."""
         self._wait_until_staged()
-        self._begin()
-        written, times = self._write()
+        with self._removal_held():
+            self._begin()
+            written, times = self._write()
         if not self.task.last:
             for first in range(0, len(written), _FILES_PER_REPORT):
                 self._report(BatchWritten(tuple(written[first : first + _FILES_PER_REPORT])))
@@ -166,8 +167,9 @@ class ShareWriter:
         leases, task, running = self._leases(), self.task, self.context
         if running is None:
             return leases.register(task.rank, task.trainer, lambda: False)
+        world_size = self.plan.world_size
         lease = running.keep(
-            ("lease", leases.path), lambda: leases.register(task.rank, task.trainer, running.trainer_left)
+            ("lease", leases.path), lambda: leases.register(task.rank, task.trainer, running.trainer_left, world_size)
         )
         lease.ensure()  # the root may have been removed since
         return lease
@@ -179,26 +181,26 @@ class ShareWriter:
         """Wait for the flag, which is copied behind the data on the same CUDA stream and so arrives last."""
         offset = self.task.flag_offset
         flag = self.task.region.buffer[offset : offset + 8]
-        for _ in self._pauses("the copies from the device", lambda: ()):
+        for _ in self._waiting("the copies from the device"):
             if int.from_bytes(flag, "little") == self.task.generation:
                 return
             if self._trainer_left():
                 raise StorageError(f"the trainer of rank {self.task.rank} died before its state was staged")
 
     def _begin(self) -> None:
-        """Open the save, on the coordinator; the other ranks wait until it is open."""
+        """Make the directory to write to. The coordinator also begins the save; the other ranks do not wait for that.
+
+        What they write before it is in no save that can be published, until the coordinator has begun it.
+        """
         if self.task.rank == COORDINATOR and self.task.batch == 0:
             self._open()
-            return
-        for _ in self._pauses("the coordinator (rank 0) to begin the save", lambda: (COORDINATOR,)):
-            if self.pending.has_begun():
-                return
-            if self.pending.outcome() is not None:
-                break
-        raise StorageError(f"save {self.task.save.name} was decided before this rank could write its part")
+        else:
+            self.pending.join()
+        if self.task.options.retention.reuse_files and self.task.batch == 0:
+            take_recycled(self.pending, self.plan.plan_digest, self._files())
 
     def _open(self) -> None:
-        """Make the directory of the save and its intent, which the other ranks wait for."""
+        """Begin the save: with its intent it can be published."""
         pending, task = self.pending, self.task
         others: list[int] = []
         if task.branch is not None:
@@ -207,15 +209,14 @@ class ShareWriter:
             wait_s = task.options.commit_timeout_s / 2  # the other ranks wait for this as long as for anything
             take_over(pending.root, task.save.owner, task.branch, wait_s, _log.warning)
             others = superseded(pending.root, task.save.owner, task.branch)
-        if task.options.retention.reuse_files:
-            take_recycled(pending, self.plan.plan_digest)
-        else:
-            discard_recycled(pending.root)
+        discard_recycled(pending.root, self.plan.plan_digest if task.options.retention.reuse_files else None)
         continues = (task.branch or Branch()).before(pending.root)
         lineage = task.lineage.to_document()
         pending.begin(self.plan.world_size, self.plan.plan_digest, continues, others, lineage)
-        with contextlib.suppress(CheckpointError):
-            pending.root.clean()
+
+    def _files(self) -> list[str]:
+        """Return the files that this rank writes, relative to the save."""
+        return [pack_file(self.task.rank, file.number) for file in self.plan.files]
 
     def _write(self) -> tuple[list[WrittenFile], dict[str, float]]:
         """Write the files of the batch and make them durable; return what was written, and how long that took."""
@@ -271,75 +272,83 @@ class ShareWriter:
 
     def _decide(self, part: PartFile) -> Published | Abandoned:
         """Publish as soon as all parts are there, on the coordinator; the other ranks wait for the decision."""
-        pending, rank = self.pending, self.task.rank
-        everyone = set(range(self.plan.world_size))
+        return self._decide_for_all(part) if self.task.rank == COORDINATOR else self._learn_decision()
 
-        def awaited() -> Iterable[int]:
-            return everyone - pending.parts_present() if rank == COORDINATOR else (COORDINATOR,)
-
-        for _ in self._pauses("all ranks to finish their parts", awaited):
-            outcome = pending.decided()
-            if outcome is not None:
-                if isinstance(outcome, Published):
-                    pending.confirm()
-                return outcome
-            if rank == COORDINATOR and pending.parts_present() >= everyone:
+    def _decide_for_all(self, part: PartFile) -> Published | Abandoned:
+        pending = self.pending
+        parts = PartsWatch(pending, self.plan.world_size)
+        schedule = self._schedule()
+        for _ in self._waiting(_EVERYONE, lambda: parts.missing, schedule):
+            schedule.operations = 1 + parts.directories_left
+            if (outcome := pending.decided()) is not None:
+                return self._confirmed(outcome)
+            if parts.look():
                 return publish(
                     pending,
                     self._progress,
-                    {rank: part},
+                    {COORDINATOR: part},
                     warn=lambda names, mixed: self._report(ReplicasDiffer(tuple(names), mixed)),
                     before_commit=self._supersede,
                 )
         raise AssertionError("unreachable")
 
+    def _learn_decision(self) -> Published | Abandoned:
+        schedule = self._schedule()
+        for _ in self._waiting(_EVERYONE, lambda: (COORDINATOR,), schedule):
+            if self.pending.has_begun():
+                schedule.operations = 1
+                continue
+            if (outcome := self.pending.decided()) is not None:
+                return self._confirmed(outcome)
+            schedule.operations = _LOOK_BEFORE_BEGIN
+        raise AssertionError("unreachable")
+
+    def _schedule(self) -> LookSchedule:
+        task, plan = self.task, self.plan
+        lock = NodeLock(f"save {task.save.name} in {task.root}")
+        return look_schedule(task.rank, plan.world_size, ranks_here(self._leases()), lock, task.options.looks_per_s)
+
+    def _confirmed(self, outcome: Published | Abandoned) -> Published | Abandoned:
+        if isinstance(outcome, Published):
+            self.pending.confirm()
+        return outcome
+
     def _supersede(self) -> None:
         if self.task.branch is not None:
             supersede(self.pending.root, self.task.save.owner, self.task.branch, _log.warning)
 
+    # -- removal -------------------------------------------------------------------------------------------------------
+
+    def _remover(self) -> Remover | None:
+        """Return what deletes the files of removed steps between the saves of this process; None in the trainer."""
+        running, task = self.context, self.task
+        if running is None:
+            return None
+        make = functools.partial(Remover, task.root, task.rank, self.plan.world_size)
+        return running.keep(("remover", task.root, task.rank, self.plan.world_size), make)
+
+    def _removal_held(self) -> contextlib.AbstractContextManager[object]:
+        remover = self._remover()
+        return contextlib.nullcontext() if remover is None else remover.held()
+
+    def _remove_later(self) -> None:
+        """Delete the files of removed steps: in the background, but at once where nothing goes on after this call."""
+        remover = self._remover()
+        if remover is not None:
+            remover.start()
+        elif self.task.rank == COORDINATOR:
+            with contextlib.suppress(CheckpointError):
+                self.pending.root.clean()
+
     # -- waiting, and what the trainer is told -------------------------------------------------------------------------
 
-    def _pauses(self, what: str, awaited: Callable[[], Iterable[int]]) -> Iterator[None]:
-        """Yield again and again, with growing pauses; CheckpointTimeoutError after `commit_timeout_s`.
-
-        Without a trainer, wait only as long as a writer of the `awaited` ranks is alive, and a little longer.
-        StorageError when the root cannot be written to: then the other ranks may not learn anything, either.
-        FencedError when it has another owner.
-        """
-        options, rank = self.task.options, self.task.rank
-        begin = time.monotonic()
-        probe_at, probe_pause_s = begin + _FIRST_PROBE_S, _FIRST_PROBE_S
-        deadline = begin + options.commit_timeout_s
-        alone_since: float | None = None
-        check_at = begin
-        pause_s = _FIRST_PAUSE_S
-        while (now := time.monotonic()) < deadline:
-            yield
-            self._progress()
-            if now >= probe_at:
-                self.pending.root.check_writable()
-                self.pending.check_token()
-                probe_pause_s *= 2  # a thousand waiting ranks must not keep the metadata server busy
-                probe_at = now + probe_pause_s
-            if not self._trainer_left():
-                alone_since = None
-            elif now >= check_at:
-                check_at = now + _LIVENESS_CHECK_S
-                alive = self._leases().alive_ranks() - {rank}
-                alone_since = None if alive & set(awaited()) else alone_since or now
-            if alone_since is not None and now - alone_since > _ORPHAN_GRACE_S:
-                raise _OrphanedError(
-                    f"rank {rank} waited for {what}, but its trainer and the writers it waits for are dead"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        step = self.task.save.step
-        raise CheckpointTimeoutError(
-            f"step {step}: rank {rank} waited {options.commit_timeout_s:g} s for {what}; look for ranks that died or "
-            "did not save this step, or raise the timeout",
-            rank=rank,
-            step=step,
-        )
+    def _waiting(
+        self,
+        what: str,
+        awaited: Callable[[], Iterable[int]] = lambda: (),
+        schedule: LookSchedule | None = None,
+    ) -> Waiting:
+        return Waiting(self.task, self.plan.world_size, self.context, what, awaited, schedule, pending=self.pending)
 
     def _progress(self) -> None:
         if self.context is not None:

@@ -105,8 +105,22 @@ class ArrayMeta:
         """The size of the elements of an inner chunk, padding included."""
         return math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize
 
+    @functools.cached_property
+    def largest_file_bytes(self) -> int:
+        """The size of the first chunk file before compression; no other one is larger."""
+        if self.chunk_shape == self.shape and self.inner_chunk_shape is None:
+            return self.inner_chunk_bytes + CHECKSUM_BYTES
+        return self._file_bytes((0,) * len(self.shape))
+
+    @functools.cached_property
+    def _is_even(self) -> bool:
+        return not any(n > c and n % c for n, c in zip(self.shape, self.chunk_shape, strict=True))
+
     def file_bytes(self, index: tuple[int, ...]) -> int:
         """Return the size of a chunk file before compression, without listing inner chunks as `layout` does."""
+        return self.largest_file_bytes if self._is_even else self._file_bytes(index)
+
+    def _file_bytes(self, index: tuple[int, ...]) -> int:
         full = self.inner_chunk_shape or self.chunk_shape
         first, last = self.box_of(index)
         inner_chunks = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))

@@ -26,6 +26,7 @@ from ckpt.storage.chunk_layout import indices
 from ckpt.storage.compressed_reads import read_compressed
 from ckpt.storage.direct_reads import PIECE_BYTES, Record, records_of_box, records_of_whole
 from ckpt.storage.files import storage_errors
+from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
 from ckpt.storage.regular_files import DamagedFileError, open_regular
 
@@ -53,6 +54,9 @@ class ArrayRead:
     def check(self) -> None:
         """Raise ValueError unless `destination` can hold a box that is inside the array."""
         meta, destination = self.array.meta, self.destination
+        same = destination.shape == meta.shape and destination.dtype is meta.stored.numpy_dtype
+        if same and self.offset == (0,) * len(meta.shape):
+            return
         shape = destination.shape[: len(meta.shape)]
         if destination.shape != (*shape, *meta.stored.trailing) or destination.dtype != meta.stored.numpy_dtype:
             raise ValueError(
@@ -162,28 +166,27 @@ class _Plan:
     def __init__(self, step: str, packs: PackIndex) -> None:
         self._step = step
         self._packs = packs
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
         self.records: list[Record] = []
         self.chunks: list[_CompressedChunk] = []
 
     @property
     def files(self) -> list[str]:
         """The files, by the numbers that they have in the records."""
-        return list(self._numbers)
+        return [pack_file(rank, number) for rank, number in self._numbers]
 
     def add(self, read: ArrayRead) -> None:
         """Add what a request needs."""
         array, meta, destination = read.array, read.array.meta, read.destination
         for index in _chunks(meta, read.offset, destination.shape[: len(read.offset)]):
-            place = _place(self._step, self._packs, read.name, array, index)
             if meta.compression is not None:
+                place = _place(self._step, self._packs, read.name, array, index)
                 self.chunks.append(_CompressedChunk(place, index, read))
                 continue
-            file = self._numbers.setdefault(place.file, len(self._numbers))
-            whole = None
-            if destination.nbytes + CHECKSUM_BYTES == place.nbytes:
-                whole = records_of_whole(meta, file, place.offset, destination)
-            self.records += whole or records_of_box(meta, index, file, place.offset, read.offset, destination)
+            rank, number, base = self._packs.start(array, index)
+            file = self._numbers.setdefault((rank, number), len(self._numbers))
+            whole = records_of_whole(meta, file, base, destination)
+            self.records += whole or records_of_box(meta, index, file, base, read.offset, destination)
 
 
 def _chunks(meta: ArrayMeta, offset: _Index, shape: _Index) -> Iterable[_Index]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from ckpt.native import crc32c
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.documents import decode_document, encode_document
-from ckpt.storage.names import SaveId, part_name
+from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, part_name, part_rank, parts_directory
 from ckpt.storage.root import FORMAT_VERSION, INTENT, CheckpointRoot, read_bytes, read_json
 
-__all__ = ["Abandoned", "NotDurableError", "SaveOutcome", "PendingSave", "Published", "Reason"]
+__all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "Reason", "SaveOutcome"]
 
 _REASON = "reason.json"
 _RECORD_GRACE_S = 1.0  # to wait for the reason of an abandoned save
@@ -93,14 +92,14 @@ class PendingSave:
         superseded: Collection[int] = (),
         lineage: Mapping[str, Any] = MappingProxyType({"restart": None, "metrics": {}, "versions": {}}),
     ) -> None:
-        """Make the directory and its intent. Coordinator only, once, before any other writer starts.
+        """Make the directory and its intent: without one nothing is published. Coordinator only, once.
 
         `continues` is the step, and its save, that training continued from; `lineage` has what else is recorded of the
         save. The steps `superseded` are moved aside
         before the save is published. Raises StorageError if the save was begun or abandoned before,
         CheckpointExistsError if the step is published.
         """
-        if os.path.lexists(self._abandoned_path):
+        if self.was_abandoned():
             raise StorageError(f"save {self.save.name} was abandoned before it began")
         if self.save.step not in superseded and os.path.lexists(self.root.step_path(self.save.step)):
             raise self.already_published()
@@ -117,9 +116,24 @@ class PendingSave:
         if not files.create_exclusive(os.path.join(self.path, INTENT), encode_document(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         directories.fsync_directory(self.root.pending_path)
-        if os.path.lexists(self._abandoned_path):  # another rank did not find the save, and abandoned it
+        if self.was_abandoned():  # meanwhile by another rank; then the directory may have been made anew by a late one
             directories.remove_tree(self.path)
             raise StorageError(f"save {self.save.name} was abandoned while it began")
+
+    def join(self) -> None:
+        """Make the directory, unless it is there, so that a rank can write before the coordinator has begun the save.
+
+        StorageError if the save is abandoned. The record of that is looked at after the directory was made: so a save
+        that is abandoned before or meanwhile has no directory afterwards, or none in which all parts can appear.
+        """
+        directories.make_directories(self.root.pending_path, self.save.name)
+        if self.was_abandoned():
+            directories.remove_tree(self.path)
+            raise StorageError(f"save {self.save.name} was abandoned before this rank could write its part")
+
+    def was_abandoned(self) -> bool:
+        """Return whether there is a record that the save was abandoned. One look."""
+        return os.path.lexists(self._abandoned_path)
 
     def has_begun(self) -> bool:
         """Return whether the save has begun and is not decided."""
@@ -150,12 +164,22 @@ class PendingSave:
         StorageError if the save does not exist any more.
         """
         data = encode_document(document)
+        directories.make_directories(self.path, parts_directory(rank))
         files.write_durable(os.path.join(self.path, part_name(rank)), data)
         return crc32c(data)
 
+    def has_part(self, rank: int) -> bool:
+        """Return whether the part of this rank is complete. One look."""
+        return os.path.exists(os.path.join(self.path, part_name(rank)))
+
     def parts_present(self) -> set[int]:
-        """Return the ranks whose part is complete."""
-        return {int(name[5:10]) for name in _part_names(self.path) if re.fullmatch(r"rank_\d{5,}\.json", name)}
+        """Return the ranks whose part is complete. Lists every directory of parts; to wait, use `PartsWatch`."""
+        return {rank for path in self.parts_directories() for rank in _ranks_in(path)}
+
+    def parts_directories(self) -> list[str]:
+        """Return the directories of the parts: they must be durable before the save is published."""
+        parts = os.path.join(self.path, "parts")
+        return [os.path.join(parts, name) for name in directories.names_in(parts)]
 
     def read_part(self, rank: int) -> tuple[dict[str, Any], int]:
         """Return a rank's part manifest and its checksum. CheckpointCorruptError if it is damaged or missing."""
@@ -264,7 +288,12 @@ class PendingSave:
         return outcome
 
     def decided(self) -> SaveOutcome:
-        """Return the outcome, for ranks that saw the save begin: if it does not exist any more, it was removed."""
+        """Return the outcome, for ranks that have joined the save: if it does not exist any more, it was removed.
+
+        One look while the save is begun and not decided, at most five before that.
+        """
+        if self.has_begun():
+            return None
         outcome = self._outcome_with_reason()
         if outcome is None and not os.path.isdir(self.path):
             return self.outcome() or Abandoned(_unknown_reason(self.save))
@@ -281,11 +310,41 @@ class PendingSave:
         return read_json(os.path.join(self.path, name))
 
 
-def _part_names(path: str) -> list[str]:
-    try:
-        return os.listdir(os.path.join(path, "parts"))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+class PartsWatch:
+    """Which ranks have completed their parts, for a process that waits for all of them.
+
+    Each look lists the directories that were not complete at the one before.
+    """
+
+    def __init__(self, pending: PendingSave, world_size: int) -> None:
+        self._path = pending.path
+        self._missing: dict[str, set[int]] = {}
+        for first in range(0, world_size, RANKS_PER_DIRECTORY):
+            ranks = range(first, min(first + RANKS_PER_DIRECTORY, world_size))
+            self._missing[parts_directory(first)] = set(ranks)
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks whose parts were missing at the last look."""
+        return set().union(*self._missing.values())
+
+    @property
+    def directories_left(self) -> int:
+        """How many directories the next look lists."""
+        return len(self._missing)
+
+    def look(self) -> bool:
+        """Return whether all parts are there."""
+        for directory, ranks in list(self._missing.items()):
+            ranks.difference_update(_ranks_in(os.path.join(self._path, directory)))
+            if not ranks:
+                del self._missing[directory]
+        return not self._missing
+
+
+def _ranks_in(path: str) -> set[int]:
+    """Return the ranks whose part manifests are in a directory; none if it does not exist."""
+    return {rank for name in directories.names_in(path) if (rank := part_rank(name)) is not None}
 
 
 def _unknown_reason(save: SaveId) -> Reason:

@@ -7,10 +7,11 @@ are few records however the box lies in the chunk.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,71 +39,83 @@ def records_of_whole(meta: ArrayMeta, file: int, base: int, destination: Array) 
     if meta.inner_chunk_shape is not None or meta.chunk_shape != meta.shape or not destination.flags.c_contiguous:
         return None
     nbytes = destination.nbytes
+    if destination.shape[: len(meta.shape)] != meta.shape:
+        return None
     return [(file, base, nbytes, 0, address_of(destination), nbytes, 1, 0, 0)]
 
 
 def records_of_box(
     meta: ArrayMeta, index: tuple[int, ...], file: int, base: int, offset: tuple[int, ...], destination: Array
-) -> Iterator[Record]:
-    """Yield the records that read what the chunk at `index` has of the box at `offset`, which goes to `destination`.
+) -> list[Record]:
+    """Return the records that read what the chunk at `index` has of the box at `offset`, which goes to `destination`.
 
     The chunk begins at byte `base` of the file. `destination` has the shape of the box, followed by the trailing
     dimension of a raw dtype, and any strides.
     """
-    trailing = meta.stored.trailing
-    origin, first, last = _overlap(meta, index, (*offset, *(0,) * len(trailing)), destination.shape)
-    inner = (*(meta.inner_chunk_shape or meta.chunk_shape), *trailing)
-    present = _inner_chunks(meta, index, inner, origin)
-    strides, item = destination.strides, destination.dtype.itemsize
+    item, trailing = meta.stored.numpy_dtype.itemsize, meta.stored.trailing
+    first, last, origin = [], [], []
+    for i, chunk, at, count in zip(index, meta.chunk_shape, offset, destination.shape, strict=False):
+        start = i * chunk
+        first.append(max(at - start, 0))
+        last.append(min(at + count - start, chunk))
+        origin.append(start - at)
+    left = tuple([min(chunk, n - i * chunk) for n, chunk, i in zip(meta.shape, meta.chunk_shape, index, strict=True)])
+    part = _Part(
+        (*left, *trailing),
+        (*(meta.inner_chunk_shape or meta.chunk_shape), *trailing),
+        (*first, *(0,) * len(trailing)),
+        (*last, *trailing),
+        (*origin, *(0,) * len(trailing)),
+        destination.strides,
+        item,
+    )
+    to = address_of(destination)
+    return [
+        (file, base, block_bytes, at, to + target, nbytes, rows, at_step, to_step)
+        for block_bytes, at, target, nbytes, rows, at_step, to_step in _rows_of_part(part)
+    ]
+
+
+class _Part(NamedTuple):
+    """A box of a chunk, from `first` to `last` (excluded), and where it goes.
+
+    `shape` is that of the chunk, without what is outside of the array, `inner` that of an inner chunk. In the
+    destination, the first element of the chunk would be at `origin`; it has these `strides`.
+    """
+
+    shape: tuple[int, ...]
+    inner: tuple[int, ...]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    origin: tuple[int, ...]
+    strides: tuple[int, ...]
+    item: int
+
+
+@functools.lru_cache(maxsize=1 << 10)  # all layers of a model have tensors of the same shapes
+def _rows_of_part(part: _Part) -> tuple[tuple[int, int, int, int, int, int, int], ...]:
+    """Return records without their file, which begin at 0 there and in memory."""
+    inner, item = part.inner, part.item
+    present = [-(-size // n) for size, n in zip(part.shape, inner, strict=True)]
     steps = [math.prod(inner[dim + 1 :]) * item for dim in range(len(inner))]
     block_bytes = math.prod(inner) * item
-    to = address_of(destination)
     choices = []
-    for dim, (low, high) in enumerate(zip(first, last, strict=True)):
-        start = origin[dim] - offset[dim] if dim < len(offset) else 0
+    for dim, (low, high) in enumerate(zip(part.first, part.last, strict=True)):
         in_line = all(n == 1 for n in present[dim + 1 :]) and all(n == 1 for n in inner[:dim])
         unit = high if in_line or present[dim] == 1 else inner[dim]
-        jump = math.prod(present[dim + 1 :]) * block_bytes
-        choices.append(
-            list(_spans(low, high, unit, jump if unit == inner[dim] else 0, steps[dim], start, strides[dim]))
-        )
+        jump = math.prod(present[dim + 1 :]) * block_bytes if unit == inner[dim] else 0
+        choices.append(list(_spans(low, high, unit, jump, steps[dim], part.origin[dim], part.strides[dim])))
+    found: list[tuple[int, int, int, int, int, int, int]] = []
     for spans in product(*choices):
-        at = sum(span[0] for span in spans)
-        target = to + sum(span[1] for span in spans)
-        counts = [span[2] for span in spans]
-        for row_at, row_to, nbytes, rows, at_step, to_step in _rows(at, target, counts, steps, strides, item):
-            for piece in _pieces(block_bytes, row_at, row_to, nbytes, rows, at_step, to_step):
-                yield (file, base, block_bytes, *piece)
-
-
-def _overlap(
-    meta: ArrayMeta, index: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the origin of a chunk, and which of its elements are in a box: the first and the last index (excluded).
-
-    These are relative to the origin. All include the trailing dimension of a raw dtype, as the box does.
-    """
-    trailing = meta.stored.trailing
-    chunk = (*meta.chunk_shape, *trailing)
-    origin = (*(i * c for i, c in zip(index, meta.chunk_shape, strict=True)), *(0,) * len(trailing))
-    first = tuple(max(o - c, 0) for o, c in zip(offset, origin, strict=True))
-    ends = zip(offset, shape, origin, chunk, strict=True)
-    return origin, first, tuple(min(o + n - c, size) for o, n, c, size in ends)
+        at, to = sum(span[0] for span in spans), sum(span[1] for span in spans)
+        for row in _rows(at, to, [span[2] for span in spans], steps, part.strides, item):
+            found += [(block_bytes, *piece) for piece in _pieces(block_bytes, *row)]
+    return tuple(found)
 
 
 def address_of(array: Array) -> int:
     """Return the address of the first element."""
     return int(array.__array_interface__["data"][0])
-
-
-def _inner_chunks(
-    meta: ArrayMeta, index: tuple[int, ...], inner: tuple[int, ...], origin: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return how many inner chunks of a chunk there are in each dimension, those outside the array not counted."""
-    trailing = meta.stored.trailing
-    shape, chunk = (*meta.shape, *trailing), (*meta.chunk_shape, *trailing)
-    sizes = zip(shape, chunk, inner, origin, strict=True)
-    return tuple(-(-min(c, size - start) // part) for size, c, part, start in sizes)
 
 
 def _spans(low: int, high: int, unit: int, jump: int, step: int, start: int, stride: int) -> Iterator[_Span]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ckpt.errors import CheckpointCorruptError
+from ckpt.errors import CheckpointCorruptError, StateError
 from ckpt.native import crc32c
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "encode_root",
     "decode_document",
     "decode_root",
+    "readable",
 ]
 
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -67,10 +68,13 @@ class EncodedList:
 
 
 def encode_document(document: dict[str, Any]) -> bytes:
-    """Return `document` as JSON with its checksum. Its keys are strings; a member may be an `EncodedList`."""
+    """Return `document` as JSON with its checksum. Its keys are strings; a member may be an `EncodedList`.
+
+    Raises what `readable` raises.
+    """
     members = {key: canonical_json(key) + b":" + _encoded(member) for key, member in document.items()}
     members[_MEMBER] = b'"%s":%d' % (_MEMBER.encode(), crc32c(_object(members)))
-    return _object(members)
+    return readable(_object(members))
 
 
 def _encoded(member: Any) -> bytes:
@@ -92,8 +96,21 @@ def decode_document(data: bytes, where: str) -> dict[str, Any]:
 
 
 def encode_root(document: dict[str, Any]) -> bytes:
-    """Return the root group of a step as JSON, with its checksum in ``attributes.ckpt``, where Zarr allows it."""
-    return canonical_json(_with_root_checksum(document, crc32c(canonical_json(document))))
+    """Return the root group of a step as JSON, with its checksum in ``attributes.ckpt``, where Zarr allows it.
+
+    Raises what `readable` raises.
+    """
+    return readable(canonical_json(_with_root_checksum(document, crc32c(canonical_json(document)))))
+
+
+def readable(data: bytes) -> bytes:
+    """Return an encoded document; StateError if no reader would accept it, so that it must not be published."""
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise StateError(
+            f"a document of the checkpoint would have {len(data):,} bytes, and {MAX_DOCUMENT_BYTES:,} are allowed: it "
+            "holds the values of the state that are not tensors, and the names of all; put large values into tensors"
+        )
+    return data
 
 
 def decode_root(data: bytes, where: str) -> dict[str, Any]:

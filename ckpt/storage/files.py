@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ __all__ = [
     "rename_no_replace",
     "storage_errors",
     "sync_files",
+    "take",
     "touch",
     "under",
     "write_document",
@@ -170,6 +172,25 @@ def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int
         for paths in (list(files), list(directories)):
             for _ in pool.map(_sync_all, (paths[first::threads] for first in range(threads))):
                 pass
+
+
+def take(source: str, target: str) -> bool:
+    """Rename a file to a new name, if it is a regular file without another name; return whether it has been taken.
+
+    Anything else that has been renamed is unlinked: it must not be written to.
+    """
+    with storage_errors("take", source):
+        try:
+            os.rename(source, target)
+        except FileNotFoundError:
+            return False
+        about = os.lstat(target)
+        if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
+            return True
+        if stat.S_ISDIR(about.st_mode):
+            raise StorageError(f"{source} is a directory; remove it (it was made by hand)")
+        os.unlink(target)
+        return False
 
 
 def remove(path: str) -> None:

@@ -4,16 +4,23 @@
         {"rank": 0, "writer": [71, 512], "trainer": [70, 500]}     a writer process registered (pid, start time)
         {"rank": 0, "left": [70, 500], "done": false}              its trainer has ended, or has left;
                                                                    done: its writers have left, too
+        {"renew_s": 34.0}                                          it is renewed so often, if not every `RENEW_S`
+
+One process of each host renews its file: the one that holds a `NodeLock`. All hosts together do so at most
+`RENEWALS_PER_S` times a second, so in a job of many hosts each does so less often, and counts as dead later.
 
 Processes of the same host (boot id and pid namespace) are looked up in /proc, so their death is known at once, on
 every file system. Of another host only the time of its file is known: all its processes count as dead when that is
-older than `EXPIRY_S` by the clock of the file system. A lease does not protect data, because a process may be slow and
-not dead; it only tells for which processes to wait. The token protects data (see `ownership`).
+older than `EXPIRY_S`, or several times `renew_s`, by the clock of the file system. A lease does not protect data,
+because a process may be slow and not dead; it only tells for which processes to wait. The token protects data (see
+`ownership`).
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import threading
 import time
@@ -23,13 +30,17 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import directories, files
+from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
-__all__ = ["EXPIRY_S", "RENEW_S", "Lease", "Leases", "Writer", "is_fresh"]
+__all__ = ["EXPIRY_S", "RENEWALS_PER_S", "RENEW_S", "HostWatch", "Lease", "Leases", "Writer", "is_fresh"]
 
 EXPIRY_S = 15.0
 RENEW_S = 4.0
+RENEWALS_PER_S = 60.0
+_ALONE_PER_S = 10.0  # renewals by processes that never get the lock of their host
+_COUNTED_RENEWALS = 4  # until then all ranks of a host have registered
 _POLL_S = 0.5
 _MAX_FILE_BYTES = 16 << 20
 
@@ -50,19 +61,19 @@ class Leases:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def register(self, rank: int, trainer: Process, trainer_gone: Callable[[], bool]) -> Lease:
+    def register(self, rank: int, trainer: Process, trainer_gone: Callable[[], bool], world_size: int = 1) -> Lease:
         """Register this process as a writer of `rank` and renew its lease until `close` or the end of the process.
 
         `trainer_gone` is called about twice a second, in a thread. StorageError if the directory does not exist.
         """
-        lease = Lease(self, rank, trainer, trainer_gone)
+        lease = Lease(self, rank, trainer, trainer_gone, world_size)
         lease.ensure()
         return lease
 
     def enter(self, rank: int, writer: Process, trainer: Process) -> None:
         """Add a writer of this host, unless it is there. StorageError if the directory does not exist."""
         line = {"rank": rank, "writer": [writer.pid, writer.start], "trainer": [trainer.pid, trainer.start]}
-        if line not in self._lines(os.path.basename(self._own_file())):
+        if line not in self._lines(os.path.basename(self.own_file())):
             self._append(line)
 
     def leave(self, rank: int, trainer: Process, *, done: bool) -> None:
@@ -76,11 +87,29 @@ class Leases:
         """Return all registered writers. StorageError if they cannot be read."""
         names = directories.names_in(self.path)
         now = directories.server_time(self.path) if names else 0.0
-        return [writer for name in names for writer in self._writers_of(name, now)]
+
+        return [
+            writer
+            for name in names
+            for writer in self._writers_of(name, functools.partial(is_fresh, os.path.join(self.path, name), now))
+        ]
 
     def alive_ranks(self) -> set[int]:
-        """Return the ranks with a live writer."""
+        """Return the ranks with a live writer. Reads the files of all hosts."""
         return {writer.rank for writer in self.writers() if writer.alive}
+
+    def ranks_here(self) -> int:
+        """Return how many ranks have registered on this host and file system, at least 1. Reads one file."""
+        ranks = {line["rank"] for line in self._lines(os.path.basename(self.own_file())) if "writer" in line}
+        return max(1, len(ranks))
+
+    def announce(self, renew_s: float) -> None:
+        """Record how often this host renews. StorageError if the directory does not exist."""
+        self._append({"renew_s": renew_s})
+
+    def of_host(self, name: str, fresh: Callable[[float], bool]) -> list[Writer]:
+        """Return the writers in the file `name`; `fresh` says whether it was renewed within so many seconds."""
+        return list(self._writers_of(name, fresh))
 
     def has_left(self, trainer: Process) -> bool:
         """Return whether this trainer has left."""
@@ -89,11 +118,12 @@ class Leases:
 
     def renew(self) -> None:
         """Renew the lease of this host. StorageError if the directory does not exist."""
-        files.touch(self._own_file())
+        files.touch(self.own_file())
 
-    def _writers_of(self, name: str, now: float) -> Iterable[Writer]:
-        fresh = is_fresh(os.path.join(self.path, name), now)
+    def _writers_of(self, name: str, fresh_within: Callable[[float], bool]) -> Iterable[Writer]:
         lines = self._lines(name)
+        announced = [line["renew_s"] for line in lines if "renew_s" in line]
+        fresh = fresh_within(EXPIRY_S * max(1.0, announced[-1] / RENEW_S if announced else 1.0))
         left = {tuple(line["left"]) for line in lines if "left" in line}
         done = {tuple(line["left"]) for line in lines if "left" in line and line.get("done")}
         for line in lines:
@@ -120,24 +150,28 @@ class Leases:
                 lines.append(document)
         return lines
 
-    def _own_file(self) -> str:
+    def own_file(self) -> str:
+        """Return the file of this host. StorageError if the directory does not exist."""
         with files.storage_errors("find", self.path):
             return os.path.join(self.path, f"{Process.here().host}-{os.stat(self.path).st_dev:x}")
 
     def _append(self, line: dict[str, Any]) -> None:
         with files.storage_errors("register in", self.path):
-            files.append(self._own_file(), json.dumps(line).encode() + b"\n")
+            files.append(self.own_file(), json.dumps(line).encode() + b"\n")
 
 
 class Lease:
     """The registration of this process as a writer. A thread renews the host's lease if no other process does."""
 
-    def __init__(self, leases: Leases, rank: int, trainer: Process, trainer_gone: Callable[[], bool]) -> None:
+    def __init__(
+        self, leases: Leases, rank: int, trainer: Process, trainer_gone: Callable[[], bool], world_size: int
+    ) -> None:
         self._leases = leases
         self._own = Process.here()
         self._rank = rank
         self._trainer = trainer  # may live on after its connection has ended
         self._trainer_gone = trainer_gone
+        self._world_size = world_size
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -153,25 +187,74 @@ class Lease:
         self._closed.set()
 
     def _keep(self) -> None:
-        renewed = time.monotonic()
+        lock: NodeLock | None = None
+        renewed, renewals, renew_s = time.monotonic(), 0, RENEW_S
+        alone_s = max(2 * RENEW_S, self._world_size / _ALONE_PER_S)
         recorded = False
-        while not self._closed.wait(_POLL_S):
-            try:
-                if not recorded and self._trainer_gone():
-                    self._leases.leave(self._rank, self._trainer, done=False)
-                    recorded = True
-                if time.monotonic() - renewed >= RENEW_S:
+        try:
+            while not self._closed.wait(_POLL_S):
+                try:
+                    if not recorded and self._trainer_gone():
+                        self._leases.leave(self._rank, self._trainer, done=False)
+                        recorded = True
+                    lock = lock or NodeLock(self._leases.own_file())
+                    if time.monotonic() - renewed < (renew_s if lock.take() else alone_s):
+                        continue
                     renewed = time.monotonic()
-                    if self._is_first():
-                        self._leases.renew()
-            except (OSError, ValueError, StorageError):  # ValueError: the socket is closed, the process ends
-                if not os.path.isdir(self._leases.path):
-                    return  # there is a later owner, or the root was removed
+                    if lock.held and renewals < _COUNTED_RENEWALS:
+                        renewals += 1
+                        renew_s = self._paced(renew_s)
+                    self._leases.renew()
+                except (OSError, ValueError, StorageError):  # ValueError: the socket is closed, the process ends
+                    if not os.path.isdir(self._leases.path):
+                        return  # there is a later owner, or the root was removed
+        finally:
+            if lock is not None:
+                lock.release()
 
-    def _is_first(self) -> bool:
-        """Return whether this process has to renew: the first live one of the host does."""
-        here = [writer for writer in self._leases.writers() if writer.process.is_here and writer.alive]
-        return not here or here[0].process == self._own
+    def _paced(self, announced_s: float) -> float:
+        """Return how often this host is to renew, and record it if that has changed."""
+        hosts = self._world_size / self._leases.ranks_here()
+        renew_s = max(RENEW_S, round(hosts / RENEWALS_PER_S, 1))
+        if renew_s != announced_s:
+            self._leases.announce(renew_s)
+        return renew_s
+
+
+class HostWatch:
+    """Which ranks have live writers on one host, for a process that asks again and again.
+
+    The age of its lease is told by the times at which this process sees it change. One thread.
+    """
+
+    def __init__(self, leases: Leases, host: str) -> None:
+        self._leases = leases
+        self._host = host
+        self._names: list[str] = []
+        self._changed: dict[str, tuple[float, float]] = {}  # name -> its time, and when that was seen to change
+
+    def alive_ranks(self) -> set[int]:
+        """Return the ranks; none if the host has no lease. StorageError if it cannot be read. Reads the host's file."""
+        if not self._names:
+            names = directories.names_in(self._leases.path)
+            self._names = [name for name in names if _host_of(name) == self._host]
+        found: set[int] = set()
+        for name in self._names:
+            writers = self._leases.of_host(name, functools.partial(operator.lt, self._age_s(name)))
+            found |= {writer.rank for writer in writers if writer.alive}
+        return found
+
+    def _age_s(self, name: str) -> float:
+        now = time.monotonic()
+        try:
+            changed = os.stat(os.path.join(self._leases.path, name)).st_mtime
+        except OSError:
+            return EXPIRY_S * 1000
+        if name not in self._changed:
+            self._changed[name] = changed, now - abs(directories.server_time(self._leases.path) - changed)
+        elif self._changed[name][0] != changed:
+            self._changed[name] = changed, now
+        return now - self._changed[name][1]
 
 
 def _is_alive(process: Process, fresh: bool) -> bool:
@@ -180,10 +263,10 @@ def _is_alive(process: Process, fresh: bool) -> bool:
     return fresh if alive is None else alive
 
 
-def is_fresh(path: str, now: float) -> bool:
-    """Return whether a lease file was renewed within `EXPIRY_S` of `now`, a time of its file system."""
+def is_fresh(path: str, now: float, expiry_s: float = EXPIRY_S) -> bool:
+    """Return whether a lease file was renewed within `expiry_s` of `now`, a time of its file system."""
     try:
-        return abs(now - os.stat(path).st_mtime) < EXPIRY_S  # if in the future, the clock was set back
+        return abs(now - os.stat(path).st_mtime) < expiry_s  # if in the future, the clock was set back
     except OSError:
         return False
 
@@ -194,6 +277,8 @@ def _well_formed(line: dict[str, Any]) -> bool:
 
     if "left" in line:
         return is_process(line["left"])
+    if "renew_s" in line:
+        return type(line["renew_s"]) in (int, float)
     return type(line.get("rank")) is int and is_process(line.get("writer")) and is_process(line.get("trainer"))
 
 

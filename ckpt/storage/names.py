@@ -28,11 +28,15 @@ from ckpt.paths import Path
 __all__ = [
     "INDEX",
     "PUBLISHED_STEP",
+    "RANKS_PER_DIRECTORY",
     "REFERENCES",
     "SaveId",
     "directory",
+    "pack_file",
     "parse_save_name",
     "part_name",
+    "part_rank",
+    "parts_directory",
     "step_name",
 ]
 
@@ -45,6 +49,10 @@ REFERENCES = "references.json"
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""
 
+RANKS_PER_DIRECTORY = 512
+"""How many ranks have their parts in one directory."""
+
+_PART = re.compile(r"rank_(\d{5,})\.json")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
 _ESCAPED = re.compile(rb"[^A-Za-z0-9_.-]")
@@ -125,4 +133,20 @@ def parse_save_name(name: str) -> SaveId | None:
 
 def part_name(rank: int) -> str:
     """Return the path of a rank's part manifest, relative to the save."""
-    return f"parts/rank_{rank:05d}.json"
+    return f"{parts_directory(rank)}/rank_{rank:05d}.json"
+
+
+def parts_directory(rank: int) -> str:
+    """Return the directory of a rank's part manifest, relative to the save. It has `RANKS_PER_DIRECTORY` ranks."""
+    return f"parts/{rank // RANKS_PER_DIRECTORY:03d}"
+
+
+def pack_file(rank: int, number: int) -> str:
+    """Return the path of a file of a rank's pack, relative to the save. They are numbered from 0."""
+    return f"packs/{rank // RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
+
+
+def part_rank(name: str) -> int | None:
+    """Return the rank of a part manifest with this file name; None if it is none."""
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match else None

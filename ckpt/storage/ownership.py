@@ -231,6 +231,11 @@ class Ownership:
         except (CheckpointCorruptError, KeyError, TypeError, ValueError):
             return None
 
+    def claimer(self, token: int) -> Process | None:
+        """Return the trainer that has, or had, claimed the root with this token; None if that is not known."""
+        claim = self._read(token)
+        return None if claim is None else claim.process
+
     def describe(self, token: int) -> str:
         """Return a description of the owner that has, or had, this token, for messages."""
         claim = self._read(token)

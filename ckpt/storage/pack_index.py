@@ -12,6 +12,7 @@ with their product, and where a chunk lies is found without looking at any other
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.dtypes import stored
+from ckpt.storage.names import pack_file
 from ckpt.storage.regions import ALIGNMENT, FilePlaces, Region, chunk_sizes, regions_from_documents
 
 __all__ = [
@@ -30,17 +33,10 @@ __all__ = [
     "StoredArray",
     "Table",
     "chunk_number",
-    "pack_file",
     "unravel",
 ]
 
-_RANKS_PER_DIRECTORY = 512
 _MAX_BYTES = 1 << 60
-
-
-def pack_file(rank: int, number: int) -> str:
-    """Return the path of a file of a rank's pack, relative to the step."""
-    return f"packs/{rank // _RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +157,35 @@ class PackIndex:
             if not members:
                 raise ValueError("a region has no arrays")
             for array in members:
-                if array.offset < end or math.prod(array.meta.grid_shape) != copies:
+                meta = array.meta
+                chunks, nbytes = _chunks_and_bytes(meta.shape, meta.chunk_shape, meta.inner_chunk_shape, meta.dtype)
+                if array.offset < end or chunks != copies:
                     name = display(array.path)
                     raise ValueError(f"{name} overlaps with another array, or its region has too few or many copies")
-                end = array.offset + array.meta.file_bytes((0,) * len(array.meta.shape))  # no chunk is larger
+                end = array.offset + nbytes
             if end >= _MAX_BYTES:
                 raise ValueError(f"a region has {end} bytes")
 
-    def place(self, array: StoredArray, index: tuple[int, ...]) -> ChunkPlace:
-        """Return where the chunk at `index` of the grid of an array lies."""
+    def start(self, array: StoredArray, index: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return where the uncompressed chunk at `index` of the grid of an array lies: rank, number of the file, byte.
+
+        The chunk before compression, if it is compressed.
+        """
         assert array.region is not None
-        region, copy = self.regions[array.region], chunk_number(index, array.meta.grid_shape)
-        rank = int(region.ranks[copy])
+        region, meta = self.regions[array.region], array.meta
+        copy = 0 if meta.chunk_shape == meta.shape else chunk_number(index, meta.grid_shape)
+        return int(region.ranks[copy]), int(region.files[copy]), int(region.starts[copy]) + array.offset
+
+    def place(self, array: StoredArray, index: tuple[int, ...]) -> ChunkPlace:
+        """Return where the chunk at `index` of the grid of an array lies.
+
+        KeyError if it is compressed and no part says where it is; CheckpointCorruptError if that part is damaged.
+        """
+        rank, file, at = self.start(array, index)
         if array.meta.compression is None:
-            at = int(region.starts[copy]) + array.offset
-            return ChunkPlace(pack_file(rank, int(region.files[copy])), at, array.meta.file_bytes(index))
+            return ChunkPlace(pack_file(rank, file), at, array.meta.file_bytes(index))
         assert self.table is not None
+        copy = chunk_number(index, array.meta.grid_shape)
         file, at, nbytes = self.table(rank)[array.number, copy]
         return ChunkPlace(pack_file(rank, file), at, nbytes)
 
@@ -198,43 +207,85 @@ def unravel(number: int, grid_shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(position))
 
 
+_MEMBERS = frozenset(
+    {
+        "path",
+        "dtype",
+        "shape",
+        "chunk",
+        "inner",
+        "compression",
+        "region",
+        "offset",
+        "box_offset",
+        "tensor_shape",
+        "rank",
+    }
+)
+
+
+_PAIRS = (("region", "offset"), ("box_offset", "tensor_shape"))
+_LISTS = frozenset({"path", "shape", "chunk", "inner", "box_offset", "tensor_shape"})
+
+
 def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArray:
-    path, shape = tuple(entry["path"]), tuple(entry["shape"])
+    for name in _LISTS & entry.keys():
+        if type(entry[name]) is not list:
+            raise ValueError(f"the entry of an array has {name} {entry[name]!r:.80}, which is no list")
+    path, shape, chunk = tuple(entry["path"]), tuple(entry["shape"]), tuple(entry["chunk"])
+    inner = tuple(entry["inner"]) if "inner" in entry else None
+    about = {"name": list(path)}
     region, offset, rank = entry.get("region"), entry.get("offset", 0), entry.get("rank")
+    box_offset, tensor_shape = (0,) * len(shape), shape
+    if "box_offset" in entry:
+        about |= {"box_offset": entry["box_offset"], "tensor_shape": entry["tensor_shape"]}
+        box_offset, tensor_shape = tuple(entry["box_offset"]), tuple(entry["tensor_shape"])
+        if tensor_shape == shape:
+            raise ValueError(f"{display(path)} is a whole tensor, but has a box")
+    if rank is not None:
+        about["rank"] = rank
+    if entry.keys() - _MEMBERS or None in entry.values() or any((a in entry) != (b in entry) for a, b in _PAIRS):
+        raise ValueError(f"the entry of {display(path)} has the members {sorted(entry)!r:.200}")
     if set(map(type, path)) - {str, int}:
         raise ValueError(f"{path!r:.80} is not a path of strings and integers")
-    if {type(region), type(rank)} - {int, type(None)} or type(offset) is not int:
-        raise ValueError(f"{display(path)} has the place {region!r:.20}, {offset!r:.20}, {rank!r:.20}")
-    if rank is not None and not 0 <= rank < world_size:
-        raise ValueError(f"{display(path)} is of rank {rank} of {world_size}")
-    about: dict[str, Any] = {"name": list(path)}
-    about |= {key: entry[key] for key in ("rank", "box_offset", "tensor_shape") if key in entry}
-    inner = None if "inner" not in entry else tuple(entry["inner"])
-    meta = ArrayMeta(shape, entry["dtype"], tuple(entry["chunk"]), inner, entry.get("compression"), {"ckpt": about})
-    box_offset = tuple(entry.get("box_offset", (0,) * len(shape)))
-    tensor_shape = tuple(entry.get("tensor_shape", shape))
-    _check_sizes(path, meta, box_offset, tensor_shape)
-    if (region is None) != (0 in shape) or (region is not None and region < 0):
-        raise ValueError(f"{display(path)} has shape {list(shape)}, but is in region {region}")
-    if offset % ALIGNMENT or not 0 <= offset < _MAX_BYTES:
+    numbers = (*shape, *chunk, *(inner or ()), *box_offset, *tensor_shape, offset, rank or 0, region or 0)
+    if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _MAX_BYTES:
+        raise ValueError(f"the entry of {display(path)} has a size or place that is no number from 0 to {_MAX_BYTES}")
+    if rank is not None and (type(rank) is not int or rank >= world_size):
+        raise ValueError(f"{display(path)} is of rank {rank!r:.40} of {world_size}")
+    if (region is None) != (0 in shape) or type(region) not in (int, type(None)):
+        raise ValueError(f"{display(path)} has shape {list(shape)}, but is in region {region!r:.40}")
+    if offset % ALIGNMENT:
         raise ValueError(f"{display(path)} begins at byte {offset} of its region")
-    array = StoredArray(number, path, meta, region, offset, box_offset, tensor_shape, rank)
-    if array.to_document() != entry:
-        raise ValueError(f"the entry of {display(path)} is not as this package writes it")
-    return array
+    meta = ArrayMeta(shape, entry["dtype"], chunk, inner, entry.get("compression"), {"ckpt": about})
+    _check_shapes(entry["dtype"], shape, chunk, box_offset, tensor_shape)
+    return StoredArray(number, path, meta, region, offset, box_offset, tensor_shape, rank)
 
 
-def _check_sizes(path: Path, meta: ArrayMeta, box_offset: tuple[int, ...], tensor_shape: tuple[int, ...]) -> None:
-    """Raise ValueError for what would be too large for numpy or the file system, and for boxes that are none."""
-    if not len(box_offset) == len(tensor_shape) == len(meta.shape):
-        raise ValueError(f"the box of {display(path)} does not have the dimensions of the tensor")
-    for value in (*box_offset, *tensor_shape):
-        if type(value) is not int or not 0 <= value < _MAX_BYTES:
-            raise ValueError(f"{display(path)} has a box with {value!r:.40}")
+@functools.lru_cache(maxsize=1 << 10)
+def _check_shapes(
+    dtype: str,
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...],
+    box_offset: tuple[int, ...],
+    tensor_shape: tuple[int, ...],
+) -> None:
+    """Raise ValueError for what would be too large for numpy or the file system. All sizes are integers."""
+    if not len(box_offset) == len(tensor_shape) == len(shape):
+        raise ValueError(f"a box of shape {shape} at {box_offset} does not fit a tensor of shape {tensor_shape}")
     try:
-        itemsize = meta.stored.itemsize
-    except (StateError, TypeError):
-        raise ValueError(f"{display(path)} has the dtype {meta.dtype!r:.80}, which cannot be stored") from None
-    shapes = (meta.shape, meta.chunk_shape, tensor_shape)
-    if any(math.prod(filter(None, shape)) * itemsize >= _MAX_BYTES for shape in shapes):
-        raise ValueError(f"{display(path)} has an impossible shape: {list(tensor_shape)!r:.80}")
+        itemsize = stored(dtype).itemsize
+    except StateError:
+        raise ValueError(f"{dtype!r:.80} is not a dtype that can be stored") from None
+    for sizes in (shape, chunk, tensor_shape):
+        if math.prod(filter(None, sizes)) * itemsize >= _MAX_BYTES:
+            raise ValueError(f"{list(sizes)!r:.80} is an impossible shape")
+
+
+@functools.lru_cache(maxsize=1 << 10)  # all layers of a model have tensors of the same shapes
+def _chunks_and_bytes(
+    shape: tuple[int, ...], chunk: tuple[int, ...], inner: tuple[int, ...] | None, dtype: str
+) -> tuple[int, int]:
+    """Return the number of chunks of an array, and the size of the largest."""
+    meta = ArrayMeta(shape, dtype, chunk, inner)
+    return math.prod(meta.grid_shape), meta.largest_file_bytes

@@ -26,7 +26,8 @@ from ckpt.storage.chunk_codec import inner_chunk_array
 from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, PAGE_BYTES
 from ckpt.storage.directories import make_directories
 from ckpt.storage.files import holds, sync_files, write_new, write_pages
-from ckpt.storage.pack_index import ALIGNMENT, pack_file
+from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import ALIGNMENT
 
 __all__ = ["ChunkToCompress", "FileJob", "PackWriter", "WrittenFile"]
 

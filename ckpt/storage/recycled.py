@@ -1,22 +1,23 @@
 """Recycle the files of a removed step: the next save overwrites them.
 
 Making files and allocating their blocks takes a file system longer than overwriting existing ones. Saves of one plan
-have the same files, so the next save can take the directory of a removed step and make none:
+have the same files, so each rank of the next save can take those that it wrote in a removed step, and make none:
 
     step_00000100/              published
     .retired/step_00000100-..   removed for all readers; the files that identify the step are being deleted
-    .retired/<plan>/            only arrays, for the next save of this plan
+    .retired/<plan>/            only data and parts, for the next save of this plan
     .pending/<save>/            a save like any other: it can be published when it has an intent and all of its parts
 
-Each transition is one atomic rename, so a process that deletes recycled files cannot interfere with a save that takes
-them. A crash leaves one of these states; the next save takes the directory or deletes it. Run by the coordinator.
+Each transition is one atomic rename: of the directory by the coordinator, of a file by the rank that takes it. So a
+process that deletes recycled files cannot interfere with a save that takes them, and of two saves only one has a file.
+A crash leaves one of these states; a later save takes the files or deletes them.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import stat
+from collections.abc import Iterable
 
 from ckpt.storage import directories, files
 from ckpt.storage.commit import PendingSave
@@ -35,13 +36,13 @@ def recycled_path(root: CheckpointRoot) -> str:
 def recycle_step(root: CheckpointRoot, step: int, plan: str, token: int | None = None) -> bool:
     """Remove a published step and keep its files for a save with the digest `plan`; False if the step is being read.
 
-    The files are not kept if others are kept already, or if the step has another plan, links, or files with a second
-    name: a file that is linked elsewhere must not change. `token` is the owner's; FencedError if the step was saved by
-    a later owner.
+    They are to be deleted instead if others are kept already, or if the step has another plan or links for directories.
+    `token` is the owner's; FencedError if the step was saved by a later owner. For the coordinator. Deletes only what
+    identifies the step.
     """
     ready = os.path.join(recycled_path(root), plan)
     if os.path.lexists(ready) or (intent_of_step(root.step_path(step)) or {}).get("plan") != plan:
-        return root.remove_step(step, token)
+        return root.move_step(step, root.abandoned_path, token) is not None
     for made in directories.make_directories(root.path, ".retired"):
         directories.fsync_directory(made)
     moved = root.move_step(step, recycled_path(root), token)
@@ -55,30 +56,33 @@ def recycle_step(root: CheckpointRoot, step: int, plan: str, token: int | None =
     return True
 
 
-def take_recycled(pending: PendingSave, plan: str) -> bool:
-    """Give the recycled files to a save that is about to begin; False if there are none for this plan.
+def take_recycled(pending: PendingSave, plan: str, names: Iterable[str]) -> None:
+    """Give the recycled files with these names to a save, by a rank that is about to write them. Others are made new.
 
-    Files of other plans are deleted: the state has changed.
+    Never a link, nor a file with a second name: what is linked elsewhere must not change.
     """
-    pending.root.make()
-    taken = directories.rename_directory(os.path.join(recycled_path(pending.root), plan), pending.path) is Rename.DONE
-    discard_recycled(pending.root)
-    return taken
-
-
-def discard_recycled(root: CheckpointRoot) -> None:
-    """Delete all recycled files."""
-    for name in _names(recycled_path(root)):
-        _discard(root, os.path.join(recycled_path(root), name))
-
-
-def _discard(root: CheckpointRoot, path: str) -> None:
-    """Delete a directory, under a name that no save takes."""
-    if root.undo_move(path):
+    source = os.path.join(recycled_path(pending.root), plan)
+    if not os.path.isdir(source):
         return
+    made: set[str] = set()
+    for name in names:
+        made.update(directories.make_directories(pending.path, os.path.dirname(name), made))
+        files.take(os.path.join(source, name), os.path.join(pending.path, name))
+
+
+def discard_recycled(root: CheckpointRoot, keep: str | None = None) -> list[str]:
+    """Let no save take recycled files any more, but those of the plan `keep`, and return the directories to delete."""
+    folder = recycled_path(root)
+    moved = (_discard(root, os.path.join(folder, name)) for name in _names(folder) if name != keep)
+    return [path for path in moved if path is not None]
+
+
+def _discard(root: CheckpointRoot, path: str) -> str | None:
+    """Give a directory a name that no save takes, and return it; None if it is not there any more."""
+    if root.undo_move(path):
+        return None
     target = os.path.join(root.abandoned_path, f"{os.path.basename(path)}-retired-{secrets.token_hex(4)}")
-    if directories.rename_directory(path, target) is Rename.DONE:
-        directories.remove_tree(target)
+    return target if directories.rename_directory(path, target) is Rename.DONE else None
 
 
 def _names(path: str) -> list[str]:
@@ -90,25 +94,21 @@ def _names(path: str) -> list[str]:
 
 
 def _is_plain(path: str) -> bool:
-    """Return whether a tree has only directories and files with one name each."""
+    """Return whether all directories in a tree are directories, and not links."""
     with storage_errors("look at", path), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 if not _is_plain(entry.path):
                     return False
-            else:
-                about = entry.stat(follow_symlinks=False)
-                if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
-                    return False
+            elif entry.is_dir():
+                return False
     return True
 
 
 def _remove_identity(path: str) -> None:
-    """Delete what identifies a step, durably: its documents and the parts of its ranks."""
+    """Delete the documents that identify a step, durably."""
     for name in _names(path):
         entry = os.path.join(path, name)
-        if name == "parts":
-            directories.remove_tree(entry)
-        elif not os.path.isdir(entry):
+        if not os.path.isdir(entry):
             files.remove(entry)
     directories.fsync_directory(path)

@@ -19,6 +19,7 @@ import numpy as np
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.documents import canonical_json
+from ckpt.storage.names import RANKS_PER_DIRECTORY
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
 from ckpt.storage.zarr_names import array_document, array_names, group_documents
 
@@ -28,7 +29,6 @@ _STEP = "{{step}}"
 _GROUP = "step/"
 _VARIABLES = "ijklmn"
 _FEW_COPIES = 2  # listed instead of generated
-_RANKS_PER_DIRECTORY = 512  # of `pack_file`
 
 Place = tuple[int, int, int]
 """The rank, the number of the file, and the byte where a copy of a region starts; or a step of these."""
@@ -140,9 +140,9 @@ def _length(meta: ArrayMeta, chunk: Sequence[Expression]) -> Expression:
 def _directory(loops: _Loops, rank: Expression) -> str:
     """Return the directory of a rank's pack files."""
     reach = [(count - 1) * step[0] for count, step in loops.loops]
-    first = (loops.first[0] + sum(min(0, n) for n in reach)) // _RANKS_PER_DIRECTORY
-    last = (loops.first[0] + sum(max(0, n) for n in reach)) // _RANKS_PER_DIRECTORY
-    return _shown(first if first == last else f"({rank}//{_RANKS_PER_DIRECTORY})", 3)
+    first = (loops.first[0] + sum(min(0, n) for n in reach)) // RANKS_PER_DIRECTORY
+    last = (loops.first[0] + sum(max(0, n) for n in reach)) // RANKS_PER_DIRECTORY
+    return _shown(first if first == last else f"({rank}//{RANKS_PER_DIRECTORY})", 3)
 
 
 def _shown(value: Expression, digits: int = 1) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.array_metadata import ArrayMeta
 
 __all__ = ["ALIGNMENT", "FilePlaces", "Numbers", "Region", "chunk_sizes", "regions_from_documents"]
@@ -107,8 +108,7 @@ def chunk_sizes(meta: ArrayMeta) -> Numbers:
     for size, chunk, inner in zip(meta.shape, meta.chunk_shape, full, strict=True):
         left = size - np.arange(-(-size // chunk), dtype=np.int64) * chunk
         inner_chunks = np.multiply.outer(inner_chunks, -(-np.minimum(left, chunk) // inner)).reshape(-1)
-    whole = meta.file_bytes((0,) * len(meta.shape)) - meta.index_bytes
-    return inner_chunks * (whole // int(inner_chunks[0])) + meta.index_bytes
+    return inner_chunks * (meta.inner_chunk_bytes + CHECKSUM_BYTES) + meta.index_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 <root>/.owner/              the job that may publish (see `ownership`)
 <root>/.pending/<save>/     being written; can be published only while it holds intent.json
     intent.json                 made once, by the coordinator, before any writer starts
-    parts/rank_00000.json       this rank's part is durable
+    parts/000/rank_00000.json   this rank's part is durable
 <root>/step_00000100/       published: the same directory under its final name
 <root>/.abandoned/<save>/   abandoned: the same directory; its files will never be read
     reason.json                 why, for all ranks; kept for a while after the rest is removed
@@ -27,6 +27,7 @@ from ckpt.storage.directories import Rename, try_lock_exclusive
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
+from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.regular_files import read_document_at
 from ckpt.storage.step_reader import has_readers, remove_stale_readers
@@ -157,10 +158,10 @@ class CheckpointRoot:
 
         Returns whether that was so. The process that moved it may have died before it could do this.
         """
-        taken = _REMOVED_STEP.fullmatch(os.path.basename(path))
-        if taken is None or owner_of_step(path) <= int(taken[2]):
+        if not _is_of_later_owner(path):
             return False
-        directories.rename_directory(path, os.path.join(self.path, taken[1]))
+        step = os.path.basename(path).partition("-removed-")[0]
+        directories.rename_directory(path, os.path.join(self.path, step))
         return True
 
     def _rename_step(self, step: int, target: str) -> bool:
@@ -196,23 +197,44 @@ class CheckpointRoot:
             target = os.path.join(where, f"{name}-{secrets.token_hex(4)}")
         return target if result is Rename.DONE else None
 
-    def clean(self) -> None:
-        """Free the space of abandoned saves and interrupted removals. For the owner.
+    def removed(self) -> list[tuple[str, bool]]:
+        """Return the directories of removed steps and abandoned saves, whose files may be deleted, by any rank.
 
-        Writers that have not noticed yet that their save was abandoned may still write there. Ranks learn from the
-        record of a save that it was abandoned, and why, so records are kept for `_KEEP_RECORDS_S`.
+        The second item says whether it is an abandoned save: ranks learn from the files in its directory that it was
+        abandoned, and why. Steps of a later owner are left out: they are about to be published again (`move_step`).
+        """
+        found = []
+        for name in sorted(self._names(self.abandoned_path)):
+            path = os.path.join(self.abandoned_path, name)
+            if not _is_of_later_owner(path):
+                found.append((path, parse_save_name(name) is not None))
+        return found
+
+    def clean(self) -> None:
+        """Free the space of abandoned saves and interrupted removals, at once. For the owner.
+
+        Writers that have not noticed yet that their save was abandoned may still write there.
+        """
+        self.clean_records()
+        for path, is_record in self.removed():
+            with contextlib.suppress(StorageError):  # it was removed meanwhile, or the next clean-up will remove it
+                if is_record:
+                    directories.remove_subdirectories(path)
+                else:
+                    directories.remove_tree(path)
+
+    def clean_records(self) -> None:
+        """Remove what is small and of no use any more, and undo interrupted moves. For the owner.
+
+        Ranks learn from the record of a save that it was abandoned, so records are kept for `_KEEP_RECORDS_S`.
         """
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
-            try:
-                is_record = parse_save_name(name) is not None
-                old = time.time() - os.stat(path).st_mtime > _KEEP_RECORDS_S
-                if is_record and not old:
-                    directories.remove_subdirectories(path)
-                elif not self.undo_move(path):
+            with contextlib.suppress(OSError, StorageError):
+                is_old = time.time() - os.stat(path).st_mtime > _KEEP_RECORDS_S
+                if not self.undo_move(path) and is_old and parse_save_name(name) is not None:
                     directories.remove_tree(path)
-            except (OSError, StorageError):
-                continue  # it was removed meanwhile, or the next clean-up will remove it
+        self._set_aside_late()
         with contextlib.suppress(StorageError):
             remove_stale_readers(self.path)
         with contextlib.suppress(OSError):
@@ -220,6 +242,17 @@ class CheckpointRoot:
                 path = os.path.join(self.pending_path, name)
                 if name.startswith(".") and time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S:
                     files.remove(path)  # a temporary file whose writer died
+
+    def _set_aside_late(self) -> None:
+        """Let directories be deleted that late writers have made for saves which were decided, or never began."""
+        newest = self.ownership.newest()
+        for save in self.pending():
+            path = os.path.join(self.pending_path, save.name)
+            is_late = save.owner < newest or os.path.isdir(os.path.join(self.abandoned_path, save.name))
+            if is_late and not os.path.lexists(os.path.join(path, INTENT)):
+                target = os.path.join(self.abandoned_path, f"{save.name}-late-{secrets.token_hex(4)}")
+                with contextlib.suppress(StorageError):
+                    directories.rename_directory(path, target)
 
     def check_writable(self) -> None:
         """Raise StorageError when the root cannot be made or written to."""
@@ -229,7 +262,8 @@ class CheckpointRoot:
     def confirm(self, token: int) -> None:
         """Raise StorageError unless this process sees the claim with `token`, just made by another rank, and can write.
 
-        Ranks that do not share a file system fail here, before anything is saved.
+        Ranks that do not share a file system fail here, before anything is saved. Of processes of one node that do this
+        at the same time, one tries to write.
         """
         deadline = time.monotonic() + _VISIBLE_S
         while not self.ownership.has(token):
@@ -240,7 +274,12 @@ class CheckpointRoot:
                     "checkpoint root on all hosts"
                 )
             time.sleep(_PAUSE_S)
-        directories.check_writable(self.pending_path)
+        probe = NodeLock(f"probe of {self.path} for {token}")
+        if probe.take():
+            try:
+                directories.check_writable(self.pending_path)
+            finally:
+                probe.release()
 
 
 def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
@@ -263,6 +302,12 @@ def owner_of_step(path: str) -> int:
     """Return the token of the owner that saved the step in directory `path`; 0 if its intent does not say."""
     save = parse_save_name(str((intent_of_step(path) or {}).get("save", "")))
     return 0 if save is None else save.owner
+
+
+def _is_of_later_owner(path: str) -> bool:
+    """Return whether the step at `path`, if it is one that was moved, is of a later owner than the one that did."""
+    taken = _REMOVED_STEP.fullmatch(os.path.basename(path))
+    return taken is not None and owner_of_step(path) > int(taken[2])
 
 
 def _saves(names: list[str]) -> list[SaveId]:

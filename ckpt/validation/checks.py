@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import re
@@ -10,30 +9,21 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import islice
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
+from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.loading.consistency import find_inconsistencies
 from ckpt.loading.index import CheckpointIndex
-from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_codec import READ_BYTES, verify_chunk
-from ckpt.validation.step_files import (
-    ChunkFile,
-    Problem,
-    StepFiles,
-    read_document,
-    read_step_files,
-    tensor_name,
-)
+from ckpt.storage.chunk_codec import READ_BYTES
+from ckpt.storage.names import INDEX
+from ckpt.validation.pack_files import PackChecks
+from ckpt.validation.step_files import PackFile, Problem, StepFiles, read_step_files
 
 __all__ = ["Report", "validate"]
-
-_MAX_MISSING_LISTED = 1000
 
 
 @dataclass
 class Report:
-    """The result of a validation. `bytes_read` counts bytes of chunk files."""
+    """The result of a validation. `bytes_read` counts bytes of packs."""
 
     path: str
     step: int | None = None
@@ -72,19 +62,22 @@ def validate(path: str, *, quick: bool = False, jobs: int = 8, progress: Progres
             for problem in find_inconsistencies(files.index)
         ]
         found = _scan(path)
-        _check_cover(files, len(found.sizes), report.problems)
         report.files = len(found.sizes)
-        _check_files(path, files, found, quick, report.problems)
+        _check_files(files, found, report.problems)
+        checks = PackChecks(files.index)
+        for rank in files.parts:
+            report.problems += checks.table_problems(rank)
     except CheckpointCorruptError as error:
         report.problems.append(Problem(str(error), _file_named_in(str(error), path), rank=0, fatal=True))
         return report
     if not quick:
-        _check_bytes(path, files, found.sizes, report, jobs, progress)
+        _check_bytes(checks, files, found, report, jobs, progress)
     return report
 
 
 def _file_named_in(message: str, path: str) -> str | None:
-    return next((name for name in ("zarr.json", "state.json") if message.startswith(os.path.join(path, name))), None)
+    documents = ("zarr.json", INDEX, "state.json")
+    return next((name for name in documents if message.startswith(os.path.join(path, name))), None)
 
 
 def _check_name(path: str, index: CheckpointIndex, problems: list[Problem]) -> None:
@@ -92,38 +85,6 @@ def _check_name(path: str, index: CheckpointIndex, problems: list[Problem]) -> N
     if match and int(match[1]) != index.step:
         message = f"the directory is named {match[0]}, but holds step {index.step}: another save"
         problems.append(Problem(message, "zarr.json", rank=0))
-
-
-def _check_cover(files: StepFiles, files_found: int, problems: list[Problem]) -> None:
-    """Check that exactly one rank has recorded each chunk of each array.
-
-    Chunks that no part lists are added to `files`: ranks whose parts are damaged have written them.
-    """
-    owners: dict[str, ChunkFile] = {}
-    for chunk in files.chunks:
-        other = owners.setdefault(chunk.file, chunk)
-        if other is not chunk:
-            message = f"ranks {other.rank} and {chunk.rank} both wrote this chunk"
-            tensor = tensor_name(files.index, chunk.directory)
-            problems.append(Problem(message, chunk.file, tensor, chunk.index, chunk.rank, fatal=True))
-    expected = sum(math.prod(meta.grid_shape) for meta in files.index.arrays.values())
-    if expected == len(owners):
-        return
-    missing = islice(_chunks_not_in(owners, files.index), expected - len(owners))
-    if len(files.parts) < len(files.index.summary["parts"]):
-        files.chunks += islice(missing, files_found + _MAX_MISSING_LISTED)
-        return
-    for chunk in islice(missing, _MAX_MISSING_LISTED):
-        tensor = tensor_name(files.index, chunk.directory)
-        problems.append(Problem("no rank wrote this chunk", chunk.file, tensor, chunk.index, fatal=True))
-
-
-def _chunks_not_in(owners: dict[str, ChunkFile], index: CheckpointIndex) -> Iterator[ChunkFile]:
-    for directory, meta in index.arrays.items():
-        for number in meta.chunk_indices():
-            file = f"{directory}/{meta.chunk_key(number)}"
-            if file not in owners:
-                yield ChunkFile(file, directory, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,88 +115,67 @@ def _scan(path: str) -> _Found:
     return found
 
 
-def _check_files(path: str, files: StepFiles, found: _Found, quick: bool, problems: list[Problem]) -> None:
-    """Check that exactly the expected files exist, with the right sizes and, unless `quick`, the right documents."""
-    _check_nothing_else(files, found, problems)
-    for chunk in files.chunks:
-        message = _wrong_size(chunk, files.index.arrays[chunk.directory], found.sizes.get(chunk.file))
-        if message is not None:
-            tensor = tensor_name(files.index, chunk.directory)
-            problems.append(Problem(message, chunk.file, tensor, chunk.index, chunk.rank, fatal=True))
-    for name, expected in files.documents.items():
-        size = found.sizes.get(name)
-        if size is None:
-            if name != "intent.json" and not name.startswith("parts/"):  # reported when they were read
-                problems.append(Problem("is missing", name))
-        elif expected is not None and (size != len(expected) or (not quick and _differs(path, name, expected))):
-            problems.append(Problem("differs from what the root says", name))
-
-
-def _check_nothing_else(files: StepFiles, found: _Found, problems: list[Problem]) -> None:
-    known = files.documents.keys() | {chunk.file for chunk in files.chunks}
+def _check_files(files: StepFiles, found: _Found, problems: list[Problem]) -> None:
+    """Check that exactly the expected files exist, with the right sizes."""
+    known = files.documents | {pack.name for pack in files.packs}
     for name in sorted(found.sizes.keys() - known):
         kind = "file" if found.sizes[name] >= 0 else "symbolic link or device"
         problems.append(Problem(f"this {kind} does not belong to the checkpoint", name))
-    parents = {"parts", *(name.rpartition("/")[0] for name in files.documents)}  # every directory has a zarr.json
+    parents = {parent for name in known for parent in _parents(name)}
     for name in sorted(found.directories - parents):
         if not any(file.startswith(f"{name}/") for file in found.sizes):
             problems.append(Problem("this directory does not belong to the checkpoint", name))
+    expected = files.index.packs.files()
+    compressed = any(array.meta.compression is not None for array in files.index.packs.arrays)
+    for pack in files.packs:
+        wanted = pack.nbytes if compressed else expected[pack.rank, pack.number]
+        message = _wrong_size(pack, wanted, found.sizes.get(pack.name))
+        if message is not None:
+            problems.append(Problem(message, pack.name, rank=pack.rank, fatal=True))
 
 
-def _wrong_size(chunk: ChunkFile, meta: ArrayMeta, size: int | None) -> str | None:
+def _parents(name: str) -> Iterator[str]:
+    while name := name.rpartition("/")[0]:
+        yield name
+
+
+def _wrong_size(pack: PackFile, wanted: int | None, size: int | None) -> str | None:
     if size is None:
         return "is missing"
     if size < 0:
         return "is a symbolic link or a device; no file of a checkpoint is one"
-    if chunk.file_bytes is not None and size != chunk.file_bytes:
-        return f"has {size} bytes instead of {chunk.file_bytes}"
-    return meta.size_problem(chunk.index, size)
-
-
-def _differs(path: str, name: str, expected: bytes) -> bool:
-    try:
-        return read_document(path, name) != expected
-    except CheckpointCorruptError:
-        return True
+    if wanted is not None and size != wanted:
+        return f"has {size} bytes instead of {wanted}"
+    if pack.nbytes is not None and size != pack.nbytes:
+        return f"has {size} bytes, but its writer recorded {pack.nbytes}"
+    return None
 
 
 def _check_bytes(
-    path: str, files: StepFiles, sizes: dict[str, int], report: Report, jobs: int, progress: Progress | None
+    checks: PackChecks, files: StepFiles, found: _Found, report: Report, jobs: int, progress: Progress | None
 ) -> None:
-    """Read every chunk file of the right size, and compare its checksum with the recorded one."""
-    arrays = files.index.arrays
-    chunks = [
-        chunk for chunk in files.chunks if _wrong_size(chunk, arrays[chunk.directory], sizes.get(chunk.file)) is None
-    ]
-    total = sum(sizes[chunk.file] for chunk in chunks)
+    """Read every file of a pack, and compare its checksum with the recorded one."""
+    packs = [pack for pack in files.packs if found.sizes.get(pack.name, -1) >= 0]
+    total = sum(found.sizes[pack.name] for pack in packs)
     own = threading.local()
 
-    def check(chunk: ChunkFile) -> tuple[ChunkFile, Problem | None]:
-        tensor, meta = tensor_name(files.index, chunk.directory), arrays[chunk.directory]
+    def check(pack: PackFile) -> tuple[PackFile, list[Problem]]:
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(mmap.mmap(-1, READ_BYTES))
         try:
-            found = verify_chunk(path, chunk.directory, meta, chunk.index, tensor, own.buffer)
-        except CheckpointError as error:
+            return pack, checks.check(pack, found.sizes[pack.name], own.buffer)
+        except StorageError as error:
             if isinstance(error.__cause__, PermissionError):
                 raise
-            message = str(error).removeprefix(
-                f"tensor {tensor}, chunk {chunk.index}: {os.path.join(path, chunk.file)} "
-            )
-            message = message.removesuffix("; restore from another step or copy")
-            return chunk, Problem(message, chunk.file, tensor, chunk.index, chunk.rank, fatal=True)
-        if chunk.crc32c is not None and found.crc32c != chunk.crc32c:
-            message = "holds other data than its writer recorded: a chunk of another place, step or save"
-            return chunk, Problem(message, chunk.file, tensor, chunk.index, chunk.rank, fatal=True)
-        return chunk, None
+            return pack, [Problem(str(error), pack.name, rank=pack.rank, fatal=True)]
 
+    known = {problem.file for problem in report.problems if problem.fatal}
     pool = ThreadPoolExecutor(max(1, jobs), "ckpt-validate")
     try:
-        for future in as_completed([pool.submit(check, chunk) for chunk in chunks]):
-            chunk, problem = future.result()
-            report.bytes_read += sizes[chunk.file]
-            if problem is not None:
-                report.problems.append(problem)
+        for future in as_completed([pool.submit(check, pack) for pack in packs]):
+            pack, problems = future.result()
+            report.bytes_read += found.sizes[pack.name]
+            report.problems += [problem for problem in problems if problem.tensor or problem.file not in known]
             if progress is not None:
                 progress(report.bytes_read, total)
     finally:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, items, key_path, parse_index, whole_number
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, chunk_table, items, parse_index, sizes
 from ckpt.native import crc32c
-from ckpt.paths import display
-from ckpt.storage.array_metadata import ArrayMeta, group_document, groups
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
-from ckpt.storage.names import part_name
+from ckpt.storage.names import INDEX, pack_file, part_name
 from ckpt.storage.regular_files import DamagedFileError, read_regular
 from ckpt.storage.root import FORMAT_VERSION
 
-__all__ = ["ChunkFile", "Problem", "StepFiles", "read_document", "read_step_files", "tensor_name"]
+__all__ = ["PackFile", "Problem", "StepFiles", "read_document", "read_step_files"]
+
+REFERENCES = "references.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +39,31 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkFile:
-    """A chunk file as its writer recorded it; members are None if the writer's part is damaged."""
+class PackFile:
+    """A file of a pack: `nbytes` and `crc32c` are as its writer recorded them, None if the writer's part is damaged."""
 
-    file: str
-    directory: str
-    index: tuple[int, ...]
-    file_bytes: int | None = None
+    name: str
+    rank: int
+    number: int
+    nbytes: int | None = None
     crc32c: int | None = None
-    rank: int | None = None
 
 
 @dataclass
 class StepFiles:
-    """The files of a step according to its metadata: the parts by rank, the chunk files, the expected documents."""
+    """The files of a step according to its metadata: the parts by rank, the files of packs, the names of documents."""
 
     index: CheckpointIndex
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    chunks: list[ChunkFile] = field(default_factory=list)
-    documents: dict[str, bytes | None] = field(
-        default_factory=dict
-    )  # None: must exist; the content is checked separately
+    packs: list[PackFile] = field(default_factory=list)
+    documents: set[str] = field(default_factory=set)
 
 
 def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
     """Read all metadata of a step, and add the problems of single documents to `problems`.
 
-    Raises CheckpointCorruptError if the root or the state document is damaged: nothing else can be checked then.
+    Raises CheckpointCorruptError if the root, the index or the state document is damaged: nothing else can be checked
+    then.
     """
     try:
         index = parse_index(path)
@@ -77,21 +75,34 @@ def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
         raise
     files = StepFiles(index)
     summary = index.summary
-    files.documents |= {"zarr.json": None, "state.json": None, "intent.json": None}
+    files.documents |= {"zarr.json", INDEX, "state.json", "intent.json"}
     intent = _read_json(path, "intent.json", None, problems)
     if intent is not None and intent != {key: summary.get(key) for key in intent}:
         problems.append(Problem("the intent belongs to another save", "intent.json", rank=0))
-    documents = {directory: meta.array_document() for directory, meta in index.arrays.items()}
+    if "references" in summary:
+        _check_references(path, summary["references"], files, problems)
+    expected = index.packs.files()
     for rank, checksum in enumerate(summary["parts"]):
-        files.documents[part_name(rank)] = None
+        files.documents.add(part_name(rank))
         part = _read_json(path, part_name(rank), checksum, problems, rank)
         if part is not None:
-            _add_part(files, rank, part, documents, problems)
-    for directory in groups(index.arrays):
-        files.documents[f"{directory}/zarr.json"] = canonical_json(group_document())
-    for directory, document in documents.items():
-        files.documents[f"{directory}/zarr.json"] = canonical_json(document)
+            _add_part(files, rank, part, expected, problems)
+    for rank, number in expected:
+        if rank in files.parts:
+            problems.append(Problem("no rank wrote this file", pack_file(rank, number), rank=rank, fatal=True))
+        else:
+            files.packs.append(PackFile(pack_file(rank, number), rank, number))
     return files
+
+
+def _check_references(path: str, recorded: Any, files: StepFiles, problems: list[Problem]) -> None:
+    files.documents.add(REFERENCES)
+    try:
+        data = read_document(path, REFERENCES)
+        if recorded != {"bytes": len(data), "crc32c": crc32c(data)}:
+            problems.append(Problem("differs from what the root says", REFERENCES, rank=0))
+    except CheckpointCorruptError as error:
+        problems.append(Problem(str(error), REFERENCES, rank=0))
 
 
 def _find_mixed_saves(path: str, problems: list[Problem]) -> None:
@@ -153,8 +164,13 @@ def read_document(path: str, name: str) -> bytes:
 
 
 def _add_part(
-    files: StepFiles, rank: int, part: dict[str, Any], documents: dict[str, dict[str, Any]], problems: list[Problem]
+    files: StepFiles,
+    rank: int,
+    part: dict[str, Any],
+    missing: dict[tuple[int, int], int],
+    problems: list[Problem],
 ) -> None:
+    """Add the files that a part lists, and remove them from those that are `missing`."""
     name, summary = part_name(rank), files.index.summary
     expected = {key: summary[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
     wrong = [key for key, value in expected.items() if part.get(key) != value]
@@ -162,49 +178,17 @@ def _add_part(
         problems.append(Problem(f"the part differs from the root in {', '.join(wrong)}", name, rank=rank))
         return
     try:
-        chunks = _listed_chunks(files.index, rank, part)
-        for entry in items(part["packed"]):
-            key_path(entry["path"])
-        differ = [directory for directory, document in part["arrays"].items() if documents.get(directory) != document]
+        listed = [sizes(entry) for entry in items(part["files"])]
+        packs = [PackFile(pack_file(rank, number), rank, number, nbytes, crc) for number, nbytes, crc in listed]
+        chunk_table(part)
     except ILL_FORMED as error:
         problems.append(Problem(f"the part is invalid: {error!r:.200}", name, rank=rank))
         return
     files.parts[rank] = part
-    for directory in differ:
-        problems.append(Problem(f"the part describes {directory} differently from the root", name, rank=rank))
-    for chunk in chunks:
-        if isinstance(chunk, str):
-            problems.append(Problem(f"the part lists {chunk}, which is not a chunk", name, rank=rank))
+    for pack in packs:
+        if missing.pop((rank, pack.number), None) is None:
+            problems.append(
+                Problem(f"the part lists {pack.name}, which has no chunks or is listed twice", name, rank=rank)
+            )
         else:
-            files.chunks.append(chunk)
-
-
-def _listed_chunks(index: CheckpointIndex, rank: int, part: dict[str, Any]) -> list[ChunkFile | str]:
-    """Return the chunks that a part lists; only the name for one that no array has."""
-    found: list[ChunkFile | str] = []
-    for directory, written in part["chunks"].items():
-        meta = index.arrays.get(directory)
-        for key, file_bytes, checksum in items(written):
-            number = None if meta is None else _chunk_index(meta, key)
-            file = f"{directory}/{key}"
-            size, crc = whole_number(file_bytes), whole_number(checksum)
-            found.append(file if number is None else ChunkFile(file, directory, number, size, crc, rank))
-    return found
-
-
-def _chunk_index(meta: ArrayMeta, key: str) -> tuple[int, ...] | None:
-    first, *numbers = key.split(".")
-    if first != "c" or not all(number.isdecimal() for number in numbers):
-        return None
-    index = tuple(map(int, numbers[: len(meta.shape)]))
-    inside = len(index) == len(meta.shape) and all(i < n for i, n in zip(index, meta.grid_shape, strict=True))
-    return index if inside and meta.chunk_key(index) == key else None
-
-
-def tensor_name(index: CheckpointIndex, directory: str) -> str:
-    """Return the name, for messages, of the tensor that an array holds."""
-    about = index.arrays[directory].attributes["ckpt"]
-    if about.get("pack"):
-        return "(packed tensors)"
-    name = display(tuple(about["name"]))
-    return f"{name}@rank{about['rank']}" if "rank" in about else name
+            files.packs.append(pack)

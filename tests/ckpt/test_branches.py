@@ -377,7 +377,7 @@ def test_leases_of_readers_end_with_them(tmp_path: Path) -> None:
         os.utime(leases / "gone-1-1-00000000", (1e9, 1e9))
         checkpointer.save(_state(3.0), 3)
         assert checkpointer.all_steps() == [3]
-        assert not leases.exists()
+    assert not leases.exists()
 
 
 def test_an_adoption_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

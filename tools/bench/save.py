@@ -169,7 +169,7 @@ class _Measurement:
         while not checkpointer.maybe_finalize():
             time.sleep(_POLL_S)
         durable = time.perf_counter() - begin
-        part = self._step_folder(self._step) / "parts" / "rank_00000.json"
+        part = self._step_folder(self._step) / "parts" / "000" / "rank_00000.json"
         times = json.loads(part.read_bytes())["times"]
         self._free_disk()
         return _Saved(stall, durable, times)

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from ckpt.loading.consistency import read_index
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.save_plan import make_save_plan
+from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.ranks import Ranks
 from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish
@@ -55,7 +55,7 @@ from tools.bench.harness import (
     write_json,
 )
 
-__all__ = ["TARGETS", "Figures", "add_options", "measure_commit", "measure_planning", "run"]
+__all__ = ["TARGETS", "Figures", "add_options", "measure_commit", "measure_planning", "run", "simulate_save"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -195,30 +195,28 @@ def _write_parts(root: Path, parts: int, tensors: int) -> None:
         for number in range(tensors)
     }
     plan = make_save_plan([StateDescription(specs)] * parts, GridOptions())
+    simulate_save(root, plan)
+
+
+def simulate_save(root: Path, plan: SavePlan) -> PendingSave:
+    """Leave what the writers of all ranks do before the commit, but for the packs; return the save."""
     checkpoints = CheckpointRoot(str(root))
     checkpoints.make()
-    save = PendingSave(checkpoints, SaveId(1, checkpoints.ownership.claim(0), "0" * 16))
-    save.begin(parts, plan.digest)
+    pending = PendingSave(checkpoints, SaveId(1, checkpoints.ownership.claim(0), "0" * 16))
+    pending.begin(plan.world_size, plan.digest)
     files: dict[int, list[list[int]]] = {}
     for (rank, number), nbytes in plan.index.files().items():
         files.setdefault(rank, []).append([number, nbytes, (rank * 2654435761 + number) % 2**32])
-    Path(save.path, INDEX).write_bytes(plan.index_bytes)
-    Path(save.path, REFERENCES).write_bytes(references(plan.index))
-    for rank in range(parts):
-        part = {
-            "save": save.save.name,
-            "rank": rank,
-            "world_size": parts,
-            "plan": plan.digest,
-            "files": sorted(files.get(rank, [])),
-            "values": [],
-            "aliases": [],
-            "containers": [],
-            "times": {},
-        }
-        path = Path(save.path, part_name(rank))
+    Path(pending.path, INDEX).write_bytes(plan.index_bytes)
+    Path(pending.path, REFERENCES).write_bytes(references(plan.index))
+    for rank in range(plan.world_size):
+        part: dict[str, Any] = {"save": pending.save.name, "rank": rank, "plan": plan.digest}
+        part |= {"world_size": plan.world_size, "files": sorted(files.get(rank, []))}
+        part |= {"values": [], "aliases": [], "containers": [], "times": {}}
+        path = Path(pending.path, part_name(rank))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode_document(part))
+    return pending
 
 
 def _publish(roots: list[Path]) -> Figures:

@@ -14,14 +14,14 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from ckpt.loading.consistency import all_tensors, read_index
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary
+from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_vouched
 from ckpt.native import crc32c
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.chunk_layout import indices
 from ckpt.storage.documents import canonical_json, decode_document, decode_root
 from ckpt.storage.dtypes import stored
-from ckpt.storage.names import parse_save_name, part_name
+from ckpt.storage.names import INDEX, parse_save_name, part_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_reader import StepReader
 from ckpt.validation import read_document
@@ -196,17 +196,10 @@ def overview_of(path: str) -> tuple[dict[str, Any], int]:
     CheckpointCorruptError, StorageError.
     """
     with _described(path, "zarr.json"):
-        root = _root_document(path)
-        summary = checked_summary(root["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
-        nodes = root["consolidated_metadata"]["metadata"].values()
-        attributes = [node["attributes"]["ckpt"] for node in nodes if node["node_type"] == "array"]
-        names = {(json.dumps(array["name"]), array.get("rank")) for array in attributes if not array.get("pack")}
-    with _described(path, "state.json"):
-        state = read_document(path, "state.json")
-        if summary["state"] != {"bytes": len(state), "crc32c": crc32c(state)}:
-            raise CheckpointCorruptError(f"{os.path.join(path, 'state.json')} is not the one that belongs to this step")
-        packed = decode_document(state, os.path.join(path, "state.json"))["packed"]
-        names |= {(json.dumps(entry["path"]), entry.get("rank")) for entry in packed}
+        summary = checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
+    with _described(path, INDEX):
+        arrays = read_vouched(path, INDEX, summary["index"])["arrays"]
+        names = {(json.dumps(array["path"]), array.get("rank")) for array in arrays}
     return summary, len(names)
 
 

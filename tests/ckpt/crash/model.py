@@ -1,7 +1,7 @@
 """The commit protocol and the restart as a state machine, small enough to look at every state it can get into.
 
     trainers   schedule -> (fault) -> settle what is theirs, refuse the rest -> look -> wait for all -> next epoch
-    writers    begin / join -> write the part -> publish (the coordinator's, when all parts are there)
+    writers    (the coordinator's: begin) -> write the part -> (the coordinator's, when all parts are there: publish)
     crashes    of any trainer or writer, at any moment; a survivor may publish in place of a dead coordinator
     storage    a save is pending, published or abandoned; who renames it first decides
 
@@ -151,7 +151,8 @@ class Model:
         undecided = [
             i
             for i, save in enumerate(state.saves)
-            if save.decided == PENDING and (save.begun or (save.epoch == state.epoch and save.step in own))
+            if save.decided == PENDING
+            and (save.begun or save.parts or (save.epoch == state.epoch and save.step in own))
         ]
         if self.bug is Bug.NO_REFUSAL_OF_OWN:
             undecided = [i for i in undecided if state.saves[i].step > rank.step]
@@ -200,7 +201,7 @@ class Model:
             return
         if rank.writer == HAS_CALL and number == 0 and not save.begun:
             yield f"writer 0 begins {index}", _save(state, index, save._replace(begun=True))
-        elif rank.writer == HAS_CALL and save.begun:
+        elif rank.writer == HAS_CALL:
             written = _save(state, index, save._replace(parts=save.parts | {number}))
             yield f"writer {number} writes its part of {index}", _with(written, number, rank._replace(writer=WROTE))
         elif rank.writer == WROTE and number == 0 and len(save.parts) == self.world:

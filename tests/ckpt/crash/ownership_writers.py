@@ -88,7 +88,6 @@ class Writers:
     def _any(self, job: Job, root: Root, rank: int, state: str) -> Iterator[tuple[str, Job, Root]]:
         save = self.save_of(job)
         number = root.pending_of(save)
-        begun = number is not None and root.dirs[number].intent >= 0
         if number is None and self._is_decided(root, save):
             yield "learns the outcome", job.with_writer(rank, "idle"), self._learns(root, save)
         elif number is not None and state == "written":
@@ -96,12 +95,25 @@ class Writers:
             done = "waits" if rank == 0 else "idle"
             written = root.with_dir(number, d._replace(parts=d.parts | {rank}))
             yield "writes its part", job.with_writer(rank, done), written
-        elif number is not None and begun:
-            d = root.dirs[number]
-            files = (*d.files[:rank], save, *d.files[rank + 1 :])
-            yield "writes its file", job.with_writer(rank, "written"), root.with_dir(number, d._replace(files=files))
-        elif job.pc == "ended" and job.writers[0] in ("dead", "idle", "fenced"):
-            yield "ends, nobody begins the save", job.with_writer(rank, "idle"), root
+        elif number is not None:
+            after = self._with_file(root, number, rank, save)
+            retired = next((other for other, _ in root.having(Place.RETIRED)), None)
+            if retired is None:
+                yield "writes its file", job.with_writer(rank, "written"), after
+            else:  # a reader that holds on to the file sees it written over
+                after = self._with_file(after, retired, rank, save)
+                yield "takes its file of a removed step and writes it", job.with_writer(rank, "written"), after
+        else:
+            yield "makes the pending directory", job, self._made(root, save)
+
+    def _with_file(self, root: Root, number: int, rank: int, save: int) -> Root:
+        d = root.dirs[number]
+        return root.with_dir(number, d._replace(files=(*d.files[:rank], save, *d.files[rank + 1 :])))
+
+    def _made(self, root: Root, save: int) -> Root:
+        if root.pending_of(save) is not None:
+            return root
+        return root.with_dir(save, Dir(Place.PENDING, save, files=root.dirs[save].files))
 
     def _is_decided(self, root: Root, save: int) -> bool:
         return any(d.save == save and d.place not in (Place.NOWHERE, Place.PENDING) for d in root.dirs)
@@ -134,13 +146,9 @@ class Writers:
 
     def _make(self, job: Job, root: Root, then: str) -> tuple[str, Job, Root]:
         save = self.save_of(job)
-        retired = next((number for number, _ in root.having(Place.RETIRED)), None)
-        if retired is not None:
-            d = root.dirs[retired]
-            taken = d._replace(place=Place.PENDING, save=save, mover=0)
-            return "takes the files of a removed step", job.with_writer(0, then), root.with_dir(retired, taken)
-        made = Dir(Place.PENDING, save, files=root.dirs[save].files)
-        return "makes the pending directory", job.with_writer(0, then), root.with_dir(save, made)
+        if root.pending_of(save) is None and self._is_decided(root, save):
+            return "finds its save decided", job.with_writer(0, "idle"), root
+        return "makes the pending directory", job.with_writer(0, then), self._made(root, save)
 
     def _writer_made(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
         if root.top == job.token:
@@ -158,10 +166,8 @@ class Writers:
         number = root.pending_of(self.save_of(job))
         if number is None:
             yield "finds its save decided", job.with_writer(0, "idle"), root
-        elif root.dirs[number].intent >= 0 and Bug.OVERWRITE_WITH_INTENT in self.bugs:
-            yield "goes on with the intent that is there", job.with_writer(0, "joins"), root
         else:
-            d = root.dirs[number]._replace(intent=self.save_of(job), parts=frozenset())
+            d = root.dirs[number]._replace(intent=self.save_of(job))
             yield "makes the intent", job.with_writer(0, "joins"), root.with_dir(number, d)
 
     # -- the coordinator's: publish ------------------------------------------------------------------------------------
@@ -172,8 +178,6 @@ class Writers:
         if number is None:
             yield "learns the outcome", job.with_writer(0, "idle"), self._learns(root, save)
             return
-        if Bug.OVERWRITE_WITH_INTENT in self.bugs and root.dirs[number].intent != save:
-            root = root.with_dir(number, root.dirs[number]._replace(intent=save))
         missing = set(range(len(job.writers))) - root.dirs[number].parts
         if not missing:
             if others := self._others(job, root):
@@ -271,7 +275,9 @@ class Writers:
             yield "finds it put back", job, root
         elif d.save != listed and Bug.REMOVE_UNSEEN not in self.bugs:
             yield f"has moved save {d.save}, not {listed}, and puts it back", job, root.put_back(number)
-        elif self.reuse and not any(root.having(Place.RETIRED)):
+        elif self.reuse:
+            for earlier, _ in list(root.having(Place.RETIRED)):
+                root = root.moved(earlier, Place.DELETED)
             intent = d.intent if Bug.OVERWRITE_WITH_INTENT in self.bugs else -1
             retired = d._replace(place=Place.RETIRED, save=-1, intent=intent, parts=frozenset(), mover=0)
             yield "removes the intent, and keeps the files", job, root.with_dir(number, retired)

@@ -43,7 +43,7 @@ def _document(step: Path, rng: random.Random) -> str:
     names = [str(file.relative_to(step)) for file in sorted(step.rglob("*.json"))]
     checksummed = [name for name in names if "/" not in name or name.startswith("parts/")]
     name = rng.choice(
-        ("zarr.json", "zarr.json", "state.json", "state.json", rng.choice(checksummed), rng.choice(names))
+        ("zarr.json", "index.json", "index.json", "state.json", rng.choice(checksummed), rng.choice(names))
     )
     document = json.loads((step / name).read_bytes())
     _without_checksum(document)
@@ -74,8 +74,9 @@ def _put(step: Path, name: str, data: bytes) -> None:
     root = json.loads((step / "zarr.json").read_bytes())
     _without_checksum(root)
     summary, data = root["attributes"]["ckpt"], (step / name).read_bytes()
-    if name == "state.json":
-        summary["state"] = {"bytes": len(data), "crc32c": crc32c(data)}
+    kind = name.removesuffix(".json")
+    if kind in summary:
+        summary[kind] = {"bytes": len(data), "crc32c": crc32c(data)}
     elif name.startswith("parts/"):
         summary["parts"][int(name[-10:-5])] = crc32c(data)
     _put(step, "zarr.json", canonical_json(root))

@@ -16,9 +16,9 @@ from ckpt import Checkpointer, PerRank
 __all__ = ["LAYOUTS", "save_all", "state"]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "arrays": {},
-    "packed": {"layout": "packed"},
-    "zstd": {"compression": "zstd"},
+    "small files": {"file_bytes": 2048},
+    "one file": {},
+    "zstd": {"compression": "zstd", "file_bytes": 2048},
 }
 
 
@@ -49,7 +49,7 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:
-    sizes: dict[str, int] = {"file_bytes": 2048, "inner_bytes": 512, "pack_below_bytes": 128}
+    sizes: dict[str, int] = {"inner_bytes": 512}
     for name, options in LAYOUTS.items():
         with Checkpointer(folder / name, **sizes, **options) as checkpointer:
             checkpointer.save(state(rank, world_size), 4)

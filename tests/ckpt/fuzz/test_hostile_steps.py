@@ -20,12 +20,19 @@ from ckpt.validation import validate
 from tests.tools.inspect_ckpt.forgery import reseal_root
 from tools.inspect_ckpt.__main__ import main
 
-SIZES = {"file_bytes": 2048, "inner_bytes": 512, "pack_below_bytes": 128}
+SIZES = {"file_bytes": 2048, "inner_bytes": 512}
 
 
 def _state(value: float) -> dict[str, Any]:
     weight = torch.arange(960.0).view(32, 30) + value
-    return {"weight": weight, "tied": weight, "bias": torch.full((5,), value), "more": torch.ones(9), "lr": value}
+    return {
+        "weight": weight,
+        "twin": weight + 1,
+        "tied": weight,
+        "bias": torch.full((5,), value),
+        "more": torch.ones(9),
+        "lr": value,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +50,29 @@ Change = Callable[[Path], None]
 _DEEP = "here goes what json cannot write"
 
 
-def in_root(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Change the metadata of the array `weight` in the root."""
-    return lambda step: reseal_root(step, lambda d: change(d["consolidated_metadata"]["metadata"]["weight"]))
+def in_index(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda step: _change_document(step, "index", change)
+
+
+def array(name: str, **members: Any) -> Change:
+    """Change members of the entry of a tensor in the index."""
+    return in_index(lambda index: _entry(index, name).update(members))
+
+
+def region(**members: Any) -> Change:
+    """Change the columns of the region that `weight` is in."""
+    return in_index(lambda index: index["regions"][_entry(index, "weight")["region"]].update(members))
+
+
+def _entry(index: dict[str, Any], name: str) -> dict[str, Any]:
+    entry: dict[str, Any] = next(entry for entry in index["arrays"] if entry["path"] == [name])
+    return entry
+
+
+def _change_document(step: Path, kind: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    document = decode_document((step / f"{kind}.json").read_bytes(), kind)
+    change(document)
+    _vouched(step, encode_document(document), kind)
 
 
 def in_summary(**members: Any) -> Change:
@@ -53,18 +80,13 @@ def in_summary(**members: Any) -> Change:
 
 
 def in_state(change: Callable[[dict[str, Any]], Any]) -> Change:
-    def apply(step: Path) -> None:
-        document = decode_document((step / "state.json").read_bytes(), "state.json")
-        change(document)
-        _vouched(step, encode_document(document))
-
-    return apply
+    return lambda step: _change_document(step, "state", change)
 
 
-def _vouched(step: Path, data: bytes) -> None:
-    (step / "state.json").write_bytes(data)
+def _vouched(step: Path, data: bytes, kind: str = "state") -> None:
+    (step / f"{kind}.json").write_bytes(data)
     about = {"bytes": len(data), "crc32c": crc32c(data)}
-    reseal_root(step, lambda d: d["attributes"]["ckpt"].update(state=about))
+    reseal_root(step, lambda d: d["attributes"]["ckpt"].update({kind: about}))
 
 
 def deep_value(step: Path) -> None:
@@ -86,23 +108,14 @@ def deep_root(step: Path) -> None:
 
 
 def two_boxes(first: int, second: int) -> Change:
-    """Store `weight` as two arrays of 16 rows, from these rows on, with correct checksums and all chunks."""
+    """Make two tensors of 32 rows the boxes of one of 64, from these rows on."""
 
-    def change(document: dict[str, Any]) -> None:
-        nodes = document["consolidated_metadata"]["metadata"]
-        node = nodes.pop("weight")
-        node["shape"] = [16, 30]
-        for number, row in enumerate((first, second)):
-            about = node["attributes"]["ckpt"] | {"box_offset": [row, 0], "tensor_shape": [32, 30]}
-            nodes[f"weight/__box_{number:05d}"] = {**node, "attributes": {"ckpt": about}}
+    def change(index: dict[str, Any]) -> None:
+        weight, twin = _entry(index, "weight"), _entry(index, "twin")
+        weight.update(box_offset=[first, 0], tensor_shape=[64, 30])
+        twin.update(path=["weight"], box_offset=[second, 0], tensor_shape=[64, 30])
 
-    def apply(step: Path) -> None:
-        reseal_root(step, change)
-        for number in range(2):
-            (step / "weight" / f"__box_{number:05d}").mkdir()
-            (step / f"weight/c.{number}.0").rename(step / f"weight/__box_{number:05d}/c.0.0")
-
-    return apply
+    return in_index(change)
 
 
 def instead_of(name: str, make: Callable[[Path], Any]) -> Change:
@@ -113,47 +126,52 @@ def instead_of(name: str, make: Callable[[Path], Any]) -> Change:
     return apply
 
 
-def packed(number: int, **members: Any) -> Change:
-    return in_state(lambda state: state["packed"][number].update(members))
-
-
 def aliases(*pairs: Any) -> Change:
     return in_state(lambda state: state.update(aliases=list(pairs)))
 
 
-def _chunk_shape(shape: Any) -> Change:
-    return in_root(lambda node: node["chunk_grid"]["configuration"].update(chunk_shape=shape))
-
+_FILE = "packs/000/rank_00000_000"
 
 CHANGES: dict[str, Change] = {
-    "boxes that overlap and leave a hole": two_boxes(0, 8),
-    "a box outside": two_boxes(0, 17),
+    "boxes that overlap and leave a hole": two_boxes(0, 16),
+    "a box outside": two_boxes(0, 33),
     "the same box twice": two_boxes(0, 0),
     "a value of 900 levels": deep_value,
     "a root of 900 levels": deep_root,
-    "an offset that is text": packed(0, offset="x"),
-    "an offset that is a list": packed(0, offset=[1]),
-    "an offset below 0": packed(0, offset=-4),
-    "an offset of true": packed(0, offset=True),
-    "an offset outside": packed(0, offset=1 << 50),
-    "an offset that is no whole number": packed(0, offset=0.5),
-    "entries that overlap": in_state(lambda s: s["packed"][0].update(offset=s["packed"][1]["offset"] + 4)),
-    "a dtype that does not exist": packed(0, dtype="float7"),
-    "a dtype that is a list": packed(0, dtype=["float32"]),
-    "a shape with a huge number": packed(0, shape=[1 << 62, 1 << 62]),
-    "a shape below 0": packed(0, shape=[-5]),
-    "a box of other dimensions": packed(0, box_offset=[0, 0], tensor_shape=[5]),
-    "a chunk shape of 2**40": _chunk_shape([1 << 40, 30]),
-    "a chunk shape of true": _chunk_shape([True, 30]),
-    "a chunk shape of a fraction": _chunk_shape([4.0, 30]),
-    "a chunk shape of 0": _chunk_shape([0, 30]),
-    "a chunk shape of 10**30": _chunk_shape([10**30, 30]),
-    "no chunk shape": _chunk_shape(None),
-    "a shape of 2**40 rows": in_root(lambda node: node.update(shape=[1 << 40, 30])),
-    "a data type that does not exist": in_root(lambda node: node.update(data_type="float7")),
-    "attributes that are none": in_root(lambda node: node.update(attributes=None)),
-    "a name that is text": in_root(lambda node: node["attributes"]["ckpt"].update(name="weight")),
-    "a rank that did not write": in_root(lambda node: node["attributes"]["ckpt"].update(rank=7)),
+    "an offset that is text": array("bias", offset="x"),
+    "an offset below 0": array("bias", offset=-16),
+    "an offset of true": array("bias", offset=True),
+    "an offset outside": array("bias", offset=1 << 50),
+    "an offset that is no whole number": array("bias", offset=0.5),
+    "arrays that overlap": in_index(
+        lambda index: _entry(index, "twin").update(
+            {key: _entry(index, "weight")[key] for key in ("region", "offset")},
+        )
+    ),
+    "a dtype that does not exist": array("bias", dtype="float7"),
+    "a dtype that is a list": array("bias", dtype=["float32"]),
+    "a shape with a huge number": array("bias", shape=[1 << 62, 1 << 62], chunk=[1, 1]),
+    "a shape below 0": array("bias", shape=[-5]),
+    "a box of other dimensions": array("bias", box_offset=[0, 0], tensor_shape=[5]),
+    "a chunk shape of 2**40": array("weight", chunk=[1 << 40, 30]),
+    "a chunk shape of true": array("weight", chunk=[True, 30]),
+    "a chunk shape of a fraction": array("weight", chunk=[4.0, 30]),
+    "a chunk shape of 0": array("weight", chunk=[0, 30]),
+    "a chunk shape of 10**30": array("weight", chunk=[10**30, 30]),
+    "no chunk shape": array("weight", chunk=None),
+    "a shape of 2**40 rows": array("weight", shape=[1 << 40, 30]),
+    "a path that is text": array("weight", path="weight"),
+    "a rank that did not write": array("weight", rank=7),
+    "a region that does not exist": array("weight", region=99),
+    "a region of another rank": region(ranks=[[1, 1, 0]]),
+    "a region in another file": region(files=[[9, 1, 0]]),
+    "a region at 2**50": region(starts=[[1 << 50, 1, 0]]),
+    "a region of 2**40 copies": region(ranks=[[0, 1 << 40, 0]], files=[[0, 1 << 40, 0]], starts=[[0, 1 << 40, 16]]),
+    "a run that overflows": region(starts=[[0, 1 << 20, 1 << 62]]),
+    "a region without copies": region(ranks=[], files=[], starts=[]),
+    "a region of text": region(ranks="012"),
+    "an index without regions": in_index(lambda index: index.pop("regions")),
+    "an index without arrays": in_index(lambda index: index.update(arrays=[])),
     "an alias of an alias": aliases([["tied"], ["again"]], [["again"], ["weight"]]),
     "aliases in a circle": aliases([["tied"], ["again"]], [["again"], ["tied"]]),
     "an alias of itself": aliases([["tied"], ["tied"]]),
@@ -169,17 +187,19 @@ CHANGES: dict[str, Change] = {
     "no ranks": in_summary(world_size=0, parts=[]),
     "a world of 2**40": in_summary(world_size=1 << 40),
     "a format of true": in_summary(format=True),
-    "a format that is text": in_summary(format="1"),
+    "a format that is text": in_summary(format="2"),
+    "an index of another size": in_summary(index={"bytes": 3, "crc32c": 0}),
+    "files that are not there": in_summary(files=12),
     "bytes that are infinite": in_summary(bytes=[1]),
     "a root that is a pipe": instead_of("zarr.json", os.mkfifo),
     "a state that is a pipe": instead_of("state.json", os.mkfifo),
     "a state that is a device": instead_of("state.json", lambda file: file.symlink_to("/dev/zero")),
     "a root of 2**40 bytes": lambda step: os.truncate(step / "zarr.json", 1 << 40),
-    "a chunk that is a pipe": instead_of("weight/c.0.0", os.mkfifo),
-    "the pack is a pipe": instead_of("packed/c.0", os.mkfifo),
-    "a chunk that is a link": instead_of("weight/c.0.0", lambda file: file.symlink_to(file.with_name("c.1.0"))),
-    "a chunk that is a directory": instead_of("weight/c.0.0", Path.mkdir),
-    "a chunk of 2**40 bytes": lambda step: os.truncate(step / "weight" / "c.0.0", 1 << 40),
+    "an index that is a pipe": instead_of("index.json", os.mkfifo),
+    "a pack that is a pipe": instead_of(_FILE, os.mkfifo),
+    "a pack that is a link": instead_of(_FILE, lambda file: file.symlink_to(file.with_name("rank_00000_001"))),
+    "a pack that is a directory": instead_of(_FILE, Path.mkdir),
+    "a pack that is short": lambda step: os.truncate(step / _FILE, 60),
 }
 
 
@@ -192,7 +212,7 @@ def _read_all(step: Path) -> None:
     ("name", "compression"),
     [
         *((name, "plain") for name in CHANGES),
-        *((name, "zstd") for name in CHANGES if "chunk" in name or "pack" in name),
+        *((name, "zstd") for name in CHANGES if "chunk" in name or "pack" in name or "region" in name),
     ],
 )
 def test_whoever_reads_it_says_damaged(
@@ -220,8 +240,9 @@ def test_whoever_reads_it_says_damaged(
 
 
 def test_boxes_that_tile_the_tensor(saved: tuple[Path, AsyncCallsQueue], tmp_path: Path) -> None:
-    """The two cases above are rejected because of the overlap and the gap."""
+    """The cases above are rejected because of the overlap and the gap."""
     shutil.copytree(saved[0] / "plain" / "step_00000002", tmp_path / "step_00000002")
-    two_boxes(0, 16)(tmp_path / "step_00000002")
+    two_boxes(32, 0)(tmp_path / "step_00000002")
     opened = ckpt.open(tmp_path / "step_00000002")
-    assert (opened["weight"].read() == _state(2.0)["weight"].numpy()).all()
+    state = _state(2.0)
+    assert (opened["weight"].read() == torch.cat([state["twin"], state["weight"]]).numpy()).all()

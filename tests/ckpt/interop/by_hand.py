@@ -19,6 +19,7 @@ from ckpt.storage.references import references
 __all__ = ["WORLD_SIZE", "Layouts", "layouts", "write_step"]
 
 WORLD_SIZE = 520
+_EMPTY: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
 
 
 @dataclass
@@ -117,21 +118,24 @@ def _write_documents(step: Path, index: PackIndex, files: dict[int, list[list[in
     about: dict[str, Any] = {"save": "by-hand", "plan": "none", "world_size": len(files)}
     written = {
         "index": encode_document(index.to_document()),
+<<<<<<< HEAD
         "state": encode_document({"values": [], "aliases": [], "containers": []}),
+=======
+        "state": encode_document(dict(_EMPTY)),
+>>>>>>> fmt
         "references": references(index),
     }
     summary = {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in written.items()}
     parts = []
     for rank, of_rank in files.items():
-        part = encode_document(
-            {**about, "rank": rank, "files": of_rank, "values": [], "aliases": [], "containers": [], "times": {}}
-        )
+        part = encode_document({**about, **_EMPTY, "rank": rank, "files": of_rank, "times": {}})
         path = step / f"parts/{rank // 512:03d}/rank_{rank:05d}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(part)
         parts.append(crc32c(part))
     every = [file for of_rank in files.values() for file in of_rank]
-    about |= {"format": 2, "step": 1, "owner": 1, "continues": None, "restart": None, "metrics": {}, "versions": {}}
+    about |= {"format": 2, "step": 1, "owner": 1, "continues": None, "restart": None, "metrics": {}}
+    about["versions"] = {"ckpt": "0.1.0", "torch": "2.13.0"}
     about |= {"bytes": sum(size for _, size, _ in every), "files": len(every), "tensors": len(index.arrays)}
     root = {"zarr_format": 3, "node_type": "group", "attributes": {"ckpt": {**about, **summary, "parts": parts}}}
     (step / "zarr.json").write_bytes(encode_root(root))

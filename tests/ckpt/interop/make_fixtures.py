@@ -17,15 +17,16 @@ import torch
 from ckpt import Checkpointer, PerRank
 from tests.support import run_ranks
 
-__all__ = ["FIXTURES", "STEP", "VALUES", "own", "tensors"]
+__all__ = ["FIXTURES", "METRICS", "STEP", "VALUES", "own", "tensors"]
 
 FIXTURES = Path(__file__).parent / "fixtures" / "format_2"
 STEP = "step_00000007"
 VALUES = {"lr": 0.5, "betas": (0.9, 0.999)}
+METRICS = {"loss": 0.25}
 _RANKS = 4
 
 
-def tensors() -> dict[tuple[str, ...], torch.Tensor]:
+def tensors() -> dict[tuple[str | int, ...], torch.Tensor]:
     """Return the tensors that ranks share, by key path."""
     return {
         ("model", "plain"): torch.arange(5, dtype=torch.int64) - 2,
@@ -33,6 +34,7 @@ def tensors() -> dict[tuple[str, ...], torch.Tensor]:
         ("model", "half"): torch.arange(1024, dtype=torch.bfloat16).reshape(64, 16) / 3,
         ("model", "irregular"): torch.arange(99, dtype=torch.int32).reshape(33, 3),
         ("model", "raw"): torch.arange(6, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        ("blocks", 0): torch.arange(3, dtype=torch.float16),
         ("scalar",): torch.tensor(2.5, dtype=torch.float64),
     }
 
@@ -57,7 +59,7 @@ def _save(rank: int, world_size: int, folder: Path) -> None:
 
     flat = init_device_mesh("cpu", (world_size,))
     grid = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("x", "y"))
-    state: dict[str, Any] = {"model": {}, "own": PerRank(own(rank)), **VALUES}
+    state: dict[Any, Any] = {"model": {}, "blocks": [None], "own": PerRank(own(rank)), **VALUES}
     for (*parents, key), tensor in tensors().items():
         into = state[parents[0]] if parents else state
         into[key] = tensor
@@ -69,7 +71,7 @@ def _save(rank: int, world_size: int, folder: Path) -> None:
     for name, compression in {"plain": None, "zstd": "zstd"}.items():
         sizes = {"inner_bytes": 64, "file_bytes": 1024}
         with Checkpointer(folder / name, compression=compression, **sizes) as checkpointer:
-            checkpointer.save(state, 7)
+            checkpointer.save(state, 7, metrics=METRICS)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import torch
 import zarr
 
 import ckpt
+from ckpt.storage.names import directory
 from tests.ckpt.interop import read_references
-from tests.ckpt.interop.make_fixtures import FIXTURES, STEP, VALUES, own, tensors
+from tests.ckpt.interop.make_fixtures import FIXTURES, METRICS, STEP, VALUES, own, tensors
 from tests.ckpt.interop.standalone_reader import Step
 from tests.ckpt.interop.states import bytes_of
 
@@ -28,13 +29,16 @@ def step(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def _expected() -> dict[str, bytes]:
-    expected = {"/".join(path): bytes_of(tensor) for path, tensor in tensors().items()}
+    expected = {directory(path): bytes_of(tensor) for path, tensor in tensors().items()}
     return expected | {f"own/__rank_{rank:05d}": bytes_of(own(rank)) for rank in range(4)}
 
 
 def test_ckpt(step: Path) -> None:
-    state = {"model": {path[1]: torch.zeros_like(tensor) for path, tensor in tensors().items() if len(path) > 1}}
-    state |= {"scalar": torch.zeros((), dtype=torch.float64), "lr": 0.0, "betas": None}
+    state: dict[Any, Any] = {"model": {}, "blocks": [None]}
+    for (*parents, key), tensor in tensors().items():
+        into = state[parents[0]] if parents else state
+        into[key] = torch.zeros_like(tensor)
+    state |= {"lr": 0.0, "betas": None}
     with ckpt.Checkpointer(step.parent, read_only=True) as checkpointer:
         assert checkpointer.restore(state, strict=False) == 7
     for (*parents, key), tensor in tensors().items():
@@ -45,9 +49,10 @@ def test_ckpt(step: Path) -> None:
 
 def test_ckpt_open(step: Path) -> None:
     with ckpt.open(step) as opened:
+        assert opened.summary["metrics"] == METRICS
         assert {name: opened.values_by_name[name] for name in VALUES} == VALUES
         for path, tensor in tensors().items():
-            assert opened["/".join(path)].read().tobytes() == bytes_of(tensor)
+            assert opened["/".join(map(str, path))].read().tobytes() == bytes_of(tensor)
         assert opened["tied"].read().tobytes() == bytes_of(tensors()["model", "plain"])
         assert opened["own@rank3"].read().tobytes() == bytes_of(own(3))
 
@@ -66,6 +71,8 @@ def test_the_standalone_reader(tmp_path: Path) -> None:
     assert found == {path: bytes_of(tensor) for path, tensor in tensors().items()} | {("tied",): bytes_of(plain)}
     assert opened.tensors()[("own",), 2] == ("int32", [3, 2], bytes_of(own(2)))
     assert {path[0]: value for (path, _), value in opened.values().items()} == VALUES
+    assert opened.about["metrics"] == METRICS
+    assert opened.state["containers"] == [[["blocks"], None, {"kind": "list"}]]
 
 
 def test_references(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from ckpt import Checkpointer
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"compression": "zstd"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}], ids=str)
 def test_more_than_is_read_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
     """Some rows of a tensor at a time, a row larger than the buffer, and many small tensors together."""
     generator = torch.Generator().manual_seed(4)

@@ -12,7 +12,11 @@ from ckpt import AsyncCallsQueue, Checkpointer, PerRank
 from tests.support import layouts, run_ranks
 
 SAVED_ON = (1, 2, 4)
-_SIZES: dict[str, dict[str, Any]] = {"arrays": {"pack_below_bytes": 128}, "packed": {"layout": "packed"}}
+_SIZES: dict[str, dict[str, Any]] = {
+    "small files": {"file_bytes": 2048, "inner_bytes": 512},
+    "one file": {},
+    "zstd": {"compression": "zstd"},
+}
 
 
 def _per_rank(rank: int) -> dict[str, Any]:
@@ -26,7 +30,7 @@ def _per_rank(rank: int) -> dict[str, Any]:
 def _save(rank: int, world_size: int, roots: dict[str, Path]) -> None:
     state = layouts.build(world_size)
     for name, root in roots.items():
-        with Checkpointer(root, file_bytes=2048, inner_bytes=512, **_SIZES[name]) as checkpointer:
+        with Checkpointer(root, **_SIZES[name]) as checkpointer:
             checkpointer.save({"layouts": state, **_per_rank(rank)}, 3)
 
 
@@ -53,7 +57,7 @@ def _restore(rank: int, world_size: int, roots: dict[tuple[int, str], Path]) -> 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
     folder = tmp_path_factory.mktemp("saved")
-    roots = {(ranks, how): folder / f"{how}-{ranks}" for ranks in SAVED_ON for how in _SIZES}
+    roots = {(ranks, how): folder / f"{how}-{ranks}".replace(" ", "-") for ranks in SAVED_ON for how in _SIZES}
     for world_size in SAVED_ON:
         run_ranks(_save, world_size, {how: roots[world_size, how] for how in _SIZES})
     return roots

@@ -198,6 +198,9 @@ def _flip(path: Path, offset: int = 40) -> None:
     path.write_bytes(data)
 
 
+_FILE = "packs/000/rank_00000_{:03d}"
+
+
 def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -205,11 +208,11 @@ def _cut(path: Path) -> None:
 @pytest.fixture
 def two_steps(queue: AsyncCallsQueue, tmp_path: Path) -> Iterator[tuple[Checkpointer, Path]]:
     root = tmp_path / "root"
-    with Checkpointer(root, queue=queue, pack_below_bytes=64, inner_bytes=256, file_bytes=512) as checkpointer:
+    with Checkpointer(root, queue=queue, inner_bytes=256, file_bytes=512) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(float(step)), step)
     with Checkpointer(
-        root, queue=queue, pack_below_bytes=64, inner_bytes=256, file_bytes=512
+        root, queue=queue, inner_bytes=256, file_bytes=512
     ) as checkpointer:  # another queue, which has nothing in memory
         yield checkpointer, root / "step_00000002"
 
@@ -217,16 +220,16 @@ def two_steps(queue: AsyncCallsQueue, tmp_path: Path) -> Iterator[tuple[Checkpoi
 @pytest.mark.parametrize(
     ("file", "damage", "says"),
     [
-        ("a/c.1", _flip, [r"tensor a, chunk \(1,\)", "a/c.1", "checksum"]),
-        ("a/c.3", _cut, [r"tensor a, chunk \(3,\)", "a/c.3", "bytes instead of"]),
-        ("b/%63/c.4.0", Path.unlink, [r"tensor b/c, chunk \(4, 0\)", "b/%63/c.4.0", "missing"]),
-        ("packed/c.0", lambda path: _flip(path, 1), ["tensor b/d", "packed/c.0", "checksum"]),
-        ("packed/c.0", Path.unlink, ["tensor b/d", "packed/c.0", "missing"]),
-        ("a", shutil.rmtree, [r"tensor a, chunk \(0,\)", "a/c.0", "missing"]),
+        (_FILE.format(0), _flip, [r"tensor a, chunk \(0,\)", _FILE.format(0), "checksum"]),
+        (_FILE.format(1), _cut, ["tensor ", r"chunk \(", _FILE.format(1), "ends at offset"]),
+        (_FILE.format(1), Path.unlink, ["tensor ", r"chunk \(", _FILE.format(1), "missing"]),
+        ("packs", shutil.rmtree, ["tensor ", r"chunk \(", "packs/000/rank_00000_", "missing"]),
+        ("index.json", _cut, ["index.json"]),
+        ("index.json", Path.unlink, ["index.json", "missing"]),
         ("state.json", _cut, ["state.json"]),
         ("state.json", Path.unlink, ["state.json", "missing"]),
         ("zarr.json", _cut, ["zarr.json", "truncated"]),
-        ("zarr.json", lambda path: _flip(path, 400), ["zarr.json"]),
+        ("zarr.json", lambda path: _flip(path, 300), ["zarr.json"]),
         ("zarr.json", Path.unlink, ["zarr.json", "missing"]),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -256,9 +259,23 @@ def test_a_damaged_step(
 def test_when_every_step_is_damaged(two_steps: tuple[Checkpointer, Path]) -> None:
     checkpointer, step = two_steps
     for path in (step, step.with_name("step_00000001")):
-        _flip(path / "a" / "c.0")
+        _flip(path / _FILE.format(0))
     with pytest.raises(CheckpointCorruptError, match="step_0000000"):
         checkpointer.restore(_state(0.0))
+
+
+def test_format_1_says_which_version_reads_it(two_steps: tuple[Checkpointer, Path]) -> None:
+    checkpointer, step = two_steps
+    document = json.loads((step / "zarr.json").read_bytes())
+    document["attributes"]["ckpt"]["format"] = 1
+    del document["attributes"]["ckpt"]["crc32c"]
+    (step / "zarr.json").write_bytes(encode_root(document))
+    for attempt in (lambda: checkpointer.restore(_state(0.0)), lambda: ckpt.open(step)):
+        with pytest.raises(FormatVersionError, match=r"is in format 1.*reads format 2.*version 0\.1 of ckpt-inprocess"):
+            attempt()
+
+
+_OF_RANK_1 = "packs/000/rank_00001_000"
 
 
 def _damaged_for_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
@@ -266,14 +283,14 @@ def _damaged_for_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpt").addHandler(handler)
-    with Checkpointer(root, pack_below_bytes=16) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         for step in (1, 2):
             state = {"shared": torch.full((300,), step), "own": PerRank(torch.full((100,), 10 * step + rank))}
             checkpointer.save(state, step)
     torch.distributed.barrier()
     with Checkpointer(root) as checkpointer:  # another queue, which has nothing in memory
         if rank == 0:
-            _flip(root / "step_00000002" / "own" / "__rank_00001" / "c.0")
+            _flip(root / "step_00000002" / _OF_RANK_1)
         torch.distributed.barrier()
         with pytest.raises(CheckpointCorruptError) as caught:
             checkpointer.restore(state, 2)
@@ -286,7 +303,7 @@ def test_damage_that_one_rank_meets_sends_all_ranks_back(tmp_path: Path) -> None
     for rank, result in enumerate(run_ranks(_damaged_for_one_rank, 2, tmp_path)):
         text, restored, shared, own, messages = result.value
         assert "tensor own, chunk (0,)" in text
-        assert "own/__rank_00001/c.0" in text
+        assert _OF_RANK_1 in text
         assert rank == 1 or text.startswith("rank 1 could not read step 2")
         assert (restored, shared, own) == (1, 300, 100 * (10 + rank))
         assert any("step 2 cannot be restored, trying the step before" in message for message in messages)
@@ -299,7 +316,7 @@ def test_a_newer_format_version(two_steps: tuple[Checkpointer, Path]) -> None:
     del document["attributes"]["ckpt"]["crc32c"]
     (step / "zarr.json").write_bytes(encode_root(document))
     for attempt in (lambda: checkpointer.restore(_state(0.0)), lambda: ckpt.open(step)):
-        with pytest.raises(FormatVersionError, match=r"is in format 9.*reads formats up to 1.*newer version"):
+        with pytest.raises(FormatVersionError, match=r"is in format 9.*reads format 2.*newer version"):
             attempt()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +12,70 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank
-from ckpt.storage.chunk_reader import ArrayReader
+from ckpt.storage import chunk_reader
 from tests.support import run_ranks
 
 _MB = 1 << 20
 
 
-def test_a_restore_reads_each_needed_chunk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _read_of_files(paths: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record the first byte and the end of every part of a file that the compiled code is asked for."""
+    parts: list[tuple[int, int]] = []
+    real = chunk_reader.read_checked
+
+    def recorded(fd: int, segments: Any) -> bool:
+        assert paths in os.readlink(f"/proc/self/fd/{fd}")
+        for base, block, at, _, size, rows, step, _ in segments.tolist():
+            last = at + (rows - 1) * step + size - 1
+            parts.append((base + at // block * (block + 4), base + (last // block + 1) * (block + 4)))
+        return real(fd, segments)
+
+    monkeypatch.setattr(chunk_reader, "read_checked", recorded)
+    return parts
+
+
+def test_a_restore_reads_each_needed_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"t{n}": torch.randn(100, 50) for n in range(5)} | {f"s{n}": torch.randn(7) for n in range(50)}
-    with Checkpointer(tmp_path, inner_bytes=4096, file_bytes=8192, pack_below_bytes=128) as checkpointer:
+    with Checkpointer(tmp_path, inner_bytes=4096, file_bytes=1 << 20) as checkpointer:
         checkpointer.save(state, 1)
     with Checkpointer(tmp_path) as checkpointer:  # another queue, which has nothing in memory
-        reads: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        read_into = ArrayReader.read_into
-
-        def counted(self: Any, meta: Any, directory: str, tensor: str, offset: Any, destination: Any) -> Any:
-            reads.append((directory, offset, destination.shape))
-            return read_into(self, meta, directory, tensor, offset, destination)
-
-        packed: list[int] = []
-        read_runs = ArrayReader.read_runs
-
-        def counted_runs(self: Any, meta: Any, directory: str, tensor: str, runs: Any) -> Any:
-            packed.append(len(runs))
-            return read_runs(self, meta, directory, tensor, runs)
-
-        monkeypatch.setattr(ArrayReader, "read_into", counted)
-        monkeypatch.setattr(ArrayReader, "read_runs", counted_runs)
+        parts = _read_of_files("/packs/000/rank_00000_000", monkeypatch)
         checkpointer.restore({name: torch.zeros_like(tensor) for name, tensor in state.items()})
-    assert sorted(reads) == [(f"t{n}", (0, 0), (100, 50)) for n in range(5)]
-    assert packed == [50], "small tensors come with one read"
+    parts.sort()
+    assert all(one[1] <= other[0] for one, other in pairwise(parts))
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    assert needed < sum(end - start for start, end in parts) < 1.01 * needed + 55 * 8
+    assert len(parts) == 55, "one record for each tensor"
+
+
+def _reshard(rank: int, world_size: int, root: Path, save: bool) -> float:
+    """Return the bytes read for each byte that this rank needs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = {f"w{n}": torch.arange(1024.0 * (700 + 100 * n)).reshape(-1, 1024) for n in range(6)}
+    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full.items()}
+    with Checkpointer(root) as checkpointer:
+        if save:
+            checkpointer.save(state, 1)
+            return 0.0
+        wanted = {name: tensor.to_local().clone() for name, tensor in state.items()}
+        for tensor in state.values():
+            tensor.to_local().zero_()
+        with pytest.MonkeyPatch.context() as patch:
+            parts = _read_of_files("/packs/000/", patch)
+            checkpointer.restore(state)
+        assert all(torch.equal(state[name].to_local(), tensor) for name, tensor in wanted.items())
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in wanted.values())
+        return sum(end - start for start, end in parts) / needed
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 2)])
+def test_another_number_of_ranks_reads_little_more_than_it_needs(tmp_path: Path, before: int, after: int) -> None:
+    run_ranks(_reshard, before, tmp_path, True)
+    for result in run_ranks(_reshard, after, tmp_path, False):
+        assert result.value <= 1.1
 
 
 def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:

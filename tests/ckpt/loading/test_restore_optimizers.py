@@ -218,7 +218,7 @@ def _fsdp(rank: int, world_size: int, root: Path, train: bool) -> None:
 
     for name in ("plain", "foreach"):
         model, optimizer = make(1, name)
-        with Checkpointer(root / name, pack_below_bytes=64) as checkpointer:
+        with Checkpointer(root / name) as checkpointer:
             if train:
                 train_on(model, optimizer, range(3))
                 checkpointer.save({"model": model, "optimizer": optimizer}, 3)

@@ -162,9 +162,9 @@ def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
 
 
 def test_a_step_that_turns_out_to_be_damaged_leaves_numbers_and_objects(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue, pack_below_bytes=16) as checkpointer:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"big": torch.ones(4000), "loader": _Loader(7), "n": 7}, 1)
-    damaged = tmp_path / "step_00000001" / "big" / "c.0"
+    damaged = tmp_path / "step_00000001" / "packs/000/rank_00000_000"
     data = bytearray(damaged.read_bytes())
     data[100] ^= 1
     damaged.write_bytes(data)

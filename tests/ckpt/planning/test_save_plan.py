@@ -18,7 +18,8 @@ from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.exchange import check_agreement
 from ckpt.planning.save_plan import SavePlan, make_save_plan
-from ckpt.storage.pack_index import ALIGNMENT, pack_file
+from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import ALIGNMENT
 from tests.ckpt.planning.exchanging import exchange_all
 
 _SMALL = GridOptions(file_bytes=2048, inner_bytes=64, smallest_split_bytes=64)

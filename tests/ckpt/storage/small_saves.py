@@ -26,7 +26,7 @@ def state_of(value: float) -> dict[str, Any]:
 @contextmanager
 def opened(root: Path, **options: Any) -> Iterator[ckpt.Checkpointer]:
     """Return a Checkpointer whose writer uses one thread."""
-    with ckpt.Checkpointer(root, threads=1, pack_below_bytes=4096, **options) as checkpointer:
+    with ckpt.Checkpointer(root, threads=1, **options) as checkpointer:
         yield checkpointer
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from ckpt.errors import CheckpointCorruptError, StateError
 from ckpt.storage import dtypes
-from ckpt.storage.array_metadata import ArrayMeta, groups, root_document
+from ckpt.storage.array_metadata import ArrayMeta, root_document
 from ckpt.storage.chunk_layout import PAGE_BYTES
 from tests.ckpt.storage.chunks import CASES, Case
 
@@ -106,12 +106,8 @@ def test_chunks_outside_the_grid() -> None:
             meta.layout(index)
 
 
-def test_groups_of_the_root() -> None:
-    arrays = {"a/b/c": ArrayMeta((), "int8", ()), "a/d": ArrayMeta((), "int8", ()), "e": ArrayMeta((), "int8", ())}
-    assert groups(arrays) == ["a", "a/b"]
-    root = root_document(arrays, {"step": 1})
-    assert set(root["consolidated_metadata"]["metadata"]) == {"a", "a/b", "a/b/c", "a/d", "e"}
-    assert root["attributes"] == {"ckpt": {"step": 1}}
+def test_the_root_has_the_summary() -> None:
+    assert root_document({"step": 1})["attributes"] == {"ckpt": {"step": 1}}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

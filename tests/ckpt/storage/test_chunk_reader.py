@@ -1,58 +1,116 @@
-import os
-from pathlib import Path
+"""Boxes of arrays are read from packs, whatever their layout; damage is named; no more is read than needed."""
 
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from ckpt.storage.chunk_writers import DirectChunkWriter, TensorStoreChunkWriter
+from hypothesis import HealthCheck, given, settings
 
-from ckpt.errors import CheckpointCorruptError
+from ckpt import native
+from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import verify_chunk
-from ckpt.storage.chunk_reader import ArrayReader
-from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements, write_array
+from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
+from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements
+from tests.ckpt.storage.packs import Pack, write_pack
 from tests.support import LeakCheck
 
-TIMEOUT_S = 20
+
+def read(pack: Pack, *wanted: tuple[int, tuple[int, ...], Any]) -> None:
+    """Read boxes: the number of the array, the offset, the destination."""
+    reader = ChunkReader(str(pack.root), pack.index, threads=2, timeout_s=20)
+    reads = [ArrayRead("model/weight", pack.index.arrays[n], offset, target) for n, offset, target in wanted]
+    reader.read(reads)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_reads_any_box(tmp_path: Path, case: Case) -> None:
-    array = elements(case.meta)
-    write_array(DirectChunkWriter(str(tmp_path)), case.meta, "w", array)
-    reader = ArrayReader(str(tmp_path))
-    for box in boxes(case.meta.shape):
-        expected = np.asarray(array[box])
-        destination = np.empty(expected.shape, expected.dtype)
-        reader.read_into(case.meta, "w", "w", tuple(s.start for s in box), destination).result(TIMEOUT_S)
-        assert bits(destination) == bits(expected)
+def part(meta: ArrayMeta, array: Any, box: tuple[slice, ...]) -> Any:
+    return np.asarray(array[box])
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_reads_into_a_view(tmp_path: Path, compression: str | None) -> None:
-    meta = ArrayMeta((8, 6), "float32", (8, 6), (2, 3), compression)
-    array = np.arange(48, dtype=np.float32).reshape(8, 6)
-    write_array(TensorStoreChunkWriter(str(tmp_path)), meta, "w", array)
-    whole = np.zeros((10, 12), np.float32)
-    ArrayReader(str(tmp_path)).read_into(meta, "w", "w", (1, 2), whole[1:9:2, 3:7]).result(TIMEOUT_S)
-    assert (whole[1:9:2, 3:7] == array[1:5, 2:6]).all()
-    assert whole.sum() == array[1:5, 2:6].sum()
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reads_any_box(tmp_path: Path, case: Case, compression: str | None) -> None:
+    meta = dataclasses.replace(case.meta, compression=compression)
+    array = elements(meta)
+    pack = write_pack(tmp_path, {"w": (meta, array)})
+    for box in boxes(meta.shape):
+        expected = part(meta, array, box)
+        destination = np.empty(expected.shape, expected.dtype)
+        read(pack, (0, tuple(s.start for s in box), destination))
+        assert bits(destination) == bits(expected)
+
+
+@st.composite
+def reads_of_an_array(draw: st.DrawFn) -> tuple[ArrayMeta, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """Return an array, and boxes of it: offset, shape, and the order of the dimensions in memory."""
+    dims = draw(st.integers(0, 4))
+    shape = tuple(draw(st.integers(1, 9)) for _ in range(dims))
+    inner = tuple(draw(st.integers(1, 4)) for _ in range(dims))
+    chunk = tuple(size * draw(st.integers(1, 3)) for size in inner)
+    meta = ArrayMeta(
+        shape, draw(st.sampled_from(["int8", "int16", "complex32"])), chunk, draw(st.sampled_from([None, inner]))
+    )
+    wanted = []
+    for _ in range(draw(st.integers(1, 3))):
+        first = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        sizes = tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, first, strict=True))
+        wanted.append((first, sizes, draw(st.integers(0, 3))))
+    return meta, wanted
+
+
+@pytest.mark.parametrize("level", [-1, 2], ids=["portable", "compiled"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(wanted=reads_of_an_array(), apart=st.integers(0, 2))
+def test_boxes_go_to_any_memory(
+    tmp_path: Path, level: int, wanted: tuple[ArrayMeta, list[tuple[tuple[int, ...], tuple[int, ...], int]]], apart: int
+) -> None:
+    """Transposed, reversed and with gaps; several at a time, which may overlap in the array."""
+    meta, requests = wanted
+    array = elements(meta, seed=apart)
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder.mkdir()
+    pack = write_pack(folder, {"w": (meta, array)})
+    native.choose(level)
+    try:
+        targets = []
+        for offset, shape, order in requests:
+            whole = np.zeros([size * (apart + 1) for size in reversed(shape)] + list(meta.stored.trailing), array.dtype)
+            view = whole[(*(slice(None, None, apart + 1) for _ in shape), ...)]
+            if order % 2 and shape:
+                view = view[::-1]
+            view = np.moveaxis(view, range(len(shape)), range(len(shape) - 1, -1, -1)) if shape else view
+            targets.append((offset, view, whole))
+        read(pack, *((0, offset, view) for offset, view, _ in targets))
+    finally:
+        native.choose(2)
+    for offset, view, whole in targets:
+        box = tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=False))
+        assert bits(view) == bits(part(meta, array, box))
+        assert np.count_nonzero(np.frombuffer(bits(whole), np.uint8)) == np.count_nonzero(
+            np.frombuffer(bits(view), np.uint8)
+        )
 
 
 @pytest.mark.parametrize("name", dtypes.names())
-@pytest.mark.parametrize("new_writer", [DirectChunkWriter, TensorStoreChunkWriter])
-def test_every_dtype_of_torch_keeps_its_bits(
-    tmp_path: Path, name: str, new_writer: type[DirectChunkWriter] | type[TensorStoreChunkWriter]
-) -> None:
-    dtype = dtypes.torch_dtype(name)
-    how = dtypes.stored(name)
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_every_dtype_of_torch_keeps_its_bits(tmp_path: Path, name: str, compression: str | None) -> None:
+    dtype, how = dtypes.torch_dtype(name), dtypes.stored(name)
     raw = torch.randint(0, 2 if name == "bool" else 256, (5, 6 * how.itemsize), dtype=torch.uint8)
-    meta = ArrayMeta((5, 6), name, (4, 6), (2, 3))
+    meta = ArrayMeta((5, 6), name, (4, 6), (2, 3), compression)
     stored = raw.numpy().view(how.numpy_dtype).reshape(5, 6, *how.trailing)
-    write_array(new_writer(str(tmp_path)), meta, "w", stored)
+    pack = write_pack(tmp_path, {"w": (meta, stored)})
     destination = np.empty_like(stored)
-    ArrayReader(str(tmp_path)).read_into(meta, "w", "w", (0, 0), destination).result(TIMEOUT_S)
+    read(pack, (0, (0, 0), destination))
     restored = torch.from_numpy(destination.reshape(-1).view(np.uint8))
     if not dtype.is_floating_point and name.startswith("q"):  # quantized dtypes cannot be viewed
         assert restored.equal(raw.reshape(-1))
@@ -61,65 +119,106 @@ def test_every_dtype_of_torch_keeps_its_bits(
         assert restored.view(dtype).numel() == 30
 
 
-SHARDED = ArrayMeta((8, 6), "float32", (4, 6), (2, 3))
-PLAIN = ArrayMeta((8, 6), "float32", (4, 6))
-COMPRESSED = ArrayMeta((8, 6), "float32", (4, 6), None, "zstd")
-SHARDED_COMPRESSED = ArrayMeta((8, 6), "float32", (4, 6), (2, 3), "zstd")
-METAS = {"plain": PLAIN, "sharded": SHARDED, "compressed": COMPRESSED, "sharded-compressed": SHARDED_COMPRESSED}
+METAS = {
+    f"{kind}{compression or ''}": ArrayMeta((8, 6), "float32", (4, 6), inner, compression)
+    for (kind, inner), compression in product((("plain", None), ("sharded", (2, 3))), (None, "zstd"))
+}
 
 
-def read_all(root: Path, meta: ArrayMeta) -> None:
-    destination = np.empty((8, 6), np.float32)
-    ArrayReader(str(root)).read_into(meta, "w", "model/weight", (0, 0), destination).result(TIMEOUT_S)
+def read_all(pack: Pack) -> None:
+    read(pack, (0, (0, 0), np.empty((8, 6), np.float32)))
+
+
+_NAMED = r"tensor model/weight, chunk \(1, 0\): .*/packs/000/rank_00000_000 "
 
 
 @pytest.mark.parametrize("meta", METAS.values(), ids=METAS)
-def test_a_missing_chunk_is_an_error(tmp_path: Path, meta: ArrayMeta, leak_check: LeakCheck) -> None:
-    write_array(TensorStoreChunkWriter(str(tmp_path)), meta, "w", elements(meta))
+def test_a_missing_file_is_an_error(tmp_path: Path, meta: ArrayMeta, leak_check: LeakCheck) -> None:
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
     leak_check.rebase()
-    (tmp_path / "w/c.1.0").unlink()
-    with pytest.raises(CheckpointCorruptError, match=r"tensor model/weight, chunk \(1, 0\): .*/w/c\.1\.0 is missing"):
-        read_all(tmp_path, meta)
+    pack.file().unlink()
+    with pytest.raises(CheckpointCorruptError, match=_NAMED.replace("1, 0", "0, 0") + "is missing"):
+        read_all(pack)
 
 
 @pytest.mark.parametrize("meta", METAS.values(), ids=METAS)
 def test_every_flipped_bit_is_found(tmp_path: Path, meta: ArrayMeta) -> None:
-    array = elements(meta)
-    write_array(TensorStoreChunkWriter(str(tmp_path)), meta, "w", array)
-    file = tmp_path / "w/c.1.0"
-    content = file.read_bytes()
-    for position in range(len(content)):
+    """`verify_chunk` finds all; a read finds those that it needs: it computes the index of an uncompressed shard."""
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
+    content = pack.file().read_bytes()
+    start, nbytes = pack.place((1, 0))
+    not_read = range(start + nbytes - meta.index_bytes, start + nbytes) if meta.compression is None else range(0)
+    place = pack.index.place(pack.index.arrays[0], (1, 0))
+    for position in range(start, start + nbytes):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
-        file.write_bytes(damaged)
-        with pytest.raises(CheckpointCorruptError, match=r"tensor model/weight, chunk \(1, 0\): .*/w/c\.1\.0 .*offset"):
-            verify_chunk(str(tmp_path), "w", meta, (1, 0), "model/weight")
-        if position % 8 == 0:
-            with pytest.raises(CheckpointCorruptError, match=r"model/weight, chunk \(1, 0\): .*/w/c\.1\.0 .*offset"):
-                read_all(tmp_path, meta)
-    file.write_bytes(content)
-    read_all(tmp_path, meta)
+        pack.file().write_bytes(damaged)
+        with pytest.raises(CheckpointCorruptError, match=_NAMED + ".*offset"):
+            verify_chunk(str(tmp_path), place, meta, (1, 0), "model/weight")
+        if position % 8 == 0 and position not in not_read:
+            with pytest.raises(CheckpointCorruptError, match=_NAMED + ".*offset"):
+                read_all(pack)
+    pack.file().write_bytes(content)
+    read_all(pack)
 
 
 @pytest.mark.parametrize("meta", METAS.values(), ids=METAS)
 def test_every_truncation_is_found(tmp_path: Path, meta: ArrayMeta) -> None:
-    write_array(TensorStoreChunkWriter(str(tmp_path)), meta, "w", elements(meta))
-    file = tmp_path / "w/c.1.0"
-    for size in reversed(range(file.stat().st_size)):
-        os.truncate(file, size)
-        with pytest.raises(CheckpointCorruptError, match=r"w/c\.1\.0"):
-            verify_chunk(str(tmp_path), "w", meta, (1, 0), "model/weight")
-    with pytest.raises(CheckpointCorruptError, match=r"w/c\.1\.0"):
-        read_all(tmp_path, meta)
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
+    start, nbytes = pack.place((1, 0))
+    place = pack.index.place(pack.index.arrays[0], (1, 0))
+    for size in range(start + nbytes - 1, start, -7):
+        os.truncate(pack.file(), size)
+        with pytest.raises(CheckpointCorruptError, match=_NAMED):
+            verify_chunk(str(tmp_path), place, meta, (1, 0), "model/weight")
+    with pytest.raises(CheckpointCorruptError, match=_NAMED):
+        read_all(pack)
 
 
-def test_a_valid_file_with_other_content_has_another_checksum(tmp_path: Path) -> None:
-    for meta in (PLAIN, SHARDED):
-        one, two = write_array(DirectChunkWriter(str(tmp_path)), meta, f"w{meta.sharded}", elements(meta))
-        os.replace(tmp_path / two.file, tmp_path / one.file)
-        found = verify_chunk(str(tmp_path), f"w{meta.sharded}", meta, (0, 0), "w")
-        assert found != one
-        assert found.crc32c == two.crc32c
+@pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    meta = METAS["plain"]
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
+    if kind == "link":
+        pack.file().rename(tmp_path / "elsewhere")
+        pack.file().symlink_to(tmp_path / "elsewhere")
+    else:
+        pack.file().unlink()
+        os.mkfifo(pack.file()) if kind == "pipe" else pack.file().mkdir()
+    with pytest.raises(CheckpointCorruptError, match="link" if kind == "link" else "not a regular file"):
+        read_all(pack)
+
+
+def test_a_compressed_chunk_that_no_part_lists(tmp_path: Path) -> None:
+    meta = METAS["plainzstd"]
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
+    index = dataclasses.replace(pack.index, table=lambda rank: {(0, 0): (0, 0, 100)})
+    with pytest.raises(CheckpointCorruptError, match=r"chunk \(1, 0\): no part says where it is"):
+        read_all(Pack(tmp_path, index))
+
+
+@pytest.mark.parametrize("place", [(0, 1 << 62, 100), (0, 0, 1 << 62), (5, 0, 100), (0, 0, 1)])
+def test_a_compressed_chunk_in_an_impossible_place(tmp_path: Path, place: tuple[int, int, int]) -> None:
+    meta = METAS["plainzstd"]
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
+    index = dataclasses.replace(pack.index, table=lambda rank: {(0, 0): place, (0, 1): place})
+    with pytest.raises(CheckpointCorruptError, match=re.escape("model/weight, chunk (0, 0)")):
+        read_all(Pack(tmp_path, index))
+
+
+def test_a_file_that_cannot_be_opened_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = METAS["plain"]
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
+    real = os.open
+
+    def refused(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == "rank_00000_000":
+            raise PermissionError(13, "Permission denied")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(StorageError, match="Permission denied"):
+        read_all(pack)
 
 
 @pytest.mark.parametrize(
@@ -133,5 +232,71 @@ def test_a_valid_file_with_other_content_has_another_checksum(tmp_path: Path) ->
     ],
 )
 def test_impossible_boxes(tmp_path: Path, offset: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> None:
+    pack = write_pack(tmp_path, {"w": (METAS["plain"], elements(METAS["plain"]))})
     with pytest.raises(ValueError, match="model/weight"):
-        ArrayReader(str(tmp_path)).read_into(PLAIN, "w", "model/weight", offset, np.empty(shape, dtype))
+        read(pack, (0, offset, np.empty(shape, dtype)))
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+_NOISE = 2048  # bytes of the counts themselves, which differ from time to time
+
+
+def bytes_read(pack: Pack, *wanted: tuple[int, tuple[int, ...], Any]) -> tuple[int, int]:
+    """Return how many calls of the system a read takes, and how many bytes these return."""
+
+    def counts() -> tuple[int, int]:
+        found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(found["syscr"]), int(found["rchar"])
+
+    counts()
+    first, second = counts(), counts()
+    read(pack, *wanted)
+    after = counts()
+    calls, nbytes = (2 * b - a - c for a, b, c in zip(first, second, (0, 0), strict=True))
+    return after[0] - calls, after[1] - nbytes
+
+
+def test_rows_of_a_large_array(tmp_path: Path) -> None:
+    """A third of the rows, from the middle of an inner chunk on: two inner chunks are read for a part of each."""
+    meta = ArrayMeta((3072, 256), "float32", (768, 256), (32, 256))
+    array = elements(meta)
+    pack = write_pack(tmp_path, {"w": (meta, array)})
+    destination = np.empty((1024, 256), np.float32)
+    _, nbytes = bytes_read(pack, (0, (1000, 0), destination))
+    assert bits(destination) == bits(array[1000:2024])
+    assert nbytes <= destination.nbytes + 2 * (32 * 1024) + 4 * 40
+    _, nbytes = bytes_read(pack, (0, (1024, 0), destination))
+    assert abs(nbytes - destination.nbytes - 4 * 32) < _NOISE
+
+
+def test_columns_of_an_array_that_is_cut_into_columns(tmp_path: Path) -> None:
+    meta = ArrayMeta((512, 1024), "float32", (512, 256), (8, 256))
+    array = elements(meta)
+    pack = write_pack(tmp_path, {"w": (meta, array)})
+    destination = np.empty((512, 256), np.float32)
+    _, nbytes = bytes_read(pack, (0, (0, 256), destination))
+    assert bits(destination) == bits(array[:, 256:512])
+    assert abs(nbytes - destination.nbytes - 4 * 64) < _NOISE
+
+
+def test_many_small_arrays_take_few_calls(tmp_path: Path) -> None:
+    """They are chunks of one array here, one behind the other in a file, as small tensors are."""
+    meta = ArrayMeta((2000, 100), "float32", (1, 100))
+    array = elements(meta)
+    pack = write_pack(tmp_path, {"w": (meta, array)})
+    destination = np.empty((2000, 100), np.float32)
+    calls, nbytes = bytes_read(pack, (0, (0, 0), destination))
+    assert bits(destination) == bits(array)
+    assert calls < 10
+    assert nbytes <= 2000 * 416
+
+
+def test_a_block_that_two_requests_need_is_read_for_each(tmp_path: Path) -> None:
+    meta = ArrayMeta((64, 64), "float32", (64, 64))
+    array = elements(meta)
+    pack = write_pack(tmp_path, {"w": (meta, array)})
+    halves = [np.empty((40, 64), np.float32) for _ in range(2)]
+    read(pack, (0, (0, 0), halves[0]), (0, (24, 0), halves[1]))
+    assert [bits(half) for half in halves] == [bits(array[:40]), bits(array[24:])]

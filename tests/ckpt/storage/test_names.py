@@ -34,7 +34,7 @@ def test_safe(path: Path) -> None:
     for component in name.split("/"):
         assert 0 < len(component) <= 180
         assert not component.startswith((".", "c.", "__"))
-        assert component not in {"zarr.json", "state.json", "intent.json", "parts", "packed", "c"}
+        assert component not in {"zarr.json", "c"}
 
 
 @given(PATHS.filter(bool), PATHS.filter(bool))
@@ -53,7 +53,8 @@ def test_a_directory_contains_another_only_if_the_path_does(a: Path, b: Path) ->
         (("a b",), "a%20b"),
         (("",), "%"),
         (("..",), "%2E."),
-        (("parts",), "%70arts"),
+        (("c",), "%63"),
+        (("parts",), "parts"),
         (("\ud800",), "%ED%A0%80"),
         ((), "~root"),
     ],

@@ -15,7 +15,8 @@ from zarr.core.dtype import data_type_registry
 from ckpt.errors import StorageError
 from ckpt.storage import dtypes, zarr_plugin
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.pack_index import ALIGNMENT, pack_file
+from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import ALIGNMENT
 from ckpt.storage.pack_writers import PackWriter, WrittenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, elements, job
 from tests.ckpt.storage.conftest import Mount

@@ -21,7 +21,7 @@ def reseal_root(step: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def reseal_part(step: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a part, and update its checksum in the root document."""
-    file = step / f"parts/rank_{rank:05d}.json"
+    file = step / f"parts/000/rank_{rank:05d}.json"
     part = decode_document(file.read_bytes(), file.name)
     change(part)
     file.write_bytes(encode_document(part))

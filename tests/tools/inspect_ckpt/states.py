@@ -34,7 +34,7 @@ def state(step: int, rank: int = 0) -> dict[str, Any]:
 
 
 def _save(root: Path, rank: int, compression: str | None) -> None:
-    sizes: dict[str, int] = {"file_bytes": 2048, "inner_bytes": 512, "pack_below_bytes": 128}
+    sizes: dict[str, int] = {"file_bytes": 2048, "inner_bytes": 512}
     with Checkpointer(root, compression=compression, **sizes) as checkpointer:
         for step in STEPS:
             checkpointer.save(state(step, rank), step)

@@ -294,7 +294,7 @@ WAYS_OUT: dict[str, Callable[[Path, Path], None]] = {
     "link to zarr.json": links_to("zarr.json"),
     "link to state.json": links_to("state.json"),
     "link to parts": links_to("parts"),
-    "link to a part": links_to("parts/rank_00000.json"),
+    "link to a part": links_to("parts/000/rank_00000.json"),
     "link to an array": links_to("model/weight"),
     "link to a group": links_to("model"),
     "link to a chunk": links_to("model/weight/c.0.0"),
@@ -335,7 +335,7 @@ def test_a_step_that_is_a_link_is_not_followed(root: Path, outside: Path, capsys
 # -- no permission ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zarr.json", "state.json", "parts/rank_00000.json", "model/weight/c.0.0"])
+@pytest.mark.parametrize("name", ["zarr.json", "state.json", "parts/000/rank_00000.json", "model/weight/c.0.0"])
 def test_missing_permission_is_not_damage(
     root: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,7 +365,7 @@ def test_a_part_with_a_correct_checksum_must_belong_to_the_save(root: Path, key:
     step = root / "step_00000004"
     reseal_part(step, 0, lambda part: part.update({key: value}))
     (problem,) = validate(str(step)).problems
-    assert problem.file == "parts/rank_00000.json"
+    assert problem.file == "parts/000/rank_00000.json"
     assert key in problem.message
 
 

@@ -166,8 +166,8 @@ def test_show_filter_and_tree(run: Commands, root: Path) -> None:
 
 
 def test_show_reports_damage(run: Commands, root: Path) -> None:
-    damage(root, 4, "parts/rank_00001.json")
-    assert "DAMAGED: parts/rank_00001.json" in run("show", root, code=1)
+    damage(root, 4, "parts/000/rank_00001.json")
+    assert "DAMAGED: parts/000/rank_00001.json" in run("show", root, code=1)
 
 
 # -- validate --------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) -> tu
     del b["removed"], b["gone"]
     b |= {"added": torch.ones(2), "n": [1, 2]}
     for name, state, size in (("a", a, 512), ("b", b, 2048)):
-        sizes = {"file_bytes": size, "inner_bytes": size // 2, "pack_below_bytes": 64}
+        sizes = {"file_bytes": size, "inner_bytes": size // 2}
         with Checkpointer(folder / name, queue=queue, **sizes) as checkpointer:
             checkpointer.save(state, 1)
     return folder / "a", folder / "b"
@@ -302,7 +302,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) ->
         "all_nan": torch.full((3,), float("nan")),
     }
     folder = tmp_path_factory.mktemp("numbers")
-    with Checkpointer(folder, queue=queue, file_bytes=4096, inner_bytes=1024, pack_below_bytes=128) as checkpointer:
+    with Checkpointer(folder, queue=queue, file_bytes=4096, inner_bytes=1024) as checkpointer:
         checkpointer.save(tensors, 1)
     return folder, tensors
 

@@ -252,7 +252,7 @@ def dcp_layouts(world_size: int) -> dict[str, Any]:
 
 def both_ways_on_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
     dcp.save(dcp_layouts(world_size), checkpoint_id=folder / "dcp")
-    with Checkpointer(folder / "root", file_bytes=2048, inner_bytes=512, pack_below_bytes=128) as checkpointer:
+    with Checkpointer(folder / "root", file_bytes=2048, inner_bytes=512) as checkpointer:
         checkpointer.save(dcp_layouts(world_size), 3)
     if rank == 0:
         assert main(["convert", str(folder / "dcp"), str(folder / "new-root")]) == 0

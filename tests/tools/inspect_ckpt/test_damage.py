@@ -94,15 +94,15 @@ def test_a_wrong_checksum_names_the_offset(step: Path) -> None:
 
 def test_a_damaged_part_is_one_problem_and_its_chunks_are_still_checked(step: Path) -> None:
     tree = read_tree(step)
-    part = tree["parts/rank_00000.json"].replace(b'"rank":0', b'"rank":7', 1)
+    part = tree["parts/000/rank_00000.json"].replace(b'"rank":0', b'"rank":7', 1)
     chunk = chunks(tree)[-1]
     flipped = tree[chunk][:-1] + bytes([tree[chunk][-1] ^ 1])
-    with applied(step, tree, Damage("", {"parts/rank_00000.json": part})):
+    with applied(step, tree, Damage("", {"parts/000/rank_00000.json": part})):
         report = validate(str(step))
-        assert [problem.file for problem in report.problems] == ["parts/rank_00000.json"]
+        assert [problem.file for problem in report.problems] == ["parts/000/rank_00000.json"]
         assert report.restorable, "restore does not need the parts"
-    with applied(step, tree, Damage("", {"parts/rank_00000.json": part, chunk: flipped})):
-        assert {problem.file for problem in validate(str(step)).problems} == {"parts/rank_00000.json", chunk}
+    with applied(step, tree, Damage("", {"parts/000/rank_00000.json": part, chunk: flipped})):
+        assert {problem.file for problem in validate(str(step)).problems} == {"parts/000/rank_00000.json", chunk}
 
 
 def test_what_restore_does_not_read_is_not_fatal(step: Path) -> None:

@@ -241,7 +241,7 @@ def test_any_shape_in_any_blocks(
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
-    save(folder / "root", queue, {"t": tensor}, file_bytes=512, inner_bytes=inner_bytes, pack_below_bytes=0)
+    save(folder / "root", queue, {"t": tensor}, file_bytes=512, inner_bytes=inner_bytes)
     monkeypatch.setattr(export, "_BLOCK_BYTES", block_bytes)
     Commands(capsys)("export", folder / "root", folder / "out")
     assert same_bits(loaded(folder / "out")["t"], tensor)

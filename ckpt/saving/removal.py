@@ -1,0 +1,118 @@
+"""Delete the files of removed steps and abandoned saves in the background: each rank its own, between its saves.
+
+    retention (coordinator)    renames a step away: for readers it is gone
+    Remover (every rank)       deletes the rank's files of it, in a thread of its writer process
+    Remover (coordinator)      deletes what is left of it after the next save, or at the end of its process
+
+The whole job deletes at most `REMOVALS_PER_S` files a second, and a process none while it writes a save, unless two
+removed steps are waiting. What is left by a crash is deleted by the coordinator of the next run, after its first save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+from ckpt.errors import CheckpointError
+from ckpt.saving.task import COORDINATOR
+from ckpt.storage.removal import remove_contents, remove_share
+from ckpt.storage.root import CheckpointRoot
+
+__all__ = ["REMOVALS_PER_S", "Remover"]
+
+REMOVALS_PER_S = 500.0
+_AFTER_S = 0.2  # the coordinator renames the steps soon after the other ranks have learned the outcome
+_FINISH_S = 5.0  # for what is left at the end of the process
+_log = logging.getLogger("ckpt")
+
+
+class _StoppedError(Exception):
+    """There is no time left."""
+
+
+class Remover:
+    """Deletes what one rank has to delete in one root. `start`, `held` and `close` are for one thread, and never wait.
+
+    Only `close` does, for some seconds at most.
+    """
+
+    def __init__(self, root: str, rank: int, world_size: int) -> None:
+        self._root = CheckpointRoot(root)
+        self._rank = rank
+        self._pause_s = world_size / REMOVALS_PER_S
+        self._alone = world_size == 1
+        self._left: set[str] = set()  # by the coordinator in an earlier round, for the other ranks to delete
+        self._backlog = 0
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._closing = threading.Event()
+        self._again = threading.Event()
+        self._deadline = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to delete what is there to delete, or do so once more after that."""
+        self._again.set()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="ckpt-remove", daemon=True)
+            self._thread.start()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Delete nothing meanwhile, as this process writes a save; unless two steps are waiting to be deleted."""
+        self._may_run.clear()
+        try:
+            yield
+        finally:
+            self._may_run.set()
+
+    def close(self) -> None:
+        """Delete the rest at full speed, for some seconds at most. Idempotent."""
+        self._deadline = time.monotonic() + _FINISH_S
+        self._closing.set()
+        self._may_run.set()
+        if self._left:
+            self.start()
+        if self._thread is not None:
+            self._thread.join(2 * _FINISH_S)
+
+    def _run(self) -> None:
+        try:
+            self._closing.wait(_AFTER_S)
+            while self._again.is_set():
+                self._again.clear()
+                self._round()
+            if self._closing.is_set():
+                self._round()
+        except _StoppedError:
+            return
+        except (CheckpointError, OSError) as error:
+            _log.debug("removed files are not all deleted: %s", error)
+
+    def _round(self) -> None:
+        removed = self._root.removed()
+        self._backlog = sum(not is_record for _, is_record in removed)
+        for path, _ in removed:
+            remove_share(path, self._rank, self._before_each)
+        if self._rank != COORDINATOR:
+            return
+        left = set()
+        for path, is_record in removed:
+            if not (self._alone or self._closing.is_set() or path in self._left):
+                left.add(path)
+                continue
+            with contextlib.suppress(CheckpointError):  # a late writer writes there: in the next round
+                remove_contents(path, self._before_each, keep_files=is_record)
+        self._left = left
+        self._root.clean_records()
+
+    def _before_each(self) -> None:
+        """Wait until the next file may be deleted."""
+        if not self._closing.wait(self._pause_s):
+            while self._backlog < 2 and not self._may_run.wait(1.0):
+                pass
+        if self._closing.is_set() and time.monotonic() > self._deadline:
+            raise _StoppedError

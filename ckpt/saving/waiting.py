@@ -1,0 +1,227 @@
+"""How a writer waits for other ranks: when it looks at storage, and when it stops waiting.
+
+A metadata server that thousands of processes ask twenty times a second has no time for anything else. So all processes
+of a job that wait, together, make less than 200 operations a second, whatever their number:
+
+    50    looks for the outcome, by one process of each node: the one that holds a `NodeLock`
+    15    the same, by processes that never get that lock
+    30    looks for missing parts, by the coordinator
+    70    renewals of leases (see `storage.leases`)
+    10    probes whether the root can be written to, and looks at the token
+    20    looks at the leases of other ranks, by writers whose trainer has ended
+
+A process that may look rarely can be told to look at once: the trainer of rank 0 tells the others by the store of their
+process group, and each nudges its writer. A nudge says nothing about the outcome: only storage does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from ckpt.async_calls.context import WriterContext
+from ckpt.errors import CheckpointTimeoutError, StorageError
+from ckpt.saving.task import COORDINATOR, WriteTask
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.leases import HostWatch, Leases
+from ckpt.storage.node_lock import NodeLock
+
+__all__ = ["LookSchedule", "OrphanedError", "Waiting", "look_schedule", "ranks_here"]
+
+_ALONE = 0.3  # of that, for processes without the lock of their node
+_COORDINATOR_PER_S = 30.0
+_PROBES_PER_S = 10.0
+_LIVENESS_PER_S = 20.0
+
+_PROBE_OPERATIONS = 8
+_LIVENESS_OPERATIONS = 2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at memory and at the lock
+_FIRST_SOON_S = 0.1
+_FIRST_PROBE_S = 1.0
+_LIVENESS_CHECK_S = 0.25
+_ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others that make no progress
+_TURN = 0.618034  # spreads the first looks of the ranks evenly, however many they are
+
+
+class OrphanedError(CheckpointTimeoutError):
+    """No process is left that could finish this save now."""
+
+
+class LookSchedule:
+    """When a process looks at storage. For one thread.
+
+    A process with the `lock` of its node looks every `node_s` seconds, one without it every `alone_s`; with `lock` None
+    it does not share its looks. `phase`, from 0 to 1, delays the first look where looks are rare. A process that gets
+    the lock later looks at once: the one before it has seen the outcome, or died. Set `operations` to what a look
+    costs; it is rarer by that factor. Times are those of a monotonic clock.
+    """
+
+    def __init__(self, lock: NodeLock | None, node_s: float, alone_s: float, phase: float) -> None:
+        self.operations = 1
+        self._lock = lock
+        self._node_s, self._alone_s = node_s, alone_s
+        self._phase = phase
+        self._held = False
+        self._next: tuple[float, float] | None = None  # with the lock, without it
+        self._pause_s = _FIRST_PAUSE_S
+        self._soon_s = math.inf  # between looks after `look_soon`
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to look now."""
+        held = self._lock is None or self._lock.take()
+        if self._next is None:
+            self._next = now + self._first_s(self._node_s), now + self._first_s(self._alone_s)
+        elif held and not self._held:
+            self._next = now, self._next[1]
+        self._held = held
+        return now >= self._next[0 if held else 1]
+
+    def _first_s(self, usual_s: float) -> float:
+        return self._phase * usual_s if usual_s > _LONGEST_PAUSE_S else 0.0
+
+    def looked(self, now: float) -> None:
+        """Note a look that did not end the wait."""
+        node_s, alone_s = (max(self._pause_s, self.operations * usual_s) for usual_s in (self._node_s, self._alone_s))
+        self._next = now + min(node_s, self._soon_s), now + min(alone_s, self._soon_s)
+        self._soon_s *= 2
+
+    def look_soon(self) -> None:
+        """Let a look be due now, and others after growing pauses."""
+        self._next, self._soon_s = (-math.inf, -math.inf), _FIRST_SOON_S
+
+    def pause_s(self) -> float:
+        """Return how long to sleep until `is_due` is asked again."""
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def close(self) -> None:
+        """Leave the lock to another process. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def look_schedule(rank: int, world_size: int, ranks_here: int, lock: NodeLock, looks_per_s: float) -> LookSchedule:
+    """Return when a rank looks for the outcome, `ranks_here` being those that share the lock.
+
+    The coordinator is the only one that looks for parts: it does so at its own pace.
+    """
+    if rank == COORDINATOR:
+        return LookSchedule(None, 1 / _COORDINATOR_PER_S, 0.0, 0.0)
+    alone_s = world_size / looks_per_s
+    return LookSchedule(lock, alone_s / ranks_here, alone_s / _ALONE, rank * _TURN % 1)
+
+
+class Waiting:
+    """The wait of one writer in one save. Iterate: each time, look at what is awaited.
+
+    Iterating raises CheckpointTimeoutError after `commit_timeout_s`; StorageError when the root cannot be written to:
+    then the other ranks may not learn anything, either; FencedError when it has another owner. Without a trainer, it
+    waits only as long as a writer of the `awaited` ranks is alive, and a little longer: `OrphanedError`.
+    """
+
+    def __init__(
+        self,
+        task: WriteTask,
+        world_size: int,
+        context: WriterContext | None,
+        what: str,
+        awaited: Callable[[], Iterable[int]] = lambda: (),
+        schedule: LookSchedule | None = None,
+        *,
+        pending: PendingSave,
+        begin: float | None = None,
+    ) -> None:
+        """`schedule` None: what is awaited is in memory, and there is always time for a look."""
+        self._task = task
+        self._pending = pending
+        self._context = context
+        self._what = what
+        self._awaited = awaited
+        self.schedule = schedule or LookSchedule(None, 0.0, 0.0, 0.0)
+        self._begin = time.monotonic() if begin is None else begin
+        self._nudges = 0 if context is None else context.nudges()
+        alone = task.rank == COORDINATOR
+        self._probe_pause_s = max(_FIRST_PROBE_S, 0.0 if alone else _PROBE_OPERATIONS * world_size / _PROBES_PER_S)
+        self._probe_at = self._begin + self._probe_pause_s
+        self._liveness_s = max(_LIVENESS_CHECK_S, _LIVENESS_OPERATIONS * world_size / _LIVENESS_PER_S)
+        self._alone_since: float | None = None
+        self._check_at = self._begin
+        self._host: HostWatch | None = None
+
+    def __iter__(self) -> Iterator[None]:
+        try:
+            while True:
+                if self.is_due(time.monotonic()):
+                    yield
+                    self.schedule.looked(time.monotonic())
+                self.check(time.monotonic())
+                time.sleep(self.schedule.pause_s())
+        finally:
+            self.schedule.close()
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to look now; also when the trainer says so."""
+        if self._context is not None and (nudges := self._context.nudges()) != self._nudges:
+            self._nudges = nudges
+            self.schedule.look_soon()
+            self._probe_at = min(self._probe_at, now + _FIRST_PROBE_S)  # rank 0 may have given up without a record
+        return self.schedule.is_due(now)
+
+    def check(self, now: float) -> None:
+        """Raise one of the errors that end the wait; show progress otherwise."""
+        if self._context is not None:
+            self._context.progress()
+        if now - self._begin >= self._task.options.commit_timeout_s:
+            raise self._timeout()
+        if now >= self._probe_at:
+            self._pending.root.check_writable()
+            self._pending.check_token()
+            self._probe_pause_s *= 2
+            self._probe_at = now + self._probe_pause_s
+        if self._context is None or not self._context.trainer_left():
+            self._alone_since = None
+        elif now >= self._check_at:
+            self._check_at = now + self._liveness_s
+            self._check_others(now)
+
+    def _check_others(self, now: float) -> None:
+        rank = self._task.rank
+        if (self._alive() - {rank}) & set(self._awaited()):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > _ORPHAN_GRACE_S:
+            raise OrphanedError(
+                f"rank {rank} waited for {self._what}, but its trainer and the writers it waits for are dead"
+            )
+
+    def _alive(self) -> set[int]:
+        """Return the ranks with a live writer; on others than the coordinator, only those of the coordinator's host."""
+        ownership, owner = self._pending.root.ownership, self._task.save.owner
+        leases: Leases = ownership.leases(owner)
+        if self._task.rank == COORDINATOR:
+            return leases.alive_ranks()
+        if self._host is None:
+            claimer = ownership.claimer(owner)  # rank 0 has claimed the root
+            if claimer is None:
+                return leases.alive_ranks()
+            self._host = HostWatch(leases, claimer.host)
+        return self._host.alive_ranks()
+
+    def _timeout(self) -> CheckpointTimeoutError:
+        rank, step, timeout_s = self._task.rank, self._task.save.step, self._task.options.commit_timeout_s
+        return CheckpointTimeoutError(
+            f"step {step}: rank {rank} waited {timeout_s:g} s for {self._what}; look for ranks that died or "
+            "did not save this step, or raise the timeout",
+            rank=rank,
+            step=step,
+        )
+
+
+def ranks_here(leases: Leases) -> int:
+    """Return how many ranks of this host wait together; 1 if that cannot be read."""
+    try:
+        return leases.ranks_here()
+    except StorageError:
+        return 1

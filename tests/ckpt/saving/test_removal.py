@@ -1,0 +1,182 @@
+"""Retention deletes files after the answer, in the background, each rank its own."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt.saving.removal import Remover
+from ckpt.saving.retention import Retention, retain
+from ckpt.storage.commit import PendingSave
+from ckpt.storage.names import SaveId, pack_file, part_name
+from ckpt.storage.root import CheckpointRoot
+from tests.ckpt.crash.killers import wait_until
+from tests.support import LeakCheck, run_ranks
+
+_RANKS = 2
+
+
+def _publish(root: CheckpointRoot, step: int, token: int) -> Path:
+    """Publish a step that has the files which ranks write."""
+    pending = PendingSave(root, SaveId(step, token, f"{step:016x}"))
+    pending.begin(_RANKS, "plan")
+    for rank in range(_RANKS):
+        for name in (pack_file(rank, 0), pack_file(rank, 1), part_name(rank)):
+            path = Path(pending.path, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"data")
+    pending.publish()
+    return Path(root.step_path(step))
+
+
+def _two_steps(folder: Path) -> tuple[CheckpointRoot, int]:
+    root = CheckpointRoot(str(folder))
+    root.make()
+    token = root.ownership.claim(0)
+    for step in (1, 2):
+        _publish(root, step, token)
+    return root, token
+
+
+def _files(path: str) -> set[str]:
+    return {str(file.relative_to(path)) for file in Path(path).rglob("*") if file.is_file()}
+
+
+def _of(rank: int) -> set[str]:
+    return {pack_file(rank, 0), pack_file(rank, 1), part_name(rank)}
+
+
+def _run(remover: Remover) -> None:
+    """Let it do one round."""
+    remover.start()
+    thread = remover._thread
+    assert thread is not None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_each_rank_deletes_its_own_files_and_the_coordinator_what_is_left(
+    tmp_path: Path, leak_check: LeakCheck
+) -> None:
+    root, token = _two_steps(tmp_path)
+    retain(root, Retention(1), token, 2, "plan")
+    assert root.steps() == [2]
+    ((removed, _),) = root.removed()
+    assert _files(removed) == _of(0) | _of(1) | {"intent.json"}
+    _run(Remover(root.path, 1, _RANKS))
+    assert _files(removed) == _of(0) | {"intent.json"}
+    coordinator = Remover(root.path, 0, _RANKS)
+    _run(coordinator)
+    assert _files(removed) == {"intent.json"}
+    _run(coordinator)
+    assert root.removed() == []
+    assert _files(root.step_path(2)) == _of(0) | _of(1) | {"intent.json"}
+
+
+def test_the_coordinator_deletes_everything_at_its_end(tmp_path: Path) -> None:
+    root, token = _two_steps(tmp_path)
+    retain(root, Retention(1), token, 2, "plan")
+    coordinator = Remover(root.path, 0, _RANKS)
+    _run(coordinator)
+    assert len(root.removed()) == 1
+    coordinator.close()
+    assert root.removed() == []
+
+
+def test_nothing_is_deleted_while_the_process_writes_a_save(tmp_path: Path) -> None:
+    root, token = _two_steps(tmp_path)
+    retain(root, Retention(1), token, 2, "plan")
+    ((removed, _),) = root.removed()
+    remover = Remover(root.path, 1, _RANKS)
+    with remover.held():
+        remover.start()
+        assert remover._thread is not None
+        remover._thread.join(1.0)  # five times as long as it waits before it begins
+        assert remover._thread.is_alive()
+        assert _files(removed) >= _of(1)
+    wait_until(lambda: not _files(removed) & _of(1), "the files to be deleted")
+    remover.close()
+
+
+def test_two_removed_steps_are_deleted_even_while_a_save_is_written(tmp_path: Path) -> None:
+    """Else a job that saves all the time would fill the disk."""
+    root, token = _two_steps(tmp_path)
+    _publish(root, 3, token)
+    retain(root, Retention(1), token, 3, "plan")
+    assert len(root.removed()) == 2
+    remover = Remover(root.path, 0, 1)
+    with remover.held():
+        remover.start()
+        wait_until(lambda: not root.removed(), "the steps to be deleted")
+    remover.close()
+
+
+@pytest.mark.parametrize("where", ["packs", "packs/000"])
+def test_links_are_not_followed(tmp_path: Path, where: str) -> None:
+    root, token = _two_steps(tmp_path / "root")
+    directory, outside = Path(root.step_path(1), where), tmp_path / "outside"
+    directory.rename(outside)
+    directory.symlink_to(outside)
+    content = _files(str(outside))
+    assert len(content) == 2 * _RANKS
+    retain(root, Retention(1), token, 2, "plan")
+    for rank in (1, 0):
+        remover = Remover(root.path, rank, _RANKS)
+        remover.start()
+        remover.close()
+    assert root.removed() == []
+    assert _files(str(outside)) == content
+
+
+def test_a_step_of_a_later_owner_is_not_touched(tmp_path: Path) -> None:
+    """An earlier owner has moved it, and died before it could move it back."""
+    root, token = _two_steps(tmp_path)
+    later = root.ownership.claim(token)
+    step = _publish(root, 3, later)
+    content = _files(str(step))
+    moved = Path(root.abandoned_path, f"step_00000003-removed-{token}-0123abcd")
+    step.rename(moved)
+    assert root.removed() == []
+    _run(Remover(root.path, 1, 2))
+    assert _files(str(moved)) == content
+    root.clean()
+    assert root.steps() == [1, 2, 3]
+    assert _files(str(step)) == content
+
+
+def _state(step: int) -> dict[str, Any]:
+    import torch
+
+    return {f"w{i}": torch.full((1000,), float(step + i)) for i in range(40)}
+
+
+def _keep_one(rank: int, world_size: int, root: Path) -> list[int]:
+    with ckpt.Checkpointer(root, keep_last=1) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(_state(step), step)
+            assert rank != 0 or checkpointer.all_steps() == [step]
+        return checkpointer.all_steps()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_job_leaves_nothing_but_the_steps_that_it_keeps(tmp_path: Path, world_size: int) -> None:
+    for result in run_ranks(_keep_one, world_size, tmp_path):
+        assert result.value == [5]
+    assert os.listdir(tmp_path / ".abandoned") == []
+    assert os.listdir(tmp_path / ".pending") == []
+
+
+def test_the_next_run_deletes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    root = CheckpointRoot(str(tmp_path))
+    with ckpt.Checkpointer(root.path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(step), step)
+    assert root.move_step(1, root.abandoned_path) is not None  # and then it was killed
+    with ckpt.Checkpointer(root.path) as checkpointer:
+        assert checkpointer.restore(_state(0)) == 2
+        assert len(root.removed()) == 1, "the restore has waited for a removal"
+        checkpointer.save(_state(3), 3)
+    assert root.removed() == []
+    assert root.steps() == [2, 3]
