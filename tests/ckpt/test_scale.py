@@ -15,14 +15,6 @@ from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import make_save_plan
 from ckpt.saving.publish import publish
-<<<<<<< HEAD
-from ckpt.storage.commit import PendingSave
-from ckpt.storage.documents import encode_document
-from ckpt.storage.names import INDEX, REFERENCES, SaveId, part_name
-from ckpt.storage.references import references
-from ckpt.storage.root import CheckpointRoot
-=======
->>>>>>> fmt
 from tests.support import run_ranks
 from tests.support.layouts import build
 from tools.bench.scale import simulate_save
@@ -108,29 +100,6 @@ def test_files_and_index_of_simulated_ranks(ranks: int, sharding: object) -> Non
     assert max(nbytes.values()) <= 1.06 * total / ranks
 
 
-<<<<<<< HEAD
-def _begun(root: Path, plan: SavePlan) -> PendingSave:
-    """A save of which every part is there."""
-    checkpoints = CheckpointRoot(str(root))
-    checkpoints.make()
-    pending = PendingSave(checkpoints, SaveId(1, checkpoints.ownership.claim(0), "0" * 16))
-    pending.begin(plan.world_size, plan.digest)
-    files: dict[int, list[list[int]]] = {rank: [] for rank in range(plan.world_size)}
-    for (rank, number), size in plan.index.files().items():
-        files[rank].append([number, size, number])
-    (Path(pending.path) / INDEX).write_bytes(plan.index_bytes)
-    (Path(pending.path) / REFERENCES).write_bytes(references(plan.index))
-    for rank in range(plan.world_size):
-        part = {"save": pending.save.name, "rank": rank, "world_size": plan.world_size, "plan": plan.digest}
-        part |= {"files": files[rank], "values": [], "aliases": [], "containers": [], "times": {}}
-        path = Path(pending.path) / part_name(rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode_document(part))
-    return pending
-
-
-=======
->>>>>>> fmt
 def test_the_coordinator_reads_each_part_once(tmp_path: Path) -> None:
     global _opened
     pending = simulate_save(tmp_path, make_save_plan([_model(10, 4096, _flat(1024))] * 1024, GridOptions()))

@@ -118,11 +118,7 @@ def _write_documents(step: Path, index: PackIndex, files: dict[int, list[list[in
     about: dict[str, Any] = {"save": "by-hand", "plan": "none", "world_size": len(files)}
     written = {
         "index": encode_document(index.to_document()),
-<<<<<<< HEAD
-        "state": encode_document({"values": [], "aliases": [], "containers": []}),
-=======
         "state": encode_document(dict(_EMPTY)),
->>>>>>> fmt
         "references": references(index),
     }
     summary = {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in written.items()}
