@@ -17,7 +17,7 @@ __all__ = ["Grid", "GridOptions", "common_grid", "refine"]
 
 _INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
 _INNER_CHUNKS_OF_CHUNK = 8  # the same where thousands of ranks have a little each
-_MIN_INNER_BYTES = 8 << 10
+_MIN_INNER_BYTES = 16 << 10
 _CHUNKS_IN_FILE = 4  # so that files are not much larger than wanted
 _TOO_SMALL = 8  # times smaller than wanted
 
