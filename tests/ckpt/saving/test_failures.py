@@ -32,6 +32,7 @@ from ckpt.storage.commit import Abandoned, PendingSave, Published, Reason
 from ckpt.storage.directories import lock_shared
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
+from ckpt.validation import validate
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
 from tests.ckpt.crash.killers import wait_until, with_writer
@@ -583,6 +584,24 @@ def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size
             for name, value in expected.items():
                 same = value.numpy().tobytes() == state[name].numpy().tobytes() if name != "value" else value == step
                 assert same, name
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_batch_with_thousands_of_chunks_is_reported(tmp_path: Path, compression: str | None) -> None:
+    """What a writer says of a batch does not fit one message; the last batch's part manifest lists all chunks."""
+    state: dict[str, Any] = {f"t{n}": torch.tensor(float(n)) for n in range(9000)}
+    state |= {f"w{n}": torch.arange(50_000.0) + n for n in range(6)}
+    options: dict[str, Any] = {"max_host_bytes": _MB, "file_bytes": 200_000, "compression": compression}
+    with ckpt.Checkpointer(tmp_path, **options) as checkpointer:
+        for step in (1, 2):
+            state["w3"] += 1
+            checkpointer.save(state, step)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        restored = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert checkpointer.restore(restored) == 2
+    assert [name for name in state if not torch.equal(state[name], restored[name])] == []
+    report = validate(str(tmp_path / "step_00000002"))
+    assert report.whole
 
 
 def test_slots_that_do_not_become_free_are_an_error_with_a_deadline(tmp_path: Path, leak_check: LeakCheck) -> None:
