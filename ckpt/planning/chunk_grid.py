@@ -16,7 +16,7 @@ from ckpt.planning.boxes import Box
 __all__ = ["Grid", "GridOptions", "common_grid", "refine"]
 
 _INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
-_INNER_CHUNKS_OF_CHUNK = 8  # the same where thousands of ranks have a little each
+_INNER_CHUNKS_OF_CHUNK = 20  # then a rank of fewer ranks reads at most 1/10 more, however many there were
 _MIN_INNER_BYTES = 8 << 10
 _CHUNKS_IN_FILE = 4  # so that files are not much larger than wanted
 _TOO_SMALL = 8  # times smaller than wanted

@@ -543,17 +543,18 @@ def _pieces_state(value: int) -> dict[str, Any]:
 
 
 _PIECES: dict[str, dict[str, Any]] = {
-    "arrays": {"pack_below_bytes": 1000},
-    "packed": {"layout": "packed", "file_bytes": 300_000, "inner_bytes": 64 << 10},
+    "large files": {"file_bytes": 500_000},
+    "small files": {"file_bytes": 100_000, "inner_bytes": 20_000},
+    "zstd": {"file_bytes": 300_000, "compression": "zstd"},
 }
 
 
-def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]:
+def _in_pieces(rank: int, world_size: int, root: Path, pieces: str) -> list[Any]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpt").addHandler(handler)
-    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, **_PIECES[layout]) as checkpointer:
+    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, **_PIECES[pieces]) as checkpointer:
         for step in range(1, 4):
             checkpointer.async_save(_pieces_state(step), step)
             checkpointer.maybe_finalize()
@@ -567,10 +568,12 @@ def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]
     return [sum("batches" in record for record in records), failed, after]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, "arrays"), (2, "arrays"), (2, "packed")])
-def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "pieces"), [(1, "large files"), (2, "large files"), (2, "small files"), (2, "zstd")]
+)
+def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, pieces: str) -> None:
     print("seeds 1 to 5")
-    for result in run_ranks(_in_pieces, world_size, tmp_path, layout):
+    for result in run_ranks(_in_pieces, world_size, tmp_path, pieces):
         logged, failed, after = result.value
         assert logged == 1
         assert (failed["rank"], failed["step"]) == (world_size - 1, 4)
