@@ -448,7 +448,8 @@ def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) 
         assert writer_after["rss_kb"] - writer["rss_kb"] < 8_000
         assert rss_after - rss < 16 * _MB
         assert checkpointer.all_steps() == [218, 219]
-        assert sorted(os.listdir(tmp_path)) == [".abandoned", ".owner", ".pending", "step_00000218", "step_00000219"]
+        hidden = [".abandoned", ".owner", ".pending", ".retired"]
+        assert sorted(os.listdir(tmp_path)) == [*hidden, "step_00000218", "step_00000219"]
         assert not os.listdir(tmp_path / ".pending")
         assert not os.listdir(tmp_path / ".abandoned")
         checkpointer.close()
