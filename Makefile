@@ -27,14 +27,14 @@ lint: $(INSTALLED)
 pytest: $(INSTALLED)
 	$(PYTEST) $(PYTEST_ARGS)
 
-# The crash matrix, the fault matrix, the C code and the readers with random input, the laboratory of nodes, unchanged
+# The crash matrix, 64 real ranks, the fault matrix, the C code and the readers with random input, the laboratory of nodes, unchanged
 # programs and frameworks, every benchmark once: all of each (`make test` runs some of it), verbose.
 # The fault matrix has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
 # The laboratory needs root, iproute2 and nftables; 300 random schedules of 12 s, two at a time, take half an hour.
 NODES_SCHEDULES ?= 300
 test-faults: export TESTS = full
 test-faults: $(INSTALLED)
-	$(PYTEST) -v tests/ckpt/crash tests/ckpt/storage tests/ckpt/shared_fs tests/ckpt/test_interrupted_anywhere.py $(PYTEST_ARGS)
+	$(PYTEST) -v tests/ckpt/crash tests/ckpt/storage tests/ckpt/shared_fs tests/ckpt/test_interrupted_anywhere.py tests/ckpt/test_many_ranks.py $(PYTEST_ARGS)
 	CKPT_PORTABLE=1 $(PYTEST) tests/ckpt/native tests/ckpt/staging tests/ckpt/storage/test_chunk_reader.py tests/ckpt/test_state.py tests/ckpt/loading $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
 	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/inprocess/nodes $(PYTEST_ARGS)

@@ -16,8 +16,9 @@ from ckpt.planning.boxes import Box
 __all__ = ["Grid", "GridOptions", "common_grid", "refine"]
 
 _INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
-_INNER_CHUNKS_OF_CHUNK = 8  # the same where thousands of ranks have a little each
-_MIN_INNER_BYTES = 8 << 10
+_INNER_CHUNKS_OF_SHARE = 20  # of each rank; then one of fewer ranks reads at most 1/10 more, however many there were
+_INNER_CHUNKS_OF_CHUNK = 8
+_MIN_INNER_BYTES = 16 << 10
 _CHUNKS_IN_FILE = 4  # so that files are not much larger than wanted
 _TOO_SMALL = 8  # times smaller than wanted
 
@@ -73,7 +74,8 @@ def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target
     bounded = [part < size for part, size in zip(chunk, shape, strict=True)]
     outer = list(_cut(chunk, bounded, itemsize, target_bytes))
     chunk_bytes = math.prod(outer) * itemsize
-    wanted = min(math.prod(shape) * itemsize // _INNER_CHUNKS, chunk_bytes // _INNER_CHUNKS_OF_CHUNK)
+    of_tensor, of_share = math.prod(shape) // _INNER_CHUNKS, math.prod(chunk) // _INNER_CHUNKS_OF_SHARE
+    wanted = min(of_tensor * itemsize, of_share * itemsize, chunk_bytes // _INNER_CHUNKS_OF_CHUNK)
     inner = _cut(tuple(outer), bounded, itemsize, min(target_bytes, inner_bytes, max(wanted, _MIN_INNER_BYTES)))
     for dim, is_bounded in enumerate(bounded):
         if not is_bounded:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -130,14 +131,21 @@ def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, Tenso
     groups: dict[int, tuple[StateDescription, list[int]]] = {}
     for rank, description in enumerate(descriptions):
         groups.setdefault(id(description), (description, []))[1].append(rank)
-    holders: dict[tuple[Path, TensorSpec], _Holders] = {}
+    bare: dict[int, TensorSpec] = {}  # by the identity of the spec with its sharding, which many tensors share
+    found: dict[tuple[Path, TensorSpec], dict[Sharding | None, list[int]]] = {}
     for description, ranks in groups.values():
-        group = tuple(ranks)  # one object for all tensors
         for path, spec in description.tensors.items():
-            bare = spec if spec.sharding is None else replace(spec, sharding=None)
-            by_sharding = holders.setdefault((path, bare), {})
-            known = by_sharding.get(spec.sharding)
-            by_sharding[spec.sharding] = group if known is None else tuple(sorted((*known, *group)))
+            known = bare.get(id(spec))
+            if known is None:
+                known = bare[id(spec)] = spec if spec.sharding is None else replace(spec, sharding=None)
+            found.setdefault((path, known), {}).setdefault(spec.sharding, []).extend(ranks)
+    same: dict[object, Any] = {}  # equal ones become one object
+    holders: dict[tuple[Path, TensorSpec], _Holders] = {}
+    for key, by_sharding in found.items():
+        holders[key] = {}
+        for sharding, ranks in by_sharding.items():
+            own = tuple(sorted(ranks))
+            holders[key][same.setdefault(sharding, sharding)] = same.setdefault(own, own)
     return holders
 
 

@@ -101,8 +101,8 @@ class SaveHandle:
         match report:
             case SlotFree():
                 self.free_slot()
-            case BatchWritten(files):
-                self.written += files
+            case BatchWritten():
+                self.written = report.appended(self.written)
             case ReplicasDiffer():
                 self._on_differing(report)
             case Abandoned() | NotDurable():

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import pickle
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
+
+_ROWS_PER_REPORT = 1000  # a row is a file or a chunk: at most four numbers, of less than 90 bytes together
 
 COORDINATOR = 0
 """The rank whose writer begins and publishes every save."""
@@ -189,9 +191,36 @@ class SlotFree:
 
 @dataclass(frozen=True, slots=True)
 class BatchWritten:
-    """These files of a batch are written and durable; the part manifest will list them."""
+    """These files of a batch are written and durable; the part manifest will list them.
+
+    A file with many compressed chunks is in several reports, one behind the other, each with some of its chunks.
+    """
 
     files: tuple[WrittenFile, ...]
+
+    @classmethod
+    def reports(cls, files: Iterable[WrittenFile]) -> Iterator[BatchWritten]:
+        """Yield the reports of these files. Each is small enough for a message."""
+        pieces: list[WrittenFile] = []
+        rows = 0
+        for file in files:
+            for first in range(0, max(1, len(file.chunks)), _ROWS_PER_REPORT):
+                piece = replace(file, chunks=file.chunks[first : first + _ROWS_PER_REPORT])
+                if rows + 1 + len(piece.chunks) > _ROWS_PER_REPORT and pieces:
+                    yield cls(tuple(pieces))
+                    pieces, rows = [], 0
+                pieces.append(piece)
+                rows += 1 + len(piece.chunks)
+        yield cls(tuple(pieces))
+
+    def appended(self, written: list[WrittenFile]) -> list[WrittenFile]:
+        """Return the files of earlier reports and of this one. Each file is there once, with all its chunks."""
+        files = list(written)
+        for piece in self.files:
+            if files and files[-1].number == piece.number:
+                piece = replace(piece, chunks=files.pop().chunks + piece.chunks)
+            files.append(piece)
+        return files
 
 
 @dataclass(frozen=True, slots=True)

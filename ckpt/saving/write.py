@@ -73,7 +73,6 @@ from ckpt.storage.root import CheckpointRoot
 __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
 
 _log = logging.getLogger("ckpt")
-_FILES_PER_REPORT = 200
 _LOOK_BEFORE_BEGIN = 6  # operations of a look for the outcome; later it is one
 _EVERYONE = "all ranks to finish their parts"
 _TRACEBACK_BYTES = 16 << 10
@@ -144,8 +143,8 @@ class ShareWriter:
             self._begin()
             written, times = self._write()
         if not self.task.last:
-            for first in range(0, len(written), _FILES_PER_REPORT):
-                self._report(BatchWritten(tuple(written[first : first + _FILES_PER_REPORT])))
+            for report in BatchWritten.reports(written):
+                self._report(report)
         self._report(SlotFree())
         if not self.task.last:
             return None

@@ -129,16 +129,14 @@ class PackWriter:
     def _place(self, name: str) -> tuple[str, bool]:
         """Return the path of a file to be written, and whether it exists and is to be overwritten.
 
-        Otherwise its directory exists when this returns.
+        Its directory exists when this returns, and `finish` syncs it: the name of a recycled file is new in it, too.
         """
         path = os.path.join(self._root, name)
-        if self._reuse and os.path.lexists(path):
-            return path, True
         parent, relative = os.path.dirname(path), os.path.dirname(name)
         if relative and parent not in self._made:
             with self._lock:
                 self._made.update(make_directories(self._root, relative, self._made))
-        return path, False
+        return path, self._reuse and os.path.lexists(path)
 
     def _write_compressed(self, job: FileJob) -> WrittenFile:
         path, overwrite = self._place(pack_file(self._rank, job.number))

@@ -35,7 +35,7 @@ def _restored(root: Path, step: int | None = None) -> tuple[int | None, float]:
 
 
 def _damage(root: Path, step: int) -> None:
-    file = max((root / f"step_{step:08d}" / "w").glob("c*"), key=lambda path: path.stat().st_size)
+    file = root / f"step_{step:08d}" / "packs" / "000" / "rank_00000_000"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)

@@ -56,7 +56,7 @@ def _is(state: dict[str, Any], step: int, rank: int = 0) -> bool:
 
 
 def _registered(root: Path, rank: int = 0, **options: Any) -> tuple[ckpt.Checkpointer, dict[str, Any]]:
-    checkpointer = ckpt.Checkpointer(root, pack_below_bytes=4096, **options)
+    checkpointer = ckpt.Checkpointer(root, **options)
     state = _state(0, rank)
     checkpointer.register(**state)
     return checkpointer, state

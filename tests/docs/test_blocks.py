@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt
 import ckpt.restart
 import inprocess
+from ckpt.loading.consistency import read_index
 from tests.ckpt.async_calls.functions import append
 from tests.docs.blocks import REPOSITORY, Block, Runner, blocks_of, commands_of, matches
 from tests.support import run_ranks
@@ -120,10 +121,12 @@ def _prepare(block: Block, folder: Path) -> None:
     if block.page == "README.md" and "inspect_ckpt ls" in block.text:
         (folder / "run7").rename(folder / "trained")
         run_ranks(_save_four_steps, 2, str(folder / "run7"))
-        chunk = folder / "run7" / "step_00000009" / "model" / "3.weight" / "c.0.0"
-        data = bytearray(chunk.read_bytes())
-        data[1000] ^= 1
-        chunk.write_bytes(data)
+        step = folder / "run7" / "step_00000009"
+        index = read_index(str(step))
+        place = index.packs.place(index.tensors["model", "3.weight"].boxes[0], (0, 0))
+        data = bytearray((step / place.file).read_bytes())
+        data[place.offset + 1000] ^= 1
+        (step / place.file).write_bytes(data)
 
 
 def test_pages_are_found() -> None:

@@ -29,10 +29,9 @@ def report_of(checkpointer: ckpt.Checkpointer) -> RestoreReport:
     return report
 
 
-@pytest.mark.parametrize("layout", ["arrays", "packed"])
-def test_from_staging_memory(tmp_path: Path, layout: str) -> None:
+def test_from_staging_memory(tmp_path: Path) -> None:
     state = some_state(1)
-    with ckpt.Checkpointer(tmp_path, layout=layout, inner_bytes=4096) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, inner_bytes=4096) as checkpointer:
         checkpointer.save(state, 1)
         other = some_state(2)
         assert checkpointer.restore(other) == 1
@@ -44,7 +43,7 @@ def test_from_staging_memory(tmp_path: Path, layout: str) -> None:
 
 def test_views_from_staging_memory(tmp_path: Path) -> None:
     state = {"view": torch.randn(70, 300, device="cuda"), "conjugate": torch.randn(900, dtype=torch.cfloat).cuda()}
-    with ckpt.Checkpointer(tmp_path, pack_below_bytes=0, inner_bytes=4096) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, inner_bytes=4096) as checkpointer:
         checkpointer.save(state, 1)
         other = {
             "view": torch.zeros(300, 70, device="cuda").t(),
@@ -63,10 +62,9 @@ def checkpointer_slots() -> list[Path]:
     ]
 
 
-@pytest.mark.parametrize("layout", ["arrays", "packed"])
-def test_damaged_staging_memory_is_not_used(tmp_path: Path, layout: str) -> None:
+def test_damaged_staging_memory_is_not_used(tmp_path: Path) -> None:
     state = some_state(1)
-    with ckpt.Checkpointer(tmp_path, layout=layout) as checkpointer:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state, 1)
         for slot in checkpointer_slots():
             with slot.open("r+b", buffering=0) as stream:
@@ -80,7 +78,7 @@ def test_damaged_staging_memory_is_not_used(tmp_path: Path, layout: str) -> None
     assert same(other, state)
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"compression": "zstd"}])
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}])
 def test_more_than_is_read_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
     """From storage; rows of one tensor, and one row that is longer than what there is room for at once."""
     torch.manual_seed(1)
@@ -115,7 +113,7 @@ def train_two(rank: int, world_size: int, root: Path) -> None:
     torch.manual_seed(5)
     whole, copies = torch.randn(301, 40), torch.randn(50, 60)
     state = {"sharded": sharded(rank, world_size, whole), "copies": copies.cuda()}
-    with ckpt.Checkpointer(root, pack_below_bytes=0) as checkpointer:
+    with ckpt.Checkpointer(root) as checkpointer:
         checkpointer.save(state, 1)
         assert isinstance(state["sharded"], DTensor)
         state["sharded"].to_local().zero_()

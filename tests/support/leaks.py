@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def _shared_mappings() -> dict[str, int]:
     return found
 
 
+def _shm_files(shm: Path) -> Iterator[str]:
+    """Yield the names of shared memory.
+
+    Not of semaphores of `multiprocessing`, which come and go with other test processes; nothing here makes any. Nor of
+    directories: shared memory is a file, and a directory belongs to a program that uses this as a fast disk.
+    """
+    with os.scandir(shm) as entries:
+        for entry in entries:
+            if not entry.name.startswith("sem.mp-") and entry.is_file(follow_symlinks=False):
+                yield entry.name
+
+
 def _holdings() -> _Holdings:
     gc.collect()
     shm = Path("/dev/shm")
@@ -56,10 +69,7 @@ def _holdings() -> _Holdings:
         threads={thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None},
         children=_children(),
         mappings=_shared_mappings(),
-        # Semaphores of `multiprocessing` come and go with other test processes; nothing here makes any.
-        shm_files=frozenset(name for name in os.listdir(shm) if not name.startswith("sem.mp-"))
-        if shm.is_dir()
-        else frozenset(),
+        shm_files=frozenset(_shm_files(shm)) if shm.is_dir() else frozenset(),
     )
 
 

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.storage.chunk_writers import ChunkJob, DirectChunkWriter
-
 from ckpt.async_calls import AsyncRequest
 from ckpt.saving.publish import PartFile
 from ckpt.saving.task import WriteTask
 from ckpt.saving.write import ShareWriter
-from ckpt.storage.chunk_codec import WrittenChunk
 from ckpt.storage.commit import Abandoned, Published
+from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
 
 __all__ = ["KillingWriter", "Strike", "wait_until", "with_writer"]
 
@@ -69,19 +67,19 @@ class KillingWriter(ShareWriter):
         self.strike("after staging")
         super().run()
 
-    def _write(self) -> tuple[list[WrittenChunk], dict[str, float]]:
-        original = DirectChunkWriter.write
+    def _write(self) -> tuple[list[WrittenFile], dict[str, float]]:
+        original = PackWriter.write
 
-        def write(writer: DirectChunkWriter, job: ChunkJob) -> WrittenChunk:
+        def write(writer: PackWriter, job: FileJob) -> WrittenFile:
             written = original(writer, job)
             self.strike("during write")
             return written
 
-        DirectChunkWriter.write = write  # type: ignore[method-assign]
+        PackWriter.write = write  # type: ignore[method-assign]
         try:
             return super()._write()
         finally:
-            DirectChunkWriter.write = original  # type: ignore[method-assign]
+            PackWriter.write = original  # type: ignore[method-assign]
 
     def _decide(self, part: PartFile) -> Published | Abandoned:
         pending, hold, is_coordinator = self.pending, self.at.hold, self.task.rank == 0

@@ -178,7 +178,7 @@ def run(rank: int, world_size: int, job: Job, folder: Path) -> str | None:
         stream.write(json.dumps({"event": event, **more}) + "\n")
 
     queue = ckpt.AsyncCallsQueue(config=WriterConfig(writer_timeout_s=4.0))
-    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, pack_below_bytes=4096, timeout=timedelta(seconds=30))
+    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, timeout=timedelta(seconds=30))
     state = fresh(rank)
     checkpointer.register(**state)
     saboteur = Saboteur(job.faults, log, checkpointer)

@@ -25,7 +25,7 @@ from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import RankGroup, launch_ranks
 from tests.support.selection import FULL
 
-_OPTIONS = {"pack_below_bytes": 4096}
+_OPTIONS = {"file_bytes": 100_000}  # several files of each rank
 _AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
 
 POINTS = ("before staging", "after staging", "during write", "before publish", "after publish")
@@ -133,7 +133,7 @@ def _kill_the_idle_writer(queue: ckpt.AsyncCallsQueue) -> None:
 
 def _train(rank: int, world_size: int, cell: Cell, folder: Path, roots: tuple[Path, Path]) -> dict[str, Any]:
     root = roots[rank % 2]
-    checkpointer = ckpt.Checkpointer(root, **_OPTIONS, keep_last=9, reuse_files=cell.reuse)  # type: ignore[arg-type]
+    checkpointer = ckpt.Checkpointer(root, **_OPTIONS, keep_last=9, reuse_files=cell.reuse)
     checkpointer.restore(_state(0))
     if cell.reuse:
         checkpointer.save(_state(0), 0)
@@ -178,8 +178,12 @@ def _retire(root: CheckpointRoot, step: int) -> None:
 
 
 def _data_files(path: str) -> int:
-    names = [(folder, name) for folder, _, names in os.walk(path) for name in names]
-    return sum(name != "zarr.json" and "/parts" not in folder for folder, name in names if folder != path)
+    return sum(len(names) for _, _, names in os.walk(os.path.join(path, "packs")))
+
+
+def _recycled_files(root: CheckpointRoot) -> int:
+    folder = recycled_path(root)
+    return sum(_data_files(os.path.join(folder, plan)) for plan in os.listdir(folder)) if os.path.isdir(folder) else 0
 
 
 def _strike_before_staging(cell: Cell, checkpointer: ckpt.Checkpointer) -> None:
@@ -262,9 +266,9 @@ def play(cell: Cell, folder: Path, roots: tuple[Path, Path]) -> None:
     root = CheckpointRoot(str(roots[1]))
     _check_storage(cell, root)
     if cell.reuse and cell.point in ("during write", "before publish", "after publish"):
-        assert _data_files(recycled_path(root)) < _data_files(root.step_path(1)), "the save did not take the files"
+        assert _recycled_files(root) < _data_files(root.step_path(1)), "the save did not take the files"
     state = _state(0)
-    with ckpt.Checkpointer(root.path, **_OPTIONS) as checkpointer:  # type: ignore[arg-type]
+    with ckpt.Checkpointer(root.path, **_OPTIONS) as checkpointer:
         expected = 3 if cell.who == "writer" else 2 if cell.leaves in (PUBLISHED, ADOPTED) else 1
         assert checkpointer.restore(state) == expected
         _assert_equal(state, expected)

@@ -71,7 +71,7 @@ def _reshard(rank: int, world_size: int, root: Path, save: bool) -> float:
         return sum(end - start for start, end in parts) / needed
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 2), (8, 5)])
 def test_another_number_of_ranks_reads_little_more_than_it_needs(tmp_path: Path, before: int, after: int) -> None:
     run_ranks(_reshard, before, tmp_path, True)
     for result in run_ranks(_reshard, after, tmp_path, False):

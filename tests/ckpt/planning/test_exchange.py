@@ -12,6 +12,7 @@ from ckpt.errors import StateError
 from ckpt.paths import Path
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.values.containers import Container
 from tests.ckpt.planning.exchanging import exchange_all
 
 
@@ -88,6 +89,8 @@ _KEYS = st.integers(-2, 2) | st.text(st.characters(exclude_categories=["Cs"]), m
 _PATHS = st.lists(_KEYS, min_size=1, max_size=2).map(tuple)
 _MESHES = [Sharding((1, 2), ranks, (Placement(), Placement(1, 3))) for ranks in ((1, 0), (2, 3))]
 
+_CONTAINERS = [Container("list"), Container("deque", maxlen=3), Container("namedtuple", "m.Pair", ("a", "b"))]
+
 
 @st.composite
 def _descriptions(draw: st.DrawFn) -> StateDescription:
@@ -98,6 +101,7 @@ def _descriptions(draw: st.DrawFn) -> StateDescription:
         tensors,
         draw(st.dictionaries(_PATHS, st.booleans(), max_size=3)),
         draw(st.dictionaries(_PATHS, _PATHS, max_size=2)),
+        draw(st.dictionaries(_PATHS, st.tuples(st.sampled_from(_CONTAINERS), st.booleans()), max_size=2)),
         frozenset(path for path in tensors if draw(st.booleans())),
     )
 

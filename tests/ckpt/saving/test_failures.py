@@ -32,6 +32,7 @@ from ckpt.storage.commit import Abandoned, PendingSave, Published, Reason
 from ckpt.storage.directories import lock_shared
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
+from ckpt.validation import validate
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
 from tests.ckpt.crash.killers import wait_until, with_writer
@@ -447,7 +448,8 @@ def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) 
         assert writer_after["rss_kb"] - writer["rss_kb"] < 8_000
         assert rss_after - rss < 16 * _MB
         assert checkpointer.all_steps() == [218, 219]
-        assert sorted(os.listdir(tmp_path)) == [".abandoned", ".owner", ".pending", "step_00000218", "step_00000219"]
+        hidden = [".abandoned", ".owner", ".pending", ".retired"]
+        assert sorted(os.listdir(tmp_path)) == [*hidden, "step_00000218", "step_00000219"]
         assert not os.listdir(tmp_path / ".pending")
         assert not os.listdir(tmp_path / ".abandoned")
         checkpointer.close()
@@ -542,17 +544,18 @@ def _pieces_state(value: int) -> dict[str, Any]:
 
 
 _PIECES: dict[str, dict[str, Any]] = {
-    "arrays": {"pack_below_bytes": 1000},
-    "packed": {"layout": "packed", "file_bytes": 300_000, "inner_bytes": 64 << 10},
+    "large files": {"file_bytes": 500_000},
+    "small files": {"file_bytes": 100_000, "inner_bytes": 20_000},
+    "zstd": {"file_bytes": 300_000, "compression": "zstd"},
 }
 
 
-def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]:
+def _in_pieces(rank: int, world_size: int, root: Path, pieces: str) -> list[Any]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpt").addHandler(handler)
-    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, **_PIECES[layout]) as checkpointer:
+    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, **_PIECES[pieces]) as checkpointer:
         for step in range(1, 4):
             checkpointer.async_save(_pieces_state(step), step)
             checkpointer.maybe_finalize()
@@ -566,10 +569,12 @@ def _in_pieces(rank: int, world_size: int, root: Path, layout: str) -> list[Any]
     return [sum("batches" in record for record in records), failed, after]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, "arrays"), (2, "arrays"), (2, "packed")])
-def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "pieces"), [(1, "large files"), (2, "large files"), (2, "small files"), (2, "zstd")]
+)
+def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, pieces: str) -> None:
     print("seeds 1 to 5")
-    for result in run_ranks(_in_pieces, world_size, tmp_path, layout):
+    for result in run_ranks(_in_pieces, world_size, tmp_path, pieces):
         logged, failed, after = result.value
         assert logged == 1
         assert (failed["rank"], failed["step"]) == (world_size - 1, 4)
@@ -583,6 +588,24 @@ def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size
             for name, value in expected.items():
                 same = value.numpy().tobytes() == state[name].numpy().tobytes() if name != "value" else value == step
                 assert same, name
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_batch_with_thousands_of_chunks_is_reported(tmp_path: Path, compression: str | None) -> None:
+    """What a writer says of a batch does not fit one message; the last batch's part manifest lists all chunks."""
+    state: dict[str, Any] = {f"t{n}": torch.tensor(float(n)) for n in range(9000)}
+    state |= {f"w{n}": torch.arange(50_000.0) + n for n in range(6)}
+    options: dict[str, Any] = {"max_host_bytes": _MB, "file_bytes": 200_000, "compression": compression}
+    with ckpt.Checkpointer(tmp_path, **options) as checkpointer:
+        for step in (1, 2):
+            state["w3"] += 1
+            checkpointer.save(state, step)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        restored = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert checkpointer.restore(restored) == 2
+    assert [name for name in state if not torch.equal(state[name], restored[name])] == []
+    report = validate(str(tmp_path / "step_00000002"))
+    assert report.whole
 
 
 def test_slots_that_do_not_become_free_are_an_error_with_a_deadline(tmp_path: Path, leak_check: LeakCheck) -> None:

@@ -100,7 +100,7 @@ class Scenario:
 SCENARIOS = {
     "first": Scenario(1, 0, {}),
     "second": Scenario(2, 1, {}),
-    "retention": Scenario(2, 1, {"keep_last": 1}),
+    "retention": Scenario(2, 1, {"keep_last": 1, "reuse_files": False}),
     "reuse": Scenario(4, 3, {"keep_last": 1, "reuse_files": True}),
     "adoption": Scenario(3, 1, {"keep_last": 2}, complete_save_left=True),
 }
