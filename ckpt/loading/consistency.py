@@ -60,7 +60,7 @@ def find_inconsistencies(index: CheckpointIndex) -> Iterator[Inconsistency]:
     summary, packs = index.summary, index.packs
     files = packs.files()
     found = {"files": len(files), "tensors": len(packs.arrays)}
-    if all(array.meta.compression is None for array in packs.arrays):
+    if not packs.compressed:
         found["bytes"] = sum(files.values())
     for key, number in found.items():
         if summary[key] != number:

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StorageError
 from ckpt.native import crc32c
 from ckpt.paths import Path, display
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, decode_root
+from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, decode_document, decode_root, well_formed
 from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.pack_index import PackIndex, StoredArray, Table
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, read_regular
@@ -23,7 +23,6 @@ from ckpt.values.codec import decode_value
 from ckpt.values.containers import Container
 
 __all__ = [
-    "ILL_FORMED",
     "CheckpointIndex",
     "StoredTensor",
     "checked_summary",
@@ -36,9 +35,6 @@ __all__ = [
     "sizes",
     "whole_number",
 ]
-
-ILL_FORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
-"""The exceptions that code raises when a document does not have the expected structure."""
 
 _MAX_INT = 1 << 63
 _READS_FORMAT_1 = "0.1"
@@ -93,19 +89,15 @@ def parse_index(path: str) -> CheckpointIndex:
     except CheckpointCorruptError:
         _check_version(_version(data), root_path)  # a newer version may compute checksums in another way
         raise
-    where = root_path
-    try:
+    with well_formed(root_path):
         summary = checked_summary(document["attributes"]["ckpt"], root_path)
-        where = os.path.join(path, INDEX)
+    with well_formed(os.path.join(path, INDEX)):
         packs = _read_packs(path, summary)
         index = CheckpointIndex(path, summary, packs)
         for array in packs.arrays:
             _tensor(index, array).boxes.append(array)
-        where = os.path.join(path, "state.json")
+    with well_formed(os.path.join(path, "state.json")):
         _add_state(index, read_vouched(path, "state.json", summary["state"]))
-    except ILL_FORMED as error:
-        why = str(error) if type(error) is ValueError else repr(error)
-        raise CheckpointCorruptError(f"{where} does not describe a checkpoint: {why:.300}") from error
     return index
 
 
@@ -142,10 +134,8 @@ class _Tables:
             where = os.path.join(self._path, name)
             if crc32c(data) != self._checksums[rank]:
                 raise CheckpointCorruptError(f"{where} is not the one that belongs to this step")
-            try:
+            with well_formed(where):
                 self._known[rank] = chunk_table(decode_document(data, where))
-            except ILL_FORMED as error:
-                raise CheckpointCorruptError(f"{where} is not a part of a checkpoint: {error!r:.300}") from error
         return self._known[rank]
 
 

@@ -18,7 +18,7 @@ __all__ = ["Grid", "GridOptions", "common_grid", "refine"]
 _INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
 _INNER_CHUNKS_OF_SHARE = 20  # of each rank; then one of fewer ranks reads at most 1/10 more, however many there were
 _INNER_CHUNKS_OF_CHUNK = 8
-_MIN_INNER_BYTES = 8 << 10
+_MIN_INNER_BYTES = 16 << 10
 _CHUNKS_IN_FILE = 4  # so that files are not much larger than wanted
 _TOO_SMALL = 8  # times smaller than wanted
 

@@ -211,6 +211,7 @@ class _Walk:
         self._flat = flat
         self._expand = expand
         self._seen: dict[int, list[_Seen]] = {}
+        self._kinds: dict[Any, tuple[TensorSpec, list[LocalBox]]] = {}  # of plain tensors with elements
         self._dtensors = DTensors()
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
@@ -247,7 +248,9 @@ class _Walk:
                 raise StateError(
                     f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file"
                 )
-            if isinstance(item, torch.Tensor):  # a shortcut for most items
+            if type(item) in PLAIN_TENSORS and not per_rank:  # shortcuts for most items
+                self._plain_tensor((*path, key), item)
+            elif isinstance(item, torch.Tensor):
                 self._tensor((*path, key), item, per_rank)
             else:
                 self.visit((*path, key), item, per_rank, partial(operator.setitem, node, key) if mutable else None)
@@ -299,6 +302,23 @@ class _Walk:
             leaf = self._flat.tensors[path]
             leaf.after = lambda: np.copyto(array, contiguous)
             leaf.writeable = array.flags.writeable and not shares_elements(array.shape, array.strides)
+
+    def _plain_tensor(self, path: Path, tensor: torch.Tensor) -> None:
+        """Do what `_tensor` does, with little Python code for a tensor like many others."""
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        kind = tensor.dtype, tensor.shape, tensor.layout, tensor.is_meta
+        known = self._kinds.get(kind)
+        address = tensor.data_ptr() if known is not None else 0
+        if known is None or address in self._seen or not tensor.is_contiguous():
+            self._tensor(path, tensor, False)
+            leaf = self._flat.tensors.get(path)
+            if leaf is not None and leaf.spec.shape and 0 not in leaf.spec.shape:
+                self._kinds[kind] = leaf.spec, leaf.boxes
+            return
+        spec, boxes = known
+        self._seen[address] = [(path, tensor, spec.shape, None, False)]
+        self._flat.tensors[path] = TensorLeaf(tensor, spec, boxes)
 
     def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
         # Looking up a missing attribute takes a microsecond.

@@ -17,8 +17,8 @@ from ckpt.saving.replicas import Warn, check_replicas
 from ckpt.storage import files
 from ckpt.storage.array_metadata import root_document
 from ckpt.storage.commit import Abandoned, PendingSave, Published
-from ckpt.storage.documents import decode_document, encode_document, encode_root
-from ckpt.storage.names import INDEX
+from ckpt.storage.documents import decode_document, encode_document, encode_root, well_formed
+from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.root import read_bytes
 
@@ -79,32 +79,34 @@ def _merge(
     """Return the summary for the root, and the state document, from the index and all parts."""
     documents = {name: _read(pending, f"{name}.json") for name in ("index", "references")}
     where = os.path.join(pending.path, INDEX)
-    index = PackIndex.from_document(decode_document(documents["index"], where), intent["world_size"])
+    with well_formed(where):
+        index = PackIndex.from_document(decode_document(documents["index"], where), intent["world_size"])
     expected = index.files()
-    compressed = any(array.meta.compression for array in index.arrays)
     state: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
     replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
     summary |= {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in documents.items()}
     summary |= {"bytes": 0, "files": 0, "tensors": len(index.arrays), "parts": []}
     for rank, (part, part_checksum) in enumerate(_all_parts(pending, intent["world_size"], parts)):
-        where = f"{pending.path}: the part of rank {rank}"
+        where = os.path.join(pending.path, part_name(rank))
         identity = {key: intent[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
         if any(part.get(key) != value for key, value in identity.items()):
             raise CheckpointCorruptError(f"{where} belongs to another save or plan")
-        for number, nbytes, _ in part["files"]:
-            wanted = expected.pop((rank, number), None)
-            if wanted is None or (wanted != nbytes and not compressed):
-                raise CheckpointCorruptError(f"{where} has file {number} of {nbytes} bytes, the index {wanted}")
-            summary["bytes"] += nbytes
-            summary["files"] += 1
-        for kind in state:
-            state[kind] += part[kind]
-        replicas.append(part.get("replicas", {}))
+        with well_formed(where):
+            for number, nbytes, _ in part["files"]:
+                wanted = expected.pop((rank, number), None)
+                if wanted is None or (wanted != nbytes and not index.compressed):
+                    raise CheckpointCorruptError(f"{where} has file {number} of {nbytes} bytes, the index {wanted}")
+                summary["bytes"] += nbytes
+                summary["files"] += 1
+            for kind in state:
+                state[kind] += part[kind]
+            replicas.append(part.get("replicas", {}))
         summary["parts"].append(part_checksum)
         tick()
     for rank, number in expected:
-        raise CheckpointCorruptError(f"{pending.path}: the part of rank {rank} has no file {number}")
+        where = os.path.join(pending.path, part_name(rank))
+        raise CheckpointCorruptError(f"{where} does not list file {number} of the index")
     names = (*(array.path for array in index.arrays), *(tuple(name) for name, _, _ in state["values"]))
     check_replicas(replicas, lambda: names, warn)
     return summary, state

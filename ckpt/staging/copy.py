@@ -10,8 +10,9 @@ copies wait for the work already queued on the current stream, and `Staged.wait`
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ckpt.paths import Path
 from ckpt.staging.copy_table import Copies, CopyOp, RunTable
 from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
-from ckpt.staging.strided import copy_boxes, is_plain, take_box
+from ckpt.staging.strided import copy_boxes, take_box
 
 __all__ = ["Staged", "Unstaged", "only_gpu", "stage", "unstage"]
 
@@ -148,6 +149,9 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
 
 def only_gpu(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """Return the GPU of these tensors; None if there is none, or several."""
+    tensors = list(tensors)
+    if not any(map(attrgetter("is_cuda"), tensors)):
+        return None
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return devices.pop() if len(devices) == 1 else None
 
@@ -164,9 +168,14 @@ class _Memory:
     @classmethod
     def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor], gpu: torch.device | None) -> _Memory:
         own = [tensors[path] for path in table.paths]
-        plain = np.fromiter(map(is_plain, own), bool, len(own))
-        on_cpu = np.fromiter((tensor.is_cpu for tensor in own), bool, len(own))
-        addresses = np.fromiter((tensor.data_ptr() for tensor in own), np.uint64, len(own))
+
+        def each(method: Callable[[torch.Tensor], Any], dtype: Any = bool) -> Array:  # no Python code for each tensor
+            return np.fromiter(map(method, own), dtype, len(own))
+
+        tensor = torch.Tensor
+        plain = each(tensor.is_contiguous) & ~each(tensor.is_conj) & ~each(tensor.is_neg)  # as `is_plain`
+        on_cpu = each(attrgetter("is_cpu"))
+        addresses = each(tensor.data_ptr, np.uint64)
         on_gpu = ~on_cpu if gpu is not None and can_copy_rows() else np.zeros_like(on_cpu)
         return cls(table.paths, addresses, plain & on_cpu, plain & on_gpu)
 

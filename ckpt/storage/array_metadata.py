@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import mod
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, FileLayout, file_layout, indices
-from ckpt.storage.documents import canonical_json
-from ckpt.storage.dtypes import StoredDtype, native_name, stored
+from ckpt.storage.dtypes import StoredDtype, stored
 
-__all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "new_context", "open_array", "root_document"]
+__all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "new_context", "open_in_memory", "root_document"]
 
 MAX_DIMENSIONS = 64
 """The most dimensions of a tensor in torch and numpy."""
@@ -190,47 +187,6 @@ class ArrayMeta:
             "attributes": {**self.attributes, **({_DTYPE_ATTRIBUTE: self.dtype} if how.raw else {})},
         }
 
-    @functools.cached_property
-    def document_bytes(self) -> bytes:
-        """The content of the array's ``zarr.json``: the same bytes for equal arrays."""
-        return canonical_json(self.array_document())
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any], where: str) -> ArrayMeta:
-        """Return the array that `document` describes.
-
-        `CheckpointCorruptError`, naming `where` it is from, unless it is exactly what `array_document` makes of some
-        array.
-        """
-        try:
-            meta = cls._parsed(document)
-            if meta.array_document() == document:
-                return meta
-            why: object = "it differs from what this package writes"
-        except Exception as error:  # a damaged document may raise anything
-            why = repr(error)
-        raise CheckpointCorruptError(f"{where} does not describe an array of a checkpoint: {why}")
-
-    @classmethod
-    def _parsed(cls, document: Mapping[str, Any]) -> ArrayMeta:
-        attributes = dict(document["attributes"])
-        dtype = attributes.pop(_DTYPE_ATTRIBUTE, None) or native_name(document["data_type"])
-        if dtype is None:
-            raise ValueError(f"data type {document['data_type']!r}")
-        dimensions = len(document["shape"]) - len(stored(dtype).trailing)
-        codecs, inner = document["codecs"], None
-        if codecs[0]["name"] == "sharding_indexed":
-            configuration = codecs[0]["configuration"]
-            codecs, inner = configuration["codecs"], tuple(configuration["chunk_shape"][:dimensions])
-        return cls(
-            shape=tuple(document["shape"][:dimensions]),
-            dtype=dtype,
-            chunk_shape=tuple(document["chunk_grid"]["configuration"]["chunk_shape"][:dimensions]),
-            inner_chunk_shape=inner,
-            compression="zstd" if _ZSTD in codecs else None,
-            attributes=attributes,
-        )
-
 
 def group_document() -> dict[str, Any]:
     """Return the ``zarr.json`` of a group below the root."""
@@ -259,22 +215,14 @@ def new_context(threads: int) -> Any:
     return ts.Context({"file_io_concurrency": limit, "data_copy_concurrency": limit, "file_io_sync": False})
 
 
-def open_array(root: str, directory: str, meta: ArrayMeta, context: Any) -> Any:
-    """Return the array in `directory` below `root` (a local directory or a URL) as a tensorstore, without accessing it.
-
-    Reading a missing chunk is an error, and a chunk of zeros is written like any other.
-    """
+def open_in_memory(meta: ArrayMeta, context: Any) -> Any:
+    """Return a new array in memory as a tensorstore. A chunk of zeros is written like any other."""
     import tensorstore as ts
 
-    if "://" in root:
-        kvstore: Any = f"{root.rstrip('/')}/{directory}/"
-    else:
-        kvstore = {"driver": "file", "path": os.path.join(root, directory) + "/"}
     spec = {
         "driver": "zarr3",
-        "kvstore": kvstore,
+        "kvstore": "memory://",
         "metadata": meta.array_document(),
-        "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
     return ts.open(spec, context=context, open=True, assume_metadata=True).result()

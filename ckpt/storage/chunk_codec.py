@@ -108,14 +108,11 @@ def _exactly(read: Read, offset: int, size: int) -> bytes | memoryview:
     return data
 
 
-def verify_chunk(
-    step: str, place: ChunkPlace, meta: ArrayMeta, index: tuple[int, ...], tensor: str, buffer: memoryview | None = None
-) -> bytes:
+def verify_chunk(step: str, place: ChunkPlace, meta: ArrayMeta, index: tuple[int, ...], tensor: str) -> bytes:
     """Check that a chunk of a published step is in its place and that its checksums match its bytes.
 
-    Returns what `check_chunk` returns. Reads in blocks, into `buffer` (of `READ_BYTES`) if given: allocating memory for
-    each block takes as long as its checksum. Raises CheckpointCorruptError, naming tensor, chunk, file and offset;
-    StorageError if the file cannot be read.
+    Returns what `check_chunk` returns. Reads in blocks. Raises CheckpointCorruptError, naming tensor, chunk, file and
+    offset; StorageError if the file cannot be read.
     """
     try:
         with storage_errors("read", os.path.join(step, place.file)):
@@ -124,13 +121,7 @@ def verify_chunk(
                 file_bytes = os.fstat(fd).st_size
                 if place.offset + place.nbytes > file_bytes:
                     raise DamagedFileError(f"ends at offset {file_bytes}")
-
-                def read(offset: int, size: int) -> bytes | memoryview:
-                    if buffer is None or size > len(buffer):
-                        return os.pread(fd, size, place.offset + offset)
-                    return buffer[: os.preadv(fd, [buffer[:size]], place.offset + offset)]
-
-                return check_chunk(meta, index, place.nbytes, read)
+                return check_chunk(meta, index, place.nbytes, lambda at, size: os.pread(fd, size, place.offset + at))
             finally:
                 os.close(fd)
     except DamagedFileError as damage:

@@ -65,11 +65,6 @@ class FileLayout:
     index_offset: int
     file_bytes: int
 
-    @property
-    def buffer_bytes(self) -> int:
-        """The memory that the encoded chunk takes: whole pages."""
-        return -(-self.file_bytes // PAGE_BYTES) * PAGE_BYTES
-
     @functools.cached_property
     def index(self) -> bytes:
         """The bytes at `index_offset`: the index of a shard with its checksum; empty for a plain chunk."""

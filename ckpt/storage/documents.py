@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,15 +19,19 @@ from ckpt.errors import CheckpointCorruptError, StateError
 from ckpt.native import crc32c
 
 __all__ = [
+    "ILL_FORMED",
     "MAX_DOCUMENT_BYTES",
-    "EncodedList",
     "canonical_json",
     "encode_document",
     "encode_root",
     "decode_document",
     "decode_root",
     "readable",
+    "well_formed",
 ]
+
+ILL_FORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
+"""The exceptions that code raises when a document does not have the expected structure."""
 
 MAX_DOCUMENT_BYTES = 1 << 30
 """The largest size of a document."""
@@ -48,37 +52,11 @@ def canonical_json(document: Any) -> bytes:
     )
 
 
-@dataclass(frozen=True)
-class EncodedList:
-    """A list as canonical JSON, for a long list that is written more than once."""
-
-    data: bytes
-    items: int
-
-    @classmethod
-    def of(cls, items: Sequence[Any] | EncodedList) -> EncodedList:
-        """Encode `items`, unless they are encoded."""
-        return items if isinstance(items, EncodedList) else cls(canonical_json(items), len(items))
-
-    @classmethod
-    def joined(cls, lists: Iterable[EncodedList]) -> EncodedList:
-        """Concatenate `lists`."""
-        filled = [part for part in lists if part.items]
-        return cls(b"[" + b",".join(part.data[1:-1] for part in filled) + b"]", sum(part.items for part in filled))
-
-
 def encode_document(document: dict[str, Any]) -> bytes:
-    """Return `document` as JSON with its checksum. Its keys are strings; a member may be an `EncodedList`.
-
-    Raises what `readable` raises.
-    """
-    members = {key: canonical_json(key) + b":" + _encoded(member) for key, member in document.items()}
+    """Return `document`, whose keys are strings, as JSON with its checksum. Raises what `readable` raises."""
+    members = {key: canonical_json(key) + b":" + canonical_json(member) for key, member in document.items()}
     members[_MEMBER] = b'"%s":%d' % (_MEMBER.encode(), crc32c(_object(members)))
     return readable(_object(members))
-
-
-def _encoded(member: Any) -> bytes:
-    return member.data if isinstance(member, EncodedList) else canonical_json(member)
 
 
 def _object(members: dict[str, bytes]) -> bytes:
@@ -122,6 +100,19 @@ def decode_root(data: bytes, where: str) -> dict[str, Any]:
         _corrupt(where, "it has no checksum")
     _check(checksum, data, where)
     return document
+
+
+@contextmanager
+def well_formed(where: str) -> Iterator[None]:
+    """Raise CheckpointCorruptError for `ILL_FORMED` in the block: the document `where` has another structure.
+
+    Its checksum may be correct all the same: somebody may have made it by hand.
+    """
+    try:
+        yield
+    except ILL_FORMED as error:
+        why = str(error) if type(error) is ValueError else repr(error)
+        raise CheckpointCorruptError(f"{where} does not describe a checkpoint: {why:.300}") from error
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:

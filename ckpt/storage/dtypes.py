@@ -20,7 +20,7 @@ from ckpt.errors import StateError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StoredDtype", "names", "native_name", "stored", "torch_dtype", "torch_dtype_name"]
+__all__ = ["StoredDtype", "names", "stored", "torch_dtype", "torch_dtype_name"]
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,6 @@ def stored(dtype_name: str) -> StoredDtype:
     if dtype_name in _RAW:
         return StoredDtype("uint8", np.dtype(np.uint8), _RAW[dtype_name], raw=True)
     raise StateError(f"tensors of dtype {dtype_name!r} cannot be stored; convert them to one of {', '.join(names())}")
-
-
-def native_name(zarr_name: str) -> str | None:
-    """Return the torch name of a Zarr data type that stores a torch dtype as itself."""
-    return zarr_name if zarr_name in _NATIVE else None
 
 
 def torch_dtype(dtype_name: str) -> torch.dtype:

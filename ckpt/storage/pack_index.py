@@ -133,6 +133,11 @@ class PackIndex:
             raise ValueError("two regions overlap in a file")
         return index
 
+    @functools.cached_property
+    def compressed(self) -> bool:
+        """Whether any array is compressed: then readers need the part manifests, and sizes of files vary."""
+        return any(array.meta.compression is not None for array in self.arrays)
+
     def files(self) -> dict[tuple[int, int], int]:
         """Return the size of each file, by rank and number of the file; before compression, if there is any."""
         return self._places().file_sizes()

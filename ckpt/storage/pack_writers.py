@@ -21,7 +21,7 @@ import numpy as np
 
 from ckpt.errors import StorageError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
-from ckpt.storage.array_metadata import ArrayMeta, new_context, open_array
+from ckpt.storage.array_metadata import ArrayMeta, new_context, open_in_memory
 from ckpt.storage.chunk_codec import inner_chunk_array
 from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, PAGE_BYTES
 from ckpt.storage.directories import make_directories
@@ -163,7 +163,7 @@ class PackWriter:
 
         meta, layout = chunk.meta, chunk.meta.layout(chunk.index)
         try:
-            store = open_array("memory://", "", meta, new_context(1))
+            store = open_in_memory(meta, new_context(1))
             with ts.Transaction() as transaction:  # encodes the chunk once, however many inner chunks it has
                 for inner in layout.inner_chunks:
                     box = tuple(slice(o, o + n) for o, n in zip(inner.origin, inner.shape, strict=True))

@@ -23,8 +23,6 @@ from ckpt.validation.step_files import PackFile, Problem
 
 __all__ = ["PackChecks"]
 
-_SMALL_READ = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:

@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, chunk_table, items, parse_index, sizes
+from ckpt.loading.index import CheckpointIndex, chunk_table, items, parse_index, sizes
 from ckpt.native import crc32c
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
-from ckpt.storage.names import INDEX, pack_file, part_name
+from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
+from ckpt.storage.names import INDEX, REFERENCES, pack_file, part_name
 from ckpt.storage.regular_files import DamagedFileError, read_regular
 from ckpt.storage.root import FORMAT_VERSION
 
 __all__ = ["PackFile", "Problem", "StepFiles", "read_document", "read_step_files"]
-
-REFERENCES = "references.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
     files = StepFiles(index)
     summary = index.summary
     files.documents |= {"zarr.json", INDEX, "state.json", "intent.json"}
-    intent = _read_json(path, "intent.json", None, problems)
+    intent = _read_json(path, "intent.json", None, problems, 0, fatal=False)
     if intent is not None and intent != {key: summary.get(key) for key in intent}:
         problems.append(Problem("the intent belongs to another save", "intent.json", rank=0))
     if "references" in summary:
@@ -84,7 +82,7 @@ def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
     expected = index.packs.files()
     for rank, checksum in enumerate(summary["parts"]):
         files.documents.add(part_name(rank))
-        part = _read_json(path, part_name(rank), checksum, problems, rank)
+        part = _read_json(path, part_name(rank), checksum, problems, rank, fatal=index.packs.compressed)
         if part is not None:
             _add_part(files, rank, part, expected, problems)
     for rank, number in expected:
@@ -133,7 +131,7 @@ def _check_that_only_the_version_differs(path: str) -> None:
 
 
 def _read_json(
-    path: str, name: str, checksum: int | None, problems: list[Problem], rank: int = 0
+    path: str, name: str, checksum: int | None, problems: list[Problem], rank: int, *, fatal: bool
 ) -> dict[str, Any] | None:
     try:
         data = read_document(path, name)
@@ -144,7 +142,7 @@ def _read_json(
             return document
         raise CheckpointCorruptError(f"{name} is not the one that belongs to this step: it is from another save")
     except CheckpointCorruptError as error:
-        problems.append(Problem(str(error), name, rank=rank))
+        problems.append(Problem(str(error), name, rank=rank, fatal=fatal))
         return None
 
 
@@ -182,7 +180,8 @@ def _add_part(
         packs = [PackFile(pack_file(rank, number), rank, number, nbytes, crc) for number, nbytes, crc in listed]
         chunk_table(part)
     except ILL_FORMED as error:
-        problems.append(Problem(f"the part is invalid: {error!r:.200}", name, rank=rank))
+        message, fatal = f"the part is invalid: {error!r:.200}", files.index.packs.compressed
+        problems.append(Problem(message, name, rank=rank, fatal=fatal))
         return
     files.parts[rank] = part
     for pack in packs:

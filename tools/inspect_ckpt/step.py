@@ -14,12 +14,12 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from ckpt.loading.consistency import all_tensors, read_index
-from ckpt.loading.index import ILL_FORMED, CheckpointIndex, StoredTensor, checked_summary, read_vouched
+from ckpt.loading.index import CheckpointIndex, StoredTensor, checked_summary, read_vouched
 from ckpt.native import crc32c
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.chunk_layout import indices
-from ckpt.storage.documents import canonical_json, decode_document, decode_root
+from ckpt.storage.documents import canonical_json, decode_document, decode_root, well_formed
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import INDEX, parse_save_name, part_name
 from ckpt.storage.root import CheckpointRoot
@@ -186,7 +186,7 @@ def _check_zarr_of_step(path: str) -> None:
 
 def summary_of(path: str) -> dict[str, Any]:
     """Read the summary in the root document of the step at `path`. CheckpointCorruptError, StorageError."""
-    with _described(path, "zarr.json"):
+    with well_formed(os.path.join(path, "zarr.json")):
         return checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
 
 
@@ -195,9 +195,9 @@ def overview_of(path: str) -> tuple[dict[str, Any], int]:
 
     CheckpointCorruptError, StorageError.
     """
-    with _described(path, "zarr.json"):
+    with well_formed(os.path.join(path, "zarr.json")):
         summary = checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
-    with _described(path, INDEX):
+    with well_formed(os.path.join(path, INDEX)):
         arrays = read_vouched(path, INDEX, summary["index"])["arrays"]
         names = {(json.dumps(array["path"]), array.get("rank")) for array in arrays}
     return summary, len(names)
@@ -259,22 +259,11 @@ def _part_times(path: str, rank: int, checksum: int) -> PartTimes:
     if crc32c(data) != checksum:
         raise CheckpointCorruptError(f"{os.path.join(path, name)} is not the one that belongs to this step")
     part = decode_document(data, os.path.join(path, name))
-    try:
+    with well_formed(os.path.join(path, name)):
         times = {name: float(part["times"].get(name, 0.0)) for name in _TIMES}
         if not all(map(math.isfinite, times.values())):
             raise ValueError("a time is not finite")
-    except ILL_FORMED as error:
-        raise CheckpointCorruptError(f"{os.path.join(path, name)} is not a part: {error!r:.200}") from None
     return PartTimes(**times)
-
-
-@contextmanager
-def _described(path: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except ILL_FORMED as error:
-        where = os.path.join(path, name)
-        raise CheckpointCorruptError(f"{where} does not describe a checkpoint: {error!r:.200}") from None
 
 
 def _root_document(path: str) -> dict[str, Any]:

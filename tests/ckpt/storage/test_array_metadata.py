@@ -1,5 +1,3 @@
-import copy
-import json
 from typing import Any
 
 import hypothesis.strategies as st
@@ -7,10 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from ckpt.errors import CheckpointCorruptError, StateError
+from ckpt.errors import StateError
 from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta, root_document
-from ckpt.storage.chunk_layout import PAGE_BYTES
 from tests.ckpt.storage.chunks import CASES, Case
 
 TORCH_DTYPES = sorted({dtypes.torch_dtype_name(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
@@ -29,33 +26,6 @@ def test_unknown_dtypes() -> None:
         dtypes.stored("float7")
     with pytest.raises(StateError, match="float7"):
         dtypes.torch_dtype("float7")
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_document_round_trip(case: Case, compression: str | None) -> None:
-    meta = ArrayMeta(
-        case.meta.shape, case.meta.dtype, case.meta.chunk_shape, case.meta.inner_chunk_shape, compression, {"note": [1]}
-    )
-    assert ArrayMeta.from_document(json.loads(meta.document_bytes), "x") == meta
-
-
-def test_a_changed_document_is_found() -> None:
-    meta = ArrayMeta((5, 7), "complex32", (6, 6), (2, 3))
-    document = meta.array_document()
-    changes: list[Any] = [
-        ("shape", [5]),
-        ("data_type", "int9"),
-        ("codecs", []),
-        ("zarr_format", 2),
-        ("chunk_grid", None),
-    ]
-    for key, value in changes:
-        with pytest.raises(CheckpointCorruptError, match=r"a/zarr\.json"):
-            ArrayMeta.from_document({**copy.deepcopy(document), key: value}, "a/zarr.json")
-    del document["fill_value"]
-    with pytest.raises(CheckpointCorruptError):
-        ArrayMeta.from_document(document, "x")
 
 
 @pytest.mark.parametrize(
@@ -91,8 +61,7 @@ def test_pieces_cover_the_array_once_and_do_not_overlap_in_the_file(meta: ArrayM
                 assert size > 0
                 grid = [[*p, i] for p in grid for i in range(origin, origin + size)]
             covered += [tuple(p) for p in grid]
-        assert ends[-1] == layout.index_offset <= layout.file_bytes <= layout.buffer_bytes
-        assert layout.buffer_bytes % PAGE_BYTES == 0
+        assert ends[-1] == layout.index_offset <= layout.file_bytes
     everything = [()]
     for size in meta.shape:
         everything = [(*p, i) for p in everything for i in range(size)]  # type: ignore[misc]

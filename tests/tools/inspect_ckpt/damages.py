@@ -83,7 +83,7 @@ def _flip(tree: Tree, name: str, bit: int) -> Damage:
 Changes = dict[str, bytes | None]
 
 
-def chunks(tree: Tree) -> list[str]:
+def packs(tree: Tree) -> list[str]:
     return [name for name in sorted(tree) if not name.endswith(".json")]
 
 
@@ -104,26 +104,28 @@ def _delete(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random)
 def _extra(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:
     name = rng.choice(sorted(tree))
     folder = name.rpartition("/")[0] + "/" if "/" in name else ""
-    new = folder + rng.choice(("extra", "c.9", "c.0.7", ".hidden.tmp", "new/zarr.json", "zarr.json.bak"))
+    new = folder + rng.choice(
+        ("extra", "rank_00000_099", "rank_00009.json", ".hidden.tmp", "new/zarr.json", "zarr.json.bak")
+    )
     return {new: rng.choice((b"", tree[name], rng.randbytes(100)))}
 
 
 def _swap(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:
-    one, two = rng.sample(chunks(tree), 2)
+    one, two = rng.sample(packs(tree), 2)
     return {one: tree[two], two: tree[one]}
 
 
 def _swap_alike(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:
-    one = rng.choice(chunks(tree))
-    alike = [name for name in chunks(tree) if name != one and len(tree[name]) == len(tree[one])]
+    one = rng.choice(packs(tree))
+    alike = [name for name in packs(tree) if name != one and len(tree[name]) == len(tree[one])]
     if not alike:
         return _swap(tree, other_step, other_world, rng)
     two = rng.choice(alike)
     return {one: tree[two], two: tree[one]}
 
 
-def _replay_chunk(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:
-    name = rng.choice([name for name in chunks(tree) if name in other_step])
+def _replay_pack(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:
+    name = rng.choice([name for name in packs(tree) if name in other_step])
     return {name: other_step[name]}
 
 
@@ -162,7 +164,7 @@ KINDS: dict[str, Callable[[Tree, Tree, Tree, random.Random], Changes]] = {
         _extra,
         _swap,
         _swap_alike,
-        _replay_chunk,
+        _replay_pack,
         _other_save,
         _other_world,
         _garbage,

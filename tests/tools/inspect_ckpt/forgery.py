@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ckpt.native import crc32c
 from ckpt.storage.documents import decode_document, decode_root, encode_document, encode_root
 
-__all__ = ["reseal_part", "reseal_root", "rename_array"]
+__all__ = ["array_of", "reseal_index", "reseal_part", "reseal_root"]
 
 
 def reseal_root(step: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -28,16 +27,18 @@ def reseal_part(step: Path, rank: int, change: Callable[[dict[str, Any]], None])
     reseal_root(step, lambda root: root["attributes"]["ckpt"]["parts"].__setitem__(rank, crc32c(file.read_bytes())))
 
 
-def rename_array(step: Path, old: str, new: str) -> None:
-    """Change the directory of an array from `old` to `new` in the root document and in the part of rank 0."""
+def reseal_index(step: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the index, and update its checksum in the root document."""
+    file = step / "index.json"
+    index = decode_document(file.read_bytes(), file.name)
+    change(index)
+    data = encode_document(index)
+    file.write_bytes(data)
+    about = {"bytes": len(data), "crc32c": crc32c(data)}
+    reseal_root(step, lambda root: root["attributes"]["ckpt"].update(index=about))
 
-    def in_part(part: dict[str, Any]) -> None:
-        part["arrays"][new] = part["arrays"].pop(old)
-        part["chunks"][new] = part["chunks"].pop(old)
 
-    def in_root(root: dict[str, Any]) -> None:
-        nodes = root["consolidated_metadata"]["metadata"]
-        nodes[new] = json.loads(json.dumps(nodes.pop(old)))
-
-    reseal_root(step, in_root)
-    reseal_part(step, 0, in_part)
+def array_of(index: dict[str, Any], *path: str) -> dict[str, Any]:
+    """Return the entry of a tensor in an index."""
+    found: dict[str, Any] = next(array for array in index["arrays"] if array["path"] == list(path))
+    return found

@@ -1,8 +1,10 @@
-"""Small states with every kind of file: shards with and without inner chunks, packed tensors, several arrays."""
+"""Small states with every kind of chunk: plain and sharded, of one rank and of several, several in a file."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,11 +35,11 @@ def state(step: int, rank: int = 0) -> dict[str, Any]:
     }
 
 
-def _save(root: Path, rank: int, compression: str | None) -> None:
-    sizes: dict[str, int] = {"file_bytes": 2048, "inner_bytes": 512}
+def _save(root: Path, rank: int, compression: str | None, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+    sizes: dict[str, int] = {"file_bytes": 4096, "inner_bytes": 256}
     with Checkpointer(root, compression=compression, **sizes) as checkpointer:
         for step in STEPS:
-            checkpointer.save(state(step, rank), step)
+            checkpointer.save(state(step, rank) | more, step)
 
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:
@@ -46,4 +48,9 @@ def save_all(rank: int, world_size: int, folder: Path) -> None:
 
 
 def save_two_ranks(rank: int, world_size: int, folder: Path) -> None:
-    _save(folder / "two", rank, None)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rows = torch.arange(90.0).reshape(9, 10)
+    divided = distribute_tensor(rows, init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    _save(folder / "two", rank, None, {"divided": divided})

@@ -46,7 +46,9 @@ VALUES = st.one_of(
     st.tuples(st.integers(), st.floats()),
 )
 KEYS = st.one_of(
-    st.text(max_size=6), st.sampled_from(("parts", "c.0", "zarr.json", "..", "a/b", "packed")), st.integers()
+    st.text(max_size=6),
+    st.sampled_from(("parts", "packs", "c.0", "zarr.json", "__box_00000", "..", "a/b")),
+    st.integers(),
 )
 STATES = st.recursive(
     st.one_of(tensors(), VALUES),
@@ -59,12 +61,12 @@ STATES = st.recursive(
 @given(
     state=st.dictionaries(KEYS, STATES, max_size=4),
     compression=st.sampled_from((None, "zstd")),
-    pack_below_bytes=st.sampled_from((0, 64, 16 << 10, 1 << 40)),
+    file_bytes=st.sampled_from((1, 512, 64 << 20)),
     inner_bytes=st.sampled_from((64, 4 << 20)),
 )
 def test_what_is_saved_is_whole(queue: AsyncCallsQueue, state: dict[Any, Any], **options: Any) -> None:
     with tempfile.TemporaryDirectory() as root:
-        with Checkpointer(root, queue=queue, file_bytes=512, **options) as checkpointer:
+        with Checkpointer(root, queue=queue, **options) as checkpointer:
             checkpointer.save(state, 7)
         report = validate(f"{root}/step_00000007")
         assert report.whole, report.problems

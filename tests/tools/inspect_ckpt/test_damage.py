@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.loading.consistency import array_name, read_index
+from ckpt.storage.root import FORMAT_VERSION
 from ckpt.validation import Problem, Report, validate
 from tests.tools.inspect_ckpt import states
-from tests.tools.inspect_ckpt.damages import KINDS, Damage, applied, chunks, damages, read_tree
+from tests.tools.inspect_ckpt.damages import KINDS, Damage, applied, damages, packs, read_tree
 
 FLIPS, EACH = 700, 20
 
@@ -61,7 +63,7 @@ def test_all_damage_is_found_and_named(step: Path, saved: dict[str, Path], reque
 
 def test_every_bit_of_the_version_number_is_checked(step: Path) -> None:
     tree = read_tree(step)
-    at = tree["zarr.json"].index(b'"format":1') + len(b'"format":')
+    at = tree["zarr.json"].index(b'"format":%d' % FORMAT_VERSION) + len(b'"format":')
     for bit in range(8):
         content = bytearray(tree["zarr.json"])
         content[at] ^= 1 << bit
@@ -72,42 +74,60 @@ def test_every_bit_of_the_version_number_is_checked(step: Path) -> None:
 
 def test_a_damaged_chunk_is_reported_with_tensor_chunk_and_rank(step: Path) -> None:
     tree = read_tree(step)
-    name = next(name for name in chunks(tree) if name.startswith("model/weight/"))
-    for content in (tree[name][:-9] + b"damaged!!", tree[name][:-1], None):
-        with applied(step, tree, Damage("", {name: content})):
-            (problem,) = validate(str(step)).problems
-        assert (problem.file, problem.tensor) == (name, "model/weight")
-        assert problem.chunk is not None
-        assert problem.rank is not None
-        assert problem.fatal
-        assert "\n" not in problem.message
+    stored = read_index(str(step)).packs
+    for array in stored.arrays:
+        for index in array.meta.chunk_indices():
+            file, offset, nbytes = stored.place(array, index)
+            content = bytearray(tree[file])
+            content[offset + nbytes // 2] ^= 1
+            with applied(step, tree, Damage("", {file: bytes(content)})):
+                (problem,) = validate(str(step)).problems
+            assert (problem.file, problem.tensor, problem.chunk) == (file, array_name(array), index)
+            assert problem.rank == int(file[-9:-4])
+            assert problem.fatal
+            assert f"the chunk is at offset {offset}" in problem.message
+            assert "\n" not in problem.message
 
 
-def test_a_wrong_checksum_names_the_offset(step: Path) -> None:
+def test_a_missing_file_of_a_pack_is_one_problem(step: Path) -> None:
     tree = read_tree(step)
-    name = max(chunks(tree), key=lambda name: len(tree[name]))
+    for name in packs(tree):
+        with applied(step, tree, Damage("", {name: None})):
+            report = validate(str(step))
+        assert report.problems == [Problem("is missing", name, rank=int(name[-9:-4]), fatal=True)]
+
+
+def test_a_wrong_checksum_names_the_offset_in_the_chunk(step: Path) -> None:
+    tree = read_tree(step)
+    name = max(packs(tree), key=lambda name: len(tree[name]))
     content = bytes([tree[name][0] ^ 1]) + tree[name][1:]
     with applied(step, tree, Damage("", {name: content})):
         (problem,) = validate(str(step)).problems
-    assert "at offset 0" in problem.message
+    assert "at offset 0 of the chunk" in problem.message
 
 
-def test_a_damaged_part_is_one_problem_and_its_chunks_are_still_checked(step: Path) -> None:
+def test_a_damaged_part_is_one_problem_and_its_chunks_are_still_checked(
+    step: Path, request: pytest.FixtureRequest
+) -> None:
+    """Only the part says where compressed chunks are: without it, they can neither be checked nor restored."""
+    compressed = request.node.callspec.params["step"] == "zstd"
     tree = read_tree(step)
     part = tree["parts/000/rank_00000.json"].replace(b'"rank":0', b'"rank":7', 1)
-    chunk = chunks(tree)[-1]
+    chunk = packs(tree)[-1]
     flipped = tree[chunk][:-1] + bytes([tree[chunk][-1] ^ 1])
     with applied(step, tree, Damage("", {"parts/000/rank_00000.json": part})):
         report = validate(str(step))
         assert [problem.file for problem in report.problems] == ["parts/000/rank_00000.json"]
-        assert report.restorable, "restore does not need the parts"
+        assert report.restorable != compressed
+        assert validate(str(step), quick=True).restorable != compressed
     with applied(step, tree, Damage("", {"parts/000/rank_00000.json": part, chunk: flipped})):
-        assert {problem.file for problem in validate(str(step)).problems} == {"parts/000/rank_00000.json", chunk}
+        found = {problem.file for problem in validate(str(step)).problems}
+    assert found == {"parts/000/rank_00000.json"} | (set() if compressed else {chunk})
 
 
 def test_what_restore_does_not_read_is_not_fatal(step: Path) -> None:
     tree = read_tree(step)
-    for changes in ({"extra": b""}, {"intent.json": None}, {"model/weight/zarr.json": b"{}"}):
+    for changes in ({"extra": b""}, {"intent.json": None}, {"references.json": b"{}"}):
         with applied(step, tree, Damage("", changes)):
             report = validate(str(step))
         assert not report.whole
@@ -115,9 +135,9 @@ def test_what_restore_does_not_read_is_not_fatal(step: Path) -> None:
 
 
 def test_an_extra_directory_is_found(step: Path) -> None:
-    (step / "model" / "nothing").mkdir()
+    (step / "packs" / "nothing").mkdir()
     (problem,) = validate(str(step)).problems
-    assert problem == Problem("this directory does not belong to the checkpoint", "model/nothing")
+    assert problem == Problem("this directory does not belong to the checkpoint", "packs/nothing")
 
 
 def test_a_step_under_another_number_is_found(step: Path) -> None:
@@ -125,9 +145,11 @@ def test_a_step_under_another_number_is_found(step: Path) -> None:
     assert ["another save" in problem.message for problem in validate(str(step)).problems] == [True]
 
 
-def test_quick_validation_opens_no_chunk(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_validation_opens_no_pack(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("a chunk was read")
+        raise AssertionError("a pack was opened")
 
-    monkeypatch.setattr("ckpt.validation.checks.verify_chunk", refuse)
+    monkeypatch.setattr("ckpt.validation.pack_files.open_regular", refuse)
     assert validate(str(step), quick=True).whole
+    with pytest.raises(AssertionError, match="a pack was opened"):
+        validate(str(step))

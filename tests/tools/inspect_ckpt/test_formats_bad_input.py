@@ -474,6 +474,6 @@ def test_a_full_disk(run: Commands, saved: dict[str, Path], tmp_path: Path, monk
     assert not (tmp_path / "dcp").exists()
     (tmp_path / "a.safetensors").write_bytes(safetensors({"a": entry()}))
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt.storage.chunk_writers.write_pages", full)
+        patched.setattr("ckpt.storage.pack_writers.write_pages", full)
         assert "No space" in run.refused("convert", tmp_path / "a.safetensors", tmp_path / "root")
     assert not list((tmp_path / "root").glob("step_*"))
