@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,9 @@ def _run(root: Path, scenario: Scenario, at: int, kind: str) -> None:
     assert CheckpointRoot(str(root)).pending() == [], "the next save has decided nothing"
     left = [str(path.relative_to(root)) for path in root.rglob(".*.tmp")]
     assert strays or not left, f"temporary files are left: {left}"
+    for thread in threading.enumerate():
+        if thread.name == "ckpt-arena-free":  # closing does not wait for it
+            thread.join(20)
     gc.collect()
     assert not (lost := _descriptors() - descriptors), f"descriptors are left open: {lost}"
 
