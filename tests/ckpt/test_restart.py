@@ -254,6 +254,7 @@ def test_faults_of_saves_do_not_pile_up(tmp_path: Path, leak_check: LeakCheck) -
     checkpointer.close()
 
 
+@pytest.mark.timeout(120)  # half a minute, on a busy machine
 def test_a_hundred_faults_leave_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
     checkpointer, state = _registered(tmp_path / "root", keep_last=1)
     for epoch in range(1, 101):
