@@ -17,7 +17,7 @@ from ckpt import AsyncCallsQueue, CheckpointCorruptError, Checkpointer
 from ckpt.native import crc32c
 from ckpt.storage.documents import decode_document, decode_root, encode_document
 from ckpt.validation import validate
-from tests.tools.inspect_ckpt.forgery import reseal_root
+from tests.ckpt.validation.forgery import reseal_root
 from tools.inspect_ckpt.__main__ import main
 
 SIZES = {"file_bytes": 2048, "inner_bytes": 512}
