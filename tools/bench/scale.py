@@ -55,7 +55,7 @@ from tools.bench.harness import (
     write_json,
 )
 
-__all__ = ["TARGETS", "Figures", "add_options", "measure_commit", "measure_planning", "run", "simulate_save"]
+__all__ = ["BYTES", "TARGETS", "Figures", "add_options", "measure_commit", "measure_planning", "run", "simulate_save"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -88,6 +88,9 @@ TARGETS = (
     ("experts", "restore", "restore, experts: CPU of a rank", 0.5),
     ("experts", "restore_bytes", "restore, experts: moved size", 1e6),
 )
+BYTES = frozenset({"memory", "index", "part", "exchange_bytes", "restore_bytes"})
+"""The figures that are bytes; the others are seconds."""
+
 _ROWS_PER_RANK = 4
 _COLUMNS = (16, 64, 256, 1024)
 

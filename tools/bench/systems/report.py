@@ -24,6 +24,7 @@ __all__ = ["BEGIN", "END", "markdown", "plot", "replace_between_markers"]
 BEGIN = "<!-- begin: written by python -m tools.bench -->"
 END = "<!-- end: written by python -m tools.bench -->"
 _SHOWN = ("stall", "extra", "durable", "cold", "warm", "memory")
+_IN_SHORT = ("stall", "extra", "durable", "cold", "warm", "files")
 _OURS, _PEER, _MET, _MISSED = "#d1495b", "#8d99ae", "#2a9d8f", "#d1495b"
 _FLOOR = 0.05  # of a logarithmic axis: training may by chance be faster beside a save
 
@@ -33,7 +34,7 @@ _FLOOR = 0.05  # of a logarithmic axis: training may by chance be faster beside 
 
 def markdown(measured: Measured, note: str = "") -> str:
     """Return all tables. `note` says what else ran on the machine."""
-    parts = [_environment(), note, "### Targets", _targets(verdicts(measured))]
+    parts = [_environment(), note, "### In short", _short(measured), "### Targets", _targets(verdicts(measured))]
     for scenario in measured.scenarios:
         parts += [f"### {scenario.title}", _table(scenario), _limits(scenario), _failures(scenario)]
     return "\n\n".join(part for part in parts if part)
@@ -68,6 +69,24 @@ def _environment() -> str:
     versions = [f"{entry.package} {version}" for name, entry in SYSTEMS.items() if (version := version_of(name))]
     facts = [f"{name} {value}" for name, value in environment().items() if name != "torch"]
     return ", ".join([*facts, *dict.fromkeys(versions)]) + "."
+
+
+def _short(measured: Measured) -> str:
+    """Return medians: for each job what the machine can do, and a line for each system."""
+    columns = [figure for figure in FIGURES if figure.key in _IN_SHORT]
+    lines = ["| | " + " | ".join(figure.title for figure in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for scenario in (scenario for scenario in measured.scenarios if scenario.kind == "saving"):
+        turns = [turn for of_system in scenario.turns.values() for turn in of_system]
+        limits = [_median([figure.limit(turn) for turn in turns] if figure.limit else [], figure) for figure in columns]
+        lines.append(f"| **{scenario.title}**: limit | " + " | ".join(limits) + " |")
+        for system in scenario.turns:
+            cells = [_median(values_of(scenario, figure, system), figure) for figure in columns]
+            lines.append(f"| {SYSTEMS[system].title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _median(values: list[float], figure: Figure) -> str:
+    return _shown(median(values), figure.unit) if values else ""
 
 
 def _targets(found: list[Verdict]) -> str:
