@@ -159,7 +159,7 @@ class _Measurement:
     def _chunk_files(self, checkpointer: Checkpointer) -> int:
         latest = checkpointer.latest_step()
         assert latest is not None
-        return sum(1 for _ in self._step_folder(latest).glob("**/c.*"))
+        return sum(1 for _ in self._step_folder(latest).glob("packs/*/*"))
 
     def _save(self, checkpointer: Checkpointer) -> _Saved:
         self._step += 1
@@ -207,7 +207,7 @@ class _Measurement:
 
         The files stay, empty, until the end of the run: no measurement begins with hundreds of files just removed.
         """
-        for path in self._folder.glob("step_*/**/c.*"):
+        for path in self._folder.glob("step_*/packs/*/*"):
             os.truncate(path, 0)
         fd = os.open(self._folder, os.O_RDONLY)
         try:

@@ -44,12 +44,12 @@ COMMANDS = {
 
 
 class _EveryByte:
-    """Full validations of one step of about `total_bytes`; `bytes` and `files` are those of its chunks."""
+    """Full validations of one step of about `total_bytes`; `bytes` and `files` are those of its pack."""
 
     def __init__(self, total_bytes: float, folder: Path) -> None:
         self._step = _save(folder / "full", make_state(total_bytes))
         self._files = [path for path in self._step.rglob("*") if path.is_file()]
-        sizes = [path.stat().st_size for path in self._files if path.name.split(".")[0] == "c"]
+        sizes = [path.stat().st_size for path in self._files if "packs" in path.parts]
         self.bytes, self.files = sum(sizes), len(sizes)
         self._limit = ReadLimit(self._files, _JOBS)
         self._turns: dict[str, Callable[[], float]] = {
@@ -86,12 +86,12 @@ class _EveryByte:
 
 
 class _ManyTensors:
-    """Commands that only read, on a checkpoint of `count` tensors of 1 KiB, each an array with one file."""
+    """Commands that only read, on a checkpoint of `count` tensors of 1 KiB."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self._root = folder / f"many-{count}"
         tensors = {f"layers.{number // 8}.{number % 8}.weight": torch.full((16, 16), 1.0) for number in range(count)}
-        _save(self._root, {"model": tensors}, pack_below_bytes=0)
+        _save(self._root, {"model": tensors})
 
     def round(self) -> dict[str, float]:
         """Return the seconds of each command, the start of Python included."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,9 @@ def _fewer(rank: int, world_size: int, root: Path) -> tuple[RestoreReport, bool,
     own = f"{state['own'].value['rank']} {float(state['own'].value['tensor'][0])}"
     checkpointer.save(state, 2)
     checkpointer.close()
+    for thread in threading.enumerate():
+        if thread.name == "ckpt-arena-free":  # closing does not wait for it
+            thread.join()
     left = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ckpt" in line]
     assert left == []
     return report, right, own
