@@ -177,7 +177,7 @@ class ZarrStore(Store):
             raise FileNotFoundError(key)
         array, position = found
         if isinstance(array, _Assembled):
-            return array.meta.file_bytes(position)
+            return array.meta.encoded_bytes(position)
         return self._checkpoint.index.packs.place(array, position).nbytes
 
     async def set(self, key: str, value: Buffer) -> None:

@@ -54,7 +54,7 @@ def lay_out(drafts: Sequence[ArrayDraft], world_size: int, file_bytes: int) -> P
                 sizes.append(0)
                 owners_of.append(draft.owners)
             offset = sizes[region]
-            nbytes = draft.meta.file_bytes((0,) * len(draft.meta.shape))  # no other chunk is larger
+            nbytes = draft.meta.encoded_bytes((0,) * len(draft.meta.shape))  # no other chunk is larger
             sizes[region] = offset + -(-nbytes // ALIGNMENT) * ALIGNMENT
         arrays.append(
             StoredArray(

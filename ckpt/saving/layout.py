@@ -18,7 +18,7 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.save_plan import PlannedChunk, SavePlan
 from ckpt.saving.task import InnerChunks, PlannedFile, WritePlan
 from ckpt.staging.copy_table import Copies, CopyOp
-from ckpt.storage.chunk_layout import PAGE_BYTES, FileLayout
+from ckpt.storage.chunk_layout import PAGE_BYTES, ChunkLayout
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.pack_writers import ChunkToCompress
 
@@ -104,7 +104,7 @@ class _LayoutBuilder:
 
     def _add_file(self, number: int, chunks: Sequence[PlannedChunk]) -> None:
         layouts = [chunk.array.meta.layout(chunk.index) for chunk in chunks]
-        nbytes = chunks[-1].offset + layouts[-1].file_bytes
+        nbytes = chunks[-1].offset + layouts[-1].encoded_bytes
         start = self._place(nbytes, chunks[0].array)
         first = len(self._inner)
         for chunk, layout in zip(chunks, layouts, strict=True):
@@ -138,7 +138,7 @@ class _LayoutBuilder:
         self._slot_bytes = max(self._slot_bytes, self._next)
         return offset
 
-    def _add_copies(self, chunk: PlannedChunk, layout: FileLayout, offset: int) -> None:
+    def _add_copies(self, chunk: PlannedChunk, layout: ChunkLayout, offset: int) -> None:
         array = chunk.array
         if self._only_for is not None and array.rank not in (None, self._only_for):
             return

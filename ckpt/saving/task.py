@@ -156,12 +156,11 @@ class WriteTask:
     """One rank's share of one save, or a batch of it, as its writer process gets it.
 
     `plan` is a pickled `WritePlan`. `region` is the slot with the files of batch number `batch`; they are complete
-    when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed`
-    are the packed offsets in the slot of what has its checksum behind it. `values` are the (encoded) leaves that are
-    not tensors, `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `earlier` are
-    the files that were written with earlier batches. `lineage` is what the coordinator records of the
-    save; with a `branch` it first takes over what earlier
-    owners of the root left.
+    when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled.
+    `checksummed` are the offsets in the slot, as bytes, of what has its checksum behind it. `values` are the
+    (encoded) leaves that are not tensors, `times` what the trainer measured, `replicas` the digests of what other
+    ranks have, too. `earlier` are the files that were written with earlier batches. `lineage` is what the
+    coordinator records of the save; with a `branch` it first takes over what earlier owners of the root left.
     """
 
     root: str

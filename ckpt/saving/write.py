@@ -1,4 +1,4 @@
-"""The writer's half of a save: write this rank's chunk files, record them, and wait until the save is decided.
+"""The writer's half of a save: write this rank's pack, record it, and wait until the save is decided.
 
 Runs in a writer process, without torch. If only the trainer is killed, its writer goes on. If only the writer is
 killed, its trainer gives the save up on all ranks, unless it is published. If both are killed:

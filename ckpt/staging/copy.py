@@ -3,7 +3,7 @@
 CPU tensors are copied by as many threads as PyTorch uses (see `runs`). Where one box or several fill an inner chunk,
 its checksum is computed during the copy and put behind it: the writer need not read the memory again.
 
-CUDA tensors are copied on a stream of their own into pinned memory, a chunk file in one call (see `cuda_copy`): the
+CUDA tensors are copied on a stream of their own into pinned memory, a chunk in one call (see `cuda_copy`): the
 copies wait for the work already queued on the current stream, and `Staged.wait` waits for the copies.
 """
 

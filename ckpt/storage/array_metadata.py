@@ -13,7 +13,7 @@ from operator import mod
 from typing import Any
 
 from ckpt.native import CHECKSUM_BYTES
-from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, FileLayout, file_layout, indices
+from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, ChunkLayout, chunk_layout, indices
 from ckpt.storage.dtypes import StoredDtype, stored
 
 __all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "new_context", "open_in_memory", "root_document"]
@@ -82,12 +82,12 @@ class ArrayMeta:
         """Return the name of a chunk's file in the directory of the array."""
         return ".".join(["c", *map(str, index), *("0" for _ in self.stored.trailing)])
 
-    def layout(self, index: tuple[int, ...]) -> FileLayout:
-        """Return the layout of the chunk file at `index`, before compression; `ValueError` if outside the grid."""
+    def layout(self, index: tuple[int, ...]) -> ChunkLayout:
+        """Return the layout of the encoded chunk at `index`, before compression; `ValueError` if outside the grid."""
         if len(index) != len(self.shape) or any(not 0 <= i < n for i, n in zip(index, self.grid_shape, strict=True)):
             raise ValueError(f"chunk {index} is outside the grid {self.grid_shape}")
         inner = self.inner_chunk_shape
-        return file_layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
+        return chunk_layout(self.shape, self.chunk_shape, inner, self.stored.itemsize, index)
 
     @functools.cached_property
     def index_bytes(self) -> int:
@@ -103,41 +103,41 @@ class ArrayMeta:
         return math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize
 
     @functools.cached_property
-    def largest_file_bytes(self) -> int:
-        """The size of the first chunk file before compression; no other one is larger."""
+    def largest_encoded_bytes(self) -> int:
+        """The size of the first encoded chunk before compression; no other one is larger."""
         if self.chunk_shape == self.shape and self.inner_chunk_shape is None:
             return self.inner_chunk_bytes + CHECKSUM_BYTES
-        return self._file_bytes((0,) * len(self.shape))
+        return self._encoded_bytes((0,) * len(self.shape))
 
     @functools.cached_property
     def _is_even(self) -> bool:
         return not any(n > c and n % c for n, c in zip(self.shape, self.chunk_shape, strict=True))
 
-    def file_bytes(self, index: tuple[int, ...]) -> int:
-        """Return the size of a chunk file before compression, without listing inner chunks as `layout` does."""
-        return self.largest_file_bytes if self._is_even else self._file_bytes(index)
+    def encoded_bytes(self, index: tuple[int, ...]) -> int:
+        """Return the size of an encoded chunk before compression, without listing inner chunks as `layout` does."""
+        return self.largest_encoded_bytes if self._is_even else self._encoded_bytes(index)
 
-    def _file_bytes(self, index: tuple[int, ...]) -> int:
+    def _encoded_bytes(self, index: tuple[int, ...]) -> int:
         full = self.inner_chunk_shape or self.chunk_shape
         first, last = self.box_of(index)
         inner_chunks = math.prod(-(-(end - start) // size) for start, end, size in zip(first, last, full, strict=True))
         return inner_chunks * (self.inner_chunk_bytes + CHECKSUM_BYTES) + self.index_bytes
 
-    def size_problem(self, index: tuple[int, ...], file_bytes: int) -> str | None:
-        """Return what is wrong with this size of a chunk file, to be put after its path; None if nothing is.
+    def size_problem(self, index: tuple[int, ...], nbytes: int) -> str | None:
+        """Return what is wrong with this size of an encoded chunk, to be put after its path; None if nothing is.
 
         The size of an uncompressed file is known. A compressed one must have enough bytes for its elements to come out
         of them, and no more than zstd makes of incompressible data.
         """
-        expected = self.file_bytes(index)
+        expected = self.encoded_bytes(index)
         if self.compression is None:
-            return None if file_bytes == expected else f"has {file_bytes} bytes instead of {expected}"
+            return None if nbytes == expected else f"has {nbytes} bytes instead of {expected}"
         inner_chunk_bytes = self.inner_chunk_bytes
         inner_chunks = (expected - self.index_bytes) // (inner_chunk_bytes + CHECKSUM_BYTES)
-        if inner_chunk_bytes > (file_bytes - self.index_bytes) * _MAX_RATIO:
-            return f"has {file_bytes} bytes, which are too few for its array"
-        if file_bytes > expected + inner_chunks * (inner_chunk_bytes // _MAX_GROWTH + _FRAME_BYTES):
-            return f"has {file_bytes} bytes, which are too many for its array"
+        if inner_chunk_bytes > (nbytes - self.index_bytes) * _MAX_RATIO:
+            return f"has {nbytes} bytes, which are too few for its array"
+        if nbytes > expected + inner_chunks * (inner_chunk_bytes // _MAX_GROWTH + _FRAME_BYTES):
+            return f"has {nbytes} bytes, which are too many for its array"
         return None
 
     def box_of(self, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

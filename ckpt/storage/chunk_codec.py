@@ -15,7 +15,7 @@ import numpy as np
 from ckpt.errors import CheckpointCorruptError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_layout import FileLayout, InnerChunk, checksum_to_bytes
+from ckpt.storage.chunk_layout import ChunkLayout, InnerChunk, checksum_to_bytes
 from ckpt.storage.compressed_reads import Read, inner_chunk_places
 from ckpt.storage.files import storage_errors
 from ckpt.storage.pack_index import ChunkPlace
@@ -30,7 +30,7 @@ READ_BYTES = _BLOCK_BYTES + CHECKSUM_BYTES
 
 
 def inner_chunk_array(
-    meta: ArrayMeta, layout: FileLayout, inner: InnerChunk, encoded: memoryview
+    meta: ArrayMeta, layout: ChunkLayout, inner: InnerChunk, encoded: memoryview
 ) -> np.ndarray[Any, np.dtype[Any]]:
     """Return the elements of `inner`, without padding, as a view of `encoded`.
 

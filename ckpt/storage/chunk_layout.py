@@ -1,4 +1,4 @@
-"""The layout of a chunk file: inner chunks, each followed by its checksum, and the index of a shard.
+"""The layout of an encoded chunk: inner chunks, each followed by its checksum, and the index of a shard.
 
     plain     | elements | crc |
     sharded   | inner 0 | crc | inner 1 | crc | ... | index | crc |
@@ -24,10 +24,10 @@ from ckpt.native import CHECKSUM_BYTES, crc32c
 __all__ = [
     "INDEX_ENTRY_BYTES",
     "PAGE_BYTES",
-    "FileLayout",
+    "ChunkLayout",
     "InnerChunk",
     "checksum_to_bytes",
-    "file_layout",
+    "chunk_layout",
     "indices",
 ]
 
@@ -55,15 +55,15 @@ class InnerChunk:
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """Where everything is in one chunk file. `full_shape` is the shape of an inner chunk including its padding."""
+class ChunkLayout:
+    """Where everything is in one encoded chunk. `full_shape` is the shape of an inner chunk including its padding."""
 
     inner_chunks: tuple[InnerChunk, ...]
     full_shape: tuple[int, ...]
     inner_chunk_bytes: int
     index_entries: int
     index_offset: int
-    file_bytes: int
+    encoded_bytes: int
 
     @functools.cached_property
     def index(self) -> bytes:
@@ -78,13 +78,13 @@ class FileLayout:
 
 
 @functools.lru_cache(maxsize=1 << 14)  # all layers of a model have tensors of the same shapes
-def file_layout(
+def chunk_layout(
     array: tuple[int, ...],
     chunk: tuple[int, ...],
     inner_chunk: tuple[int, ...] | None,
     itemsize: int,
     index: tuple[int, ...],
-) -> FileLayout:
+) -> ChunkLayout:
     """Return the layout of the chunk at `index` of an array; the first three arguments are shapes in elements."""
     full = inner_chunk or chunk
     counts = tuple(size // part for size, part in zip(chunk, full, strict=True))
@@ -99,7 +99,7 @@ def file_layout(
     index_entries = 0 if inner_chunk is None else math.prod(counts)
     index_offset = len(inner_chunks) * pitch
     index_bytes = 0 if inner_chunk is None else index_entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
-    return FileLayout(tuple(inner_chunks), full, inner_bytes, index_entries, index_offset, index_offset + index_bytes)
+    return ChunkLayout(tuple(inner_chunks), full, inner_bytes, index_entries, index_offset, index_offset + index_bytes)
 
 
 def indices(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:

@@ -188,7 +188,7 @@ class PackIndex:
         """
         rank, file, at = self.start(array, index)
         if array.meta.compression is None:
-            return ChunkPlace(pack_file(rank, file), at, array.meta.file_bytes(index))
+            return ChunkPlace(pack_file(rank, file), at, array.meta.encoded_bytes(index))
         assert self.table is not None
         copy = chunk_number(index, array.meta.grid_shape)
         file, at, nbytes = self.table(rank)[array.number, copy]
@@ -293,4 +293,4 @@ def _chunks_and_bytes(
 ) -> tuple[int, int]:
     """Return the number of chunks of an array, and the size of the largest."""
     meta = ArrayMeta(shape, dtype, chunk, inner)
-    return math.prod(meta.grid_shape), meta.largest_file_bytes
+    return math.prod(meta.grid_shape), meta.largest_encoded_bytes

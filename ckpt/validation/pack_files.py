@@ -107,7 +107,7 @@ class PackChecks:
                 if array.meta.compression is not None:
                     compressed = True
                     continue
-                nbytes = array.meta.file_bytes(unravel(copy, array.meta.grid_shape))
+                nbytes = array.meta.encoded_bytes(unravel(copy, array.meta.grid_shape))
                 chunks.append(_Chunk(array, copy, start + array.offset, nbytes))
         if compressed and packs.table is not None:
             wanted = self._compressed[pack.rank]

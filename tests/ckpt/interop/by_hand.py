@@ -91,7 +91,7 @@ def write_step(step: Path, index: PackIndex, contents: Sequence[np.ndarray[Any, 
     for array, elements in zip(index.arrays, contents, strict=True):
         for position in array.meta.chunk_indices():
             layout, place = array.meta.layout(position), index.place(array, position)
-            chunk = memoryview(bytearray(layout.file_bytes))
+            chunk = memoryview(bytearray(layout.encoded_bytes))
             for inner in layout.inner_chunks:
                 box = tuple(slice(o, o + n) for o, n in zip(inner.origin, inner.shape, strict=True))
                 inner_chunk_array(array.meta, layout, inner, chunk)[...] = elements[(*box, ...)]

@@ -161,7 +161,7 @@ def test_thousands_of_ranks(transposed: bool) -> None:
     shape, chunk, inner = ((256, 512), (4, 8), (1, 8)) if transposed else ((16384, 512), (4, 512), (1, 512))
     regions = tuple(_region(ranks, [file] * 4096, [0] * 4096) for file in range(16))
     meta = ArrayMeta(shape, "float32", chunk, inner)
-    size = -(-meta.file_bytes((0, 0)) // 16) * 16
+    size = -(-meta.encoded_bytes((0, 0)) // 16) * 16
     arrays = tuple(
         StoredArray(
             n, ("model", f"layers.{n // 12}.attention.weight_{n % 12}"), meta, n % 16, n // 16 * size, (0, 0), shape

@@ -72,11 +72,11 @@ def _check_packs(plan: SavePlan, file_bytes: int) -> None:
     for owner in range(plan.world_size):
         for chunk in plan.chunks_of(owner):
             place = plan.index.place(chunk.array, chunk.index)
-            assert place == (pack_file(owner, chunk.file), chunk.offset, chunk.array.meta.file_bytes(chunk.index))
+            assert place == (pack_file(owner, chunk.file), chunk.offset, chunk.array.meta.encoded_bytes(chunk.index))
             assert chunk.offset % ALIGNMENT == 0
             assert chunk.offset >= sizes.get((owner, chunk.file), 0)
             sizes[owner, chunk.file] = chunk.offset + place.nbytes
-            rooms[owner, chunk.file] = chunk.offset + chunk.array.meta.largest_file_bytes
+            rooms[owner, chunk.file] = chunk.offset + chunk.array.meta.largest_encoded_bytes
     assert plan.index.files() == sizes
     for (owner, file), room in rooms.items():
         assert room >= file_bytes - ALIGNMENT or (owner, file + 1) not in sizes
@@ -84,7 +84,7 @@ def _check_packs(plan: SavePlan, file_bytes: int) -> None:
 
 def _bytes_of(plan: SavePlan) -> list[int]:
     return [
-        sum(chunk.array.meta.file_bytes(chunk.index) for chunk in plan.chunks_of(owner))
+        sum(chunk.array.meta.encoded_bytes(chunk.index) for chunk in plan.chunks_of(owner))
         for owner in range(plan.world_size)
     ]
 

@@ -76,7 +76,7 @@ def job(meta: ArrayMeta, array: Array, number: int = 0, checksummed: int = 0) ->
     offsets, end = [], 0
     for _, layout in layouts:
         offsets.append(end)
-        end += -(-layout.file_bytes // ALIGNMENT) * ALIGNMENT
+        end += -(-layout.encoded_bytes // ALIGNMENT) * ALIGNMENT
     memory = memoryview(mmap.mmap(-1, -(-end // PAGE_BYTES) * PAGE_BYTES))
     starts: list[int] = []
     to_compress = []
@@ -89,14 +89,14 @@ def job(meta: ArrayMeta, array: Array, number: int = 0, checksummed: int = 0) ->
         encoded[layout.index_offset : layout.index_offset + len(layout.index)] = layout.index
         if meta.compression is not None:
             to_compress.append(ChunkToCompress(0, len(to_compress), index, meta, offset))
-    nbytes = offsets[-1] + layouts[-1][1].file_bytes
+    nbytes = offsets[-1] + layouts[-1][1].encoded_bytes
     size = meta.inner_chunk_bytes
     done = np.arange(len(starts)) < checksummed
     for start in starts[:checksummed]:
         checksum = google_crc32c.value(bytes(memory[start : start + size]))
         memory[start + size : start + size + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
     file = FileJob(number, nbytes, memory, np.array(starts), np.full(len(starts), size), done, to_compress)
-    return file, [ChunkPlan(i, at, layout.file_bytes) for at, (i, layout) in zip(offsets, layouts, strict=True)]
+    return file, [ChunkPlan(i, at, layout.encoded_bytes) for at, (i, layout) in zip(offsets, layouts, strict=True)]
 
 
 def boxes(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:

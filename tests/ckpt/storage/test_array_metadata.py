@@ -61,7 +61,7 @@ def test_pieces_cover_the_array_once_and_do_not_overlap_in_the_file(meta: ArrayM
                 assert size > 0
                 grid = [[*p, i] for p in grid for i in range(origin, origin + size)]
             covered += [tuple(p) for p in grid]
-        assert ends[-1] == layout.index_offset <= layout.file_bytes
+        assert ends[-1] == layout.index_offset <= layout.encoded_bytes
     everything = [()]
     for size in meta.shape:
         everything = [(*p, i) for p in everything for i in range(size)]  # type: ignore[misc]
@@ -82,8 +82,8 @@ def test_the_root_has_the_summary() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_size_of_a_file_is_known_without_its_layout(case: Case) -> None:
     for index in case.meta.chunk_indices():
-        size = case.meta.layout(index).file_bytes
-        assert case.meta.file_bytes(index) == size
+        size = case.meta.layout(index).encoded_bytes
+        assert case.meta.encoded_bytes(index) == size
         assert case.meta.size_problem(index, size) is None
 
 

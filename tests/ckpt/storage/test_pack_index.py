@@ -228,7 +228,7 @@ def test_regions_come_back(numbers: list[list[int]]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sizes_of_all_chunks(case: Case) -> None:
     meta = case.meta
-    assert chunk_sizes(meta).tolist() == [meta.layout(index).file_bytes for index in meta.chunk_indices()]
+    assert chunk_sizes(meta).tolist() == [meta.layout(index).encoded_bytes for index in meta.chunk_indices()]
     grid = meta.grid_shape
     assert [unravel(number, grid) for number in range(int(np.prod(grid)))] == list(meta.chunk_indices())
 
@@ -244,7 +244,7 @@ def large_index(ranks: int, tensors: int) -> PackIndex:
             regions.append(Region(np.arange(ranks), same + len(regions), same))
             offset = 0
         arrays.append(StoredArray(number, path, meta, len(regions) - 1, offset, (0, 0), shape))
-        offset += -(-meta.largest_file_bytes // ALIGNMENT) * ALIGNMENT
+        offset += -(-meta.largest_encoded_bytes // ALIGNMENT) * ALIGNMENT
     return PackIndex(tuple(arrays), tuple(regions))
 
 
