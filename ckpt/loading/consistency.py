@@ -48,7 +48,7 @@ def find_inconsistencies(index: CheckpointIndex) -> Iterator[Inconsistency]:
     If there are none, every box of every tensor can be read from the packs. Takes time in proportion to the number of
     boxes, apart from sorting the regions.
     """
-    for path, rank, tensor in _tensors(index):
+    for path, rank, tensor in index.stored_tensors():
         boxes = tensor.boxes
         if len(boxes) == 1 and boxes[0].is_whole:
             continue
@@ -69,15 +69,7 @@ def find_inconsistencies(index: CheckpointIndex) -> Iterator[Inconsistency]:
 
 def all_tensors(index: CheckpointIndex) -> Iterator[tuple[str, StoredTensor]]:
     """Yield every stored tensor with its name; those of single ranks as ``<name>@rank<r>``. Without aliases."""
-    return ((_name(path, rank), tensor) for path, rank, tensor in _tensors(index))
-
-
-def _tensors(index: CheckpointIndex) -> Iterator[tuple[Path, int | None, StoredTensor]]:
-    for path, tensor in index.tensors.items():
-        yield path, None, tensor
-    for path, own in index.per_rank_tensors.items():
-        for rank, tensor in own.items():
-            yield path, rank, tensor
+    return ((_name(path, rank), tensor) for path, rank, tensor in index.stored_tensors())
 
 
 def array_name(array: StoredArray) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,14 @@ class CheckpointIndex:
     def world_size(self) -> int:
         """The number of ranks that wrote the step."""
         return int(self.summary["world_size"])
+
+    def stored_tensors(self) -> Iterator[tuple[Path, int | None, StoredTensor]]:
+        """Yield every stored tensor with its path, and the rank that it belongs to or None. Without aliases."""
+        for path, tensor in self.tensors.items():
+            yield path, None, tensor
+        for path, own in self.per_rank_tensors.items():
+            for rank, tensor in own.items():
+                yield path, rank, tensor
 
     def tensor(self, path: Path, rank: int | None = None) -> StoredTensor | None:
         """Return the tensor at `path`, or at the path it is an alias of; with a `rank`, that rank's own one."""

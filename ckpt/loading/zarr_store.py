@@ -104,7 +104,7 @@ class ZarrStore(Store):
         self._arrays: dict[str, StoredArray | _Assembled] = dict(arrays)
         nodes = {name: array_document(name, array) for name, array in arrays.items()}
         unlisted = {name for name, array in arrays.items() if not array.is_whole}
-        for path, rank, tensor in _tensors(checkpoint.index):
+        for path, rank, tensor in checkpoint.index.stored_tensors():
             name = tensor_name(path, rank)
             if name not in nodes:
                 self._arrays[name] = assembled = _Assembled.of(path, rank, tensor)
@@ -258,14 +258,6 @@ class ZarrStore(Store):
         except DamagedFileError as damage:
             raise CheckpointCorruptError(f"tensor {tensor}: {path} {damage}; restore from another step") from None
         return data
-
-
-def _tensors(index: CheckpointIndex) -> Iterator[tuple[Path, int | None, StoredTensor]]:
-    for path, tensor in index.tensors.items():
-        yield path, None, tensor
-    for path, own in index.per_rank_tensors.items():
-        for rank, tensor in own.items():
-            yield path, rank, tensor
 
 
 def _bounds(byte_range: ByteRequest | None, size: int) -> tuple[int, int]:

@@ -234,8 +234,7 @@ class ShareWriter:
         with ThreadPoolExecutor(task.options.threads, "ckpt-write") as pool:
             written = list(pool.map(write_one, (file for file in plan.files if file.batch == task.batch)))
         if plan.index and task.last:
-            index = PackIndex.from_document(decode_document(plan.index, INDEX), plan.world_size)
-            writer.write_documents({INDEX: plan.index, REFERENCES: references(index)})
+            writer.write_documents({INDEX: plan.index, REFERENCES: _references(plan.index, plan.world_size)})
         end = time.time()
         writer.finish()
         self._progress()
@@ -361,6 +360,12 @@ class ShareWriter:
             self.context.report(to_event(report))
         elif self._report_here is not None:
             self._report_here(report)
+
+
+@functools.lru_cache(maxsize=2)
+def _references(index: bytes, world_size: int) -> bytes:
+    """Return the references of an index, which all saves of a plan have in common."""
+    return references(PackIndex.from_document(decode_document(index, INDEX), world_size))
 
 
 # -- giving a save up, in the writer or in the trainer -----------------------------------------------------------------

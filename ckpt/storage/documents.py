@@ -106,7 +106,7 @@ def decode_root(data: bytes, where: str) -> dict[str, Any]:
 def well_formed(where: str) -> Iterator[None]:
     """Raise CheckpointCorruptError for `ILL_FORMED` in the block: the document `where` has another structure.
 
-    Its checksum may be correct all the same: somebody may have made it by hand.
+    Its checksum may be correct all the same: the document may have been made by hand.
     """
     try:
         yield

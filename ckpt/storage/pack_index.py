@@ -33,7 +33,6 @@ __all__ = [
     "StoredArray",
     "Table",
     "chunk_number",
-    "unravel",
 ]
 
 _MAX_BYTES = 1 << 60
@@ -201,15 +200,6 @@ def chunk_number(index: tuple[int, ...], grid_shape: tuple[int, ...]) -> int:
     for position, size in zip(index, grid_shape, strict=True):
         number = number * size + position
     return number
-
-
-def unravel(number: int, grid_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of chunk `number`, in C order of the grid."""
-    position = []
-    for size in reversed(grid_shape):
-        number, index = divmod(number, size)
-        position.append(index)
-    return tuple(reversed(position))
 
 
 _MEMBERS = frozenset(

@@ -14,10 +14,11 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.consistency import array_name
 from ckpt.loading.index import CheckpointIndex
 from ckpt.native import crc32c
+from ckpt.planning.boxes import unravel_index
 from ckpt.storage.chunk_codec import check_chunk
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import part_name
-from ckpt.storage.pack_index import StoredArray, unravel
+from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.regular_files import DamagedFileError, open_regular
 from ckpt.validation.step_files import PackFile, Problem
 
@@ -35,7 +36,7 @@ class _Chunk:
 
     @property
     def index(self) -> tuple[int, ...]:
-        return unravel(self.copy, self.array.meta.grid_shape)
+        return unravel_index(self.copy, self.array.meta.grid_shape)
 
 
 @dataclass
@@ -66,7 +67,7 @@ class PackChecks:
             yield Problem(message, part_name(rank), rank=rank)
         for number, copy in sorted(wanted - table.keys()):
             array = packs.arrays[number]
-            index = unravel(copy, array.meta.grid_shape)
+            index = unravel_index(copy, array.meta.grid_shape)
             yield Problem("no part says where this chunk is", None, array_name(array), index, rank, fatal=True)
 
     @cached_property
@@ -107,7 +108,7 @@ class PackChecks:
                 if array.meta.compression is not None:
                     compressed = True
                     continue
-                nbytes = array.meta.encoded_bytes(unravel(copy, array.meta.grid_shape))
+                nbytes = array.meta.encoded_bytes(unravel_index(copy, array.meta.grid_shape))
                 chunks.append(_Chunk(array, copy, start + array.offset, nbytes))
         if compressed and packs.table is not None:
             wanted = self._compressed[pack.rank]

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from ckpt.planning.boxes import unravel_index
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.names import pack_file
-from ckpt.storage.pack_index import ALIGNMENT, PackIndex, StoredArray, unravel
+from ckpt.storage.pack_index import ALIGNMENT, PackIndex, StoredArray
 from ckpt.storage.regions import Region, chunk_sizes, regions_from_documents
 from tests.ckpt.storage.chunks import CASES, Case
 
@@ -230,7 +231,7 @@ def test_sizes_of_all_chunks(case: Case) -> None:
     meta = case.meta
     assert chunk_sizes(meta).tolist() == [meta.layout(index).encoded_bytes for index in meta.chunk_indices()]
     grid = meta.grid_shape
-    assert [unravel(number, grid) for number in range(int(np.prod(grid)))] == list(meta.chunk_indices())
+    assert [unravel_index(number, grid) for number in range(int(np.prod(grid)))] == list(meta.chunk_indices())
 
 
 def large_index(ranks: int, tensors: int) -> PackIndex:
