@@ -37,13 +37,14 @@ class _Numbers:
     epoll_wait: frozenset[int]
     receive: frozenset[int]  # read, recvfrom, recvmsg; first argument: the descriptor
     poll: frozenset[int]  # poll, ppoll; first argument: address of struct pollfd[], second: its length
+    restarted: int  # restart_syscall: a call that was interrupted goes on under this number, with its own arguments
 
 
 _NUMBERS = {
-    "x86_64": _Numbers(frozenset({232, 281}), frozenset({0, 45, 47}), frozenset({7, 271})),
-    "aarch64": _Numbers(frozenset({22}), frozenset({63, 207, 212}), frozenset({73})),
+    "x86_64": _Numbers(frozenset({232, 281}), frozenset({0, 45, 47}), frozenset({7, 271}), 219),
+    "aarch64": _Numbers(frozenset({22}), frozenset({63, 207, 212}), frozenset({73}), 128),
 }
-_NO_NUMBERS = _Numbers(frozenset(), frozenset(), frozenset())
+_NO_NUMBERS = _Numbers(frozenset(), frozenset(), frozenset(), -1)
 _WATCHED = re.compile(r"^tfd:\s*(\d+)\s+events:\s*\w+\s+data:\s*([0-9a-f]+)\s+pos:\s*\S+\s+ino:\s*([0-9a-f]+)", re.M)
 
 
@@ -98,7 +99,8 @@ def fd_waited_for(call: Syscall) -> int | None:
     """Return the one descriptor whose data the call waits for; None if it waits for something else."""
     if call.number in _numbers().receive:
         return call.arguments[0]
-    if call.number in _numbers().poll and call.arguments[1] == 1:
+    # Of the calls that are restarted, only a poll has 1 as its second argument: the others sleep, or wait on a futex.
+    if call.number in {*_numbers().poll, _numbers().restarted} and call.arguments[1] == 1:
         # Through the file, not through the address, which may be unmapped if the thread has ended meanwhile.
         with contextlib.suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:
             return int.from_bytes(os.pread(memory.fileno(), 4, call.arguments[0]), sys.byteorder)

@@ -271,6 +271,47 @@ def test_a_store_that_was_passed_in_is_left_alone() -> None:
     assert [result.value for result in results] == [False, False]
 
 
+def continued_while_it_waits(rank: int, world_size: int) -> bool:
+    """Return whether the abort has broken the wait of a process that was stopped, and has continued."""
+    import torch.distributed as dist
+
+    meeting = Meeting(rank, world_size)
+    port = free_port(meeting, rank, "store")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        meeting.meet("hosted")
+        meeting.meet("freed")
+        return store.num_keys() > 0
+    meeting.meet("hosted")
+
+    def abort() -> bool:
+        code = f"""
+import os, signal, time
+os.kill({os.getpid()}, signal.SIGSTOP)
+while open("/proc/{os.getpid()}/task/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.01)
+os.kill({os.getpid()}, signal.SIGCONT)
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+        deadline = time.monotonic() + 10
+        while not (freed := unblock_main_thread() > 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return freed
+
+    aborter = AborterThread(abort)
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    aborter.join()
+    meeting.meet("freed")
+    return bool(aborter.result)
+
+
+def test_a_rank_that_was_stopped_and_continued_while_it_waits() -> None:
+    """A wait that was interrupted goes on as another system call (`restart_syscall`)."""
+    results = run_ranks(continued_while_it_waits, 2, init_process_group=False)
+    assert [result.value for result in results] == [True, True]
+
+
 class PersistentAborter:
     """Aborts when any rank asks for it, then frees the main thread until it has left, as the monitor thread does."""
 
@@ -317,8 +358,10 @@ def aborted_while_groups_are_made(rank: int, world_size: int) -> float:
                     meeting.store.set(f"abort {number}", "")  # from here the abort runs beside the creation of groups
                 dist.new_group([0, 1])
 
-        with interruptible_store_connections(), pytest.raises((RuntimeError, ValueError)):
+        # Where torch finds that its groups are gone is a matter of chance: it may be a KeyError or AttributeError.
+        with interruptible_store_connections(), pytest.raises(Exception) as ended:  # noqa: PT011
             make_groups()
+        print(f"abort {number} after {after} groups: {ended.value!r:.200}", flush=True)
         slowest = max(slowest, aborter.end())
         meeting.meet(f"aborted {number}")
         discard_process_groups()
