@@ -17,7 +17,7 @@ from ckpt.native import crc32c
 from ckpt.planning.boxes import unravel_index
 from ckpt.storage.chunk_codec import check_chunk
 from ckpt.storage.files import storage_errors
-from ckpt.storage.names import part_name
+from ckpt.storage.names import pack_file, part_name
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.regular_files import DamagedFileError, open_regular
 from ckpt.validation.step_files import PackFile, Problem
@@ -69,6 +69,13 @@ class PackChecks:
             array = packs.arrays[number]
             index = unravel_index(copy, array.meta.grid_shape)
             yield Problem("no part says where this chunk is", None, array_name(array), index, rank, fatal=True)
+        for number, copy in sorted(wanted & table.keys()):
+            file = table[number, copy][0]
+            if (rank, file) not in self._copies:
+                array = packs.arrays[number]
+                index = unravel_index(copy, array.meta.grid_shape)
+                message = f"the part says that this chunk is in {pack_file(rank, file)}, which the step does not have"
+                yield Problem(message, part_name(rank), array_name(array), index, rank, fatal=True)
 
     @cached_property
     def _compressed(self) -> dict[int, set[tuple[int, int]]]:

@@ -173,7 +173,8 @@ def _add_part(
     expected = {key: summary[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
     wrong = [key for key, value in expected.items() if part.get(key) != value]
     if wrong:
-        problems.append(Problem(f"the part differs from the root in {', '.join(wrong)}", name, rank=rank))
+        fatal = files.index.packs.compressed  # then it says where the chunks are
+        problems.append(Problem(f"the part differs from the root in {', '.join(wrong)}", name, rank=rank, fatal=fatal))
         return
     try:
         listed = [sizes(entry) for entry in items(part["files"])]
