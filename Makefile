@@ -10,12 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+# With `frameworks` too, the integrations are tested with all frameworks; without, with those that are there.
+EXTRAS ?= test,tools
 # So many tests at a time. Most of them wait for processes more than they compute.
 TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 .DEFAULT_GOAL := test
-.PHONY: test lint pytest test-faults demo bench bench-full docs wheel test-oldest clean
+.PHONY: test lint pytest test-faults demo demo-operations bench bench-full docs wheel test-oldest clean
 
 test: lint pytest
 
@@ -43,6 +45,10 @@ test-faults: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools.demo
+
+# Needs Prometheus (Debian's package `prometheus`); a minute.
+demo-operations: $(VENV)/.installed-prometheus
+	$(BIN)/python -m tools.demo.operations
 
 BENCH_ARGS ?=
 
@@ -81,7 +87,7 @@ $(VENV)/.installed-%: $(INSTALLED)
 # The stamp is written last: an installation that was interrupted is done again.
 $(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c ckpt/native/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,tools]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:

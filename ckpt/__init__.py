@@ -14,6 +14,7 @@ from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointTimeoutError,
+    ConversionError,
     FencedError,
     FormatVersionError,
     SaveAbandonedError,
@@ -26,24 +27,41 @@ from ckpt.errors import (
 if TYPE_CHECKING:
     from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
     from ckpt.checkpointer import Checkpointer
+    from ckpt.exporting.export import export
+    from ckpt.exporting.options import ExportOptions
     from ckpt.loading.lazy import open_checkpoint as open
+    from ckpt.loading.load import load
     from ckpt.loading.zarr_store import zarr_store
+    from ckpt.observing import Observation, observe
     from ckpt.planning.state_dict import PerRank, RngState
+    from ckpt.preemption import PreemptionWatcher
+    from ckpt.saving.retention import Best, Every, EverySeconds, Keep, Latest, Pinned
     from ckpt.values.registry import Unregistered, register_encoder
+    from ckpt.values.tensor_subclasses import register_tensor_subclass
 
 __all__ = [
     "AsyncCallsQueue",
     "AsyncRequest",
+    "Best",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointTimeoutError",
     "Checkpointer",
+    "ConversionError",
     "DistributedAsyncCaller",
+    "ExportOptions",
+    "Every",
+    "EverySeconds",
     "FencedError",
     "FormatVersionError",
+    "Keep",
+    "Latest",
+    "Observation",
     "PerRank",
+    "Pinned",
+    "PreemptionWatcher",
     "RngState",
     "SaveAbandonedError",
     "StateError",
@@ -52,8 +70,12 @@ __all__ = [
     "Unregistered",
     "WriterConfig",
     "WriterError",
+    "load",
+    "export",
+    "observe",
     "open",
     "register_encoder",
+    "register_tensor_subclass",
     "zarr_store",
 ]
 
@@ -63,11 +85,19 @@ _LAZY = {
     "DistributedAsyncCaller": "ckpt.async_calls",
     "WriterConfig": "ckpt.async_calls",
     "Checkpointer": "ckpt.checkpointer",
+    "ExportOptions": "ckpt.exporting.options",
+    "export": "ckpt.exporting.export",
+    **dict.fromkeys(("Best", "Every", "EverySeconds", "Keep", "Latest", "Pinned"), "ckpt.saving.retention"),
+    "Observation": "ckpt.observing",
+    "observe": "ckpt.observing",
     "PerRank": "ckpt.planning.state_dict",
+    "PreemptionWatcher": "ckpt.preemption",
     "RngState": "ckpt.planning.state_dict",
     "Unregistered": "ckpt.values.registry",
     "register_encoder": "ckpt.values.registry",
+    "load": "ckpt.loading.load",
     "open": "ckpt.loading.lazy",
+    "register_tensor_subclass": "ckpt.values.tensor_subclasses",
     "zarr_store": "ckpt.loading.zarr_store",
 }
 

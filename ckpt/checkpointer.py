@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import operator
 import os
 import time
-import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
@@ -16,25 +15,31 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
+from ckpt.exporting.background import BackgroundExports
+from ckpt.exporting.options import ExportOptions
 from ckpt.loading.all_or_none import Alone
-from ckpt.loading.restore import restore
+from ckpt.loading.options import Rename, RestoreOptions
+from ckpt.loading.restore import candidate_steps, restore
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.native import warn_if_portable
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
 from ckpt.saving.recover import Branch, recover_for_restore
-from ckpt.saving.retention import Retention
+from ckpt.saving.retention import Keep, Retention, keep_policy
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.storage import directories
+from ckpt.storage.pins import pin_step, pinned_steps, unpin_step
 from ckpt.storage.recycled import discard_recycled
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot, local_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer"]
+
+Phase = Callable[[str], AbstractContextManager[object]]
 
 _GRID = GridOptions()
 _ANSWER_S = 5.0  # for writers to report saves that are already decided
@@ -59,6 +64,7 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         queue: AsyncCallsQueue | None = None,
+        keep: Keep | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -73,12 +79,15 @@ class Checkpointer:
         reuse_files: bool | None = None,
         read_only: bool = False,
         replicas: Literal["error", "warn", "ignore"] = "error",
+        export: ExportOptions | None = None,
     ) -> None:
         """Start and write nothing yet.
 
         `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: `close`
-        leaves it open. `keep_last` steps are kept, and every multiple of `keep_every`; None keeps all. When a save is
-        finalized on rank 0, the other steps are gone; the writers delete their files afterwards, between the saves.
+        leaves it open. `keep` says which steps are kept, such as ``ckpt.Latest(3) | ckpt.Every(1000)``; None keeps all.
+        `keep_last` and `keep_every` are short for these two. The newest step is always kept, and so are pinned ones
+        (see `pin`). When a save is finalized on rank 0, the other steps are gone; the writers delete their files
+        afterwards, between the saves.
         `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
         of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the
         optimizers in the state wait for them before their next step. `compression` is None or "zstd". `threads` write
@@ -86,10 +95,11 @@ class Checkpointer:
         writers. A rank begins a new file when one has `file_bytes`; what is read and verified at once has `inner_bytes`
         at most.
 
-        `reuse_files`: a save writes over the files of the step that `keep_last` removed, if it has the same structure,
-        instead of making new ones; until then, or `close`, they stay on the disk. That is the default with `keep_last`
-        and without `compression`. `restore` and inspect_ckpt keep a step they read from being removed; another program
-        that copies or maps the files of a step while it is removed can see bytes of a later one (see docs/guide.md).
+        `reuse_files`: a save writes over the files of the step that was removed last, if it has the same structure,
+        instead of making new ones; until then, or `close`, they stay on the disk. That is the default where steps are
+        removed and without `compression`. `restore` and inspect_ckpt keep a step they read from being removed; another
+        program that copies or maps the files of a step while it is removed can see bytes of a later one (see
+        docs/guide.md).
 
         With `read_only` nothing is ever written to the root, and no save is possible: for evaluation beside a training
         job, or without write permission.
@@ -98,30 +108,37 @@ class Checkpointer:
         samples that each save takes show: "error" abandons the save on all ranks, "warn" publishes a mixture and logs
         it, "ignore" takes no samples. Buffers, small tensors of unknown use and values are saved from the lowest rank
         that has them; for the latter two differences are logged (see docs/guide.md).
+
+        `export`: rank 0 exports every published step that is a multiple of `export.every` to a directory, in a process
+        of low priority. At most one runs; while it does, the newest step that is due waits, and replaces an older one.
+        What fails is logged and never raised. `close` waits for exports, at most `timeout`.
         """
         warn_if_portable()
-        can_reuse = keep_last is not None and compression is None
+        policy = keep_policy(keep, keep_last, keep_every)
+        can_reuse = policy is not None and compression is None
         reuse_files = can_reuse if reuse_files is None else reuse_files
         if reuse_files and not can_reuse:
             raise ValueError(
-                "reuse_files writes over the files of steps that are removed: it needs keep_last, and no compression "
-                f"(these are keep_last={keep_last}, compression={compression!r})"
+                "reuse_files writes over the files of steps that are removed: it needs keep or keep_last, and no "
+                f"compression (the policy is {policy}, compression={compression!r})"
             )
         self._timeout_s = timeout.total_seconds()
-        options = SaveOptions(threads, self._timeout_s, Retention(keep_last, keep_every, reuse_files))
+        options = SaveOptions(threads, self._timeout_s, Retention(policy, reuse_files))
         grid = GridOptions(file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
-        self._root = CheckpointRoot(_local_path(root))
+        self._root = CheckpointRoot(local_path(root))
         self._ranks = Ranks(process_group, self._timeout_s)
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
+        self._exports = None if export is None else BackgroundExports(self._root.path, export)
         self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
         self._read_only = read_only
         self._registered: dict[str, Any] = {}
-        self._phase: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
+        self._phases: list[Phase] = []
         self._resume_step: int | None = None
         self._last_restore: RestoreReport | None = None
+        self._interrupted_at: float | None = None
         self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
         self._closed = False
 
@@ -153,7 +170,7 @@ class Checkpointer:
         self._check_writable()
         with self._phase("ckpt.stage"):
             request = self._saver.request(state, step, begin, metrics)
-        request.add_finalize_fn(lambda: self._finalized.append(step))
+        request.add_finalize_fn(lambda: self._note_published(step))
         return request
 
     def async_save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> int:
@@ -182,11 +199,25 @@ class Checkpointer:
         self._check_open()
         with self._phase("ckpt.finalize"):
             self._queue.maybe_finalize_async_calls(blocking=blocking)
+        if self._exports is not None:
+            self._exports.poll()
         steps, self._finalized = self._finalized, []
         return steps
 
-    def restore(self, state: Any, step: int | None = None, strict: bool = True) -> int | None:
-        """Put the newest published step (or `step`) into `state`, in place, and return it; None when there is none.
+    def restore(
+        self,
+        state: Any,
+        step: int | None = None,
+        strict: bool = True,
+        *,
+        only: str | Iterable[str] | None = None,
+        rename: Rename | None = None,
+        cast: bool = False,
+        resize: bool = False,
+    ) -> int | None:
+        """Put the newest published step (or `step`) into `state`, in place, and return it.
+
+        None when there is none; then no method of `state` was called.
 
         Collective. Works for any world size and sharding. Tensors are read into the memory they have, from staging
         memory where that still holds the step (see `last_restore`), else from storage; numbers and strings are replaced
@@ -200,10 +231,17 @@ class Checkpointer:
         `step` the first save moves the newer ones, which belong to another branch then, to ``.superseded/``. Nothing is
         removed.
 
+        `only` names what to restore of the state, such as ``["model"]`` or ``["model/encoder"]``; other objects are not
+        touched, other names of the step are not unexpected. `rename` turns names of the checkpoint (keys joined by "/")
+        into names of the state: a function, or prefixes and what replaces them, as in ``{"_orig_mod.": ""}``, wherever
+        a part of a name begins with one. `cast` converts floating-point tensors to the dtype of the state. `resize`
+        restores what a tensor has in common with one of another shape, from the first element of each dimension; what
+        is left keeps its values, or is 0 in the state of a new optimizer.
+
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
-        ``strict=False`` restores what fits and logs the rest); StateError, naming the object, when one does not take
-        what the checkpoint has, with the state as it was; CheckpointCorruptError, after which tensors may be
-        overwritten in part; CheckpointNotFoundError. All ranks raise together.
+        ``strict=False`` restores what fits and logs the rest, unless no tensor fits); StateError, naming the object,
+        when one does not take what the checkpoint has, with the state as it was; CheckpointCorruptError, after which
+        tensors may be overwritten in part; CheckpointNotFoundError. All ranks raise together.
         """
         self._check_open()
         self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
@@ -211,23 +249,43 @@ class Checkpointer:
 
         def recover() -> None:
             nonlocal seen
-            if not self._read_only:
-                wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
-                seen = recover_for_restore(self._root, self._saver.seen, self._saver.token, wait_s, _log.warning)
+            seen = self._decide_left()
 
+        options = RestoreOptions.of(strict, only, rename, cast, resize)
         with self._phase("ckpt.restore"):
-            report = restore(self._root, state, step, strict, self._ranks, self._saver.memory, recover, self._read_only)
+            report = restore(
+                self._root, state, step, options, self._ranks, self._saver.memory, recover, self._read_only
+            )
             self._note_restored(report)
             self._saver.continue_from(_branch_of(report), seen)
-            if not self._read_only:
-                self._saver.warmup(state, claim=False)
+            # Without a step nothing of `state` is called: an optimizer's `state_dict` may begin its state.
+            if report is not None and not self._read_only and options.only is None:
+                self._saver.warmup_in_background(state)
         return self._resume_step
+
+    def recover(self) -> list[int]:
+        """Decide the saves that an ended run left, as `restore` does first, and return the published steps, ascending.
+
+        Collective: all ranks get the steps that rank 0 sees. For a program that must know the step before it can build
+        the state to restore. Raises what `restore` raises before it reads a step.
+        """
+        self._check_open()
+        self._ranks.doing = "the recovery of earlier saves"
+        with self._phase("ckpt.restore"):
+            return sorted(candidate_steps(self._root, None, self._ranks, self._decide_left))
+
+    def _decide_left(self) -> int | None:
+        """Decide what an ended run left, on the coordinator; return the newest token. With `read_only` do nothing."""
+        if self._read_only:
+            return None
+        wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
+        return recover_for_restore(self._root, self._saver.seen, self._saver.token, wait_s, _log.warning)
 
     def delete(self, step: int) -> None:
         """Remove a published step now. For rank 0 alone; the others may go on saving.
 
         Claims the root if this job does not own it. ValueError on another rank, CheckpointNotFoundError if the step is
-        not there, StorageError if it is being read, FencedError if a job that started later owns the root.
+        not there, StorageError if it is being read or pinned, FencedError if a job that started later owns the root.
         """
         self._check_writable()
         if self._ranks.rank != 0:
@@ -237,7 +295,22 @@ class Checkpointer:
                 f"{self._root.path} has no published step {step}; it has {self._root.steps() or 'none'}", step=step
             )
         if not self._root.remove_step(step, self._saver.own()):
+            if step in pinned_steps(self._root.path):
+                raise StorageError(f"step {step} of {self._root.path} is pinned: unpin it first")
             raise StorageError(f"step {step} of {self._root.path} is being read: delete it when its readers are done")
+
+    def pin(self, step: int) -> None:
+        """Keep a published step, whatever `keep` says, until it is unpinned: also in later runs. Any rank.
+
+        Durable on return. CheckpointNotFoundError if the step is not there.
+        """
+        self._check_writable()
+        pin_step(self._root.path, operator.index(step))
+
+    def unpin(self, step: int) -> bool:
+        """Let `keep` decide about a step again; False if it was not pinned. Any rank."""
+        self._check_writable()
+        return unpin_step(self._root.path, operator.index(step))
 
     def warmup(self, state: Any) -> None:
         """Plan, map the staging memory and start the writers, so that the first save costs no more than later ones.
@@ -269,23 +342,31 @@ class Checkpointer:
 
     @property
     def last_restore(self) -> RestoreReport | None:
-        """Where the bytes of the last restore came from."""
+        """Where the bytes of the last restore came from, and what became of each name."""
         return self._last_restore
 
-    def observe_phases(
-        self,
-        phase: Callable[[str], AbstractContextManager[object]],
-        background: Callable[[str, int], CallTimer | None] | None = None,
-    ) -> None:
+    def observe_phases(self, phase: Phase, background: Callable[[str, int], CallTimer | None] | None = None) -> None:
         """Enter the context `phase(name)` around the work that the trainer does here, in its thread.
+
+        There may be several; an equal one replaces nothing and is ignored. For events without time limits, in another
+        thread, see `ckpt.observe`.
 
         The names are ``ckpt.stage`` (`save_request`), ``ckpt.finalize`` (`maybe_finalize`) and ``ckpt.restore``.
         ``background("ckpt.write", at_ns)`` is called in the same thread when this rank's writer begins a save, with the
         time of CLOCK_MONOTONIC. When its timer runs out, the writer is killed and the save abandoned on all ranks: by
         the next method that handles messages of writers, or at once if one is waiting.
         """
-        self._phase = phase
-        self._saver.on_begun = None if background is None else functools.partial(background, "ckpt.write")
+        if phase not in self._phases:
+            self._phases.append(phase)
+        if background is not None:
+            self._saver.timers.add("ckpt.write", background)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for phase in self._phases:
+                stack.enter_context(phase(name))
+            yield
 
     def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
         """Decide every save in flight, forget the process group, and restore the registered state to the newest step.
@@ -313,13 +394,25 @@ class Checkpointer:
         self._saver.forget_saves()
         self._note_restored(None)
         if self._registered and rank is not None:
-            report = restore(self._root, self._registered, None, True, Alone(rank), self._saver.memory)
+            report = restore(self._root, self._registered, None, RestoreOptions(), Alone(rank), self._saver.memory)
             self._note_restored(report)
             self._saver.continue_from(_branch_of(report), None)
+        self._interrupted_at = None
 
     def interrupt(self) -> None:
         """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
+        self._interrupted_at = self._interrupted_at or time.time()
         self._saver.interrupt()
+
+    @property
+    def interrupted_at(self) -> float | None:
+        """When `interrupt` was first called since the last fault, in seconds since 1970; None if it was not."""
+        return self._interrupted_at
+
+    def _note_published(self, step: int) -> None:
+        self._finalized.append(step)
+        if self._exports is not None and self._saver.last_rank == 0:
+            self._exports.published(step)
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report
@@ -334,7 +427,10 @@ class Checkpointer:
         return self._root.steps()
 
     def close(self) -> None:
-        """Finalize what is pending, end the writers, free the memory; then raise the first failure. Idempotent."""
+        """Finalize what is pending, end the writers and exports, free the memory; then raise the first failure.
+
+        Idempotent.
+        """
         if self._closed:
             return
         self._closed = True
@@ -345,6 +441,8 @@ class Checkpointer:
                 self._drain()
         finally:
             self._saver.close()
+            if self._exports is not None:
+                self._exports.close(self._timeout_s)
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
             for path in discard_recycled(self._root):
                 directories.remove_tree(path)
@@ -376,6 +474,8 @@ class Checkpointer:
         if self._owns_queue:
             self._queue.__exit__(kind, error, trace)
         self._saver.close()
+        if self._exports is not None:
+            self._exports.abort()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -389,13 +489,3 @@ class Checkpointer:
 
 def _branch_of(report: RestoreReport | None) -> Branch:
     return Branch(-1) if report is None else Branch(report.step, report.save, report.damaged)
-
-
-def _local_path(root: str | os.PathLike[str]) -> str:
-    text = os.fspath(root)
-    if "://" not in text:
-        return os.path.abspath(text)
-    url = urllib.parse.urlsplit(text)
-    if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        raise StorageError(f"{text}: only local paths and file:// URLs are supported as checkpoint roots so far")
-    return os.path.abspath(urllib.parse.unquote(url.path))

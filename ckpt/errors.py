@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointTimeoutError",
+    "ConversionError",
     "FencedError",
     "FormatVersionError",
     "RemoteTraceback",
@@ -66,6 +67,10 @@ class FormatVersionError(CheckpointError):
 
 class StorageError(CheckpointError):
     """An operation of the file system failed: not there, not a directory, not writable, full."""
+
+
+class ConversionError(CheckpointError):
+    """A file of another format is not what was expected, or one of two formats cannot hold what the other has."""
 
 
 class CheckpointTimeoutError(CheckpointError):

@@ -20,10 +20,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ckpt.checkpointer import Checkpointer
+from ckpt.events import Restarted
+from ckpt.observing import emit, is_observed, shortened
 from inprocess.abort import Abort
 from inprocess.finalize import Finalize
 from inprocess.state import FrozenState
@@ -31,7 +35,7 @@ from inprocess.state import FrozenState
 if TYPE_CHECKING:
     from inprocess.fault_tolerance import RankMonitorClient
 
-__all__ = ["CheckpointAbort", "CheckpointFinalize", "report_sections"]
+__all__ = ["CheckpointAbort", "CheckpointFinalize", "Recoverable", "report_sections"]
 
 _log = logging.getLogger("ckpt")
 
@@ -43,16 +47,36 @@ def report_sections(checkpointer: Checkpointer, client: RankMonitorClient) -> No
     ``ckpt.write``, in the background. A late ``ckpt.write`` ends the save and its writer process, never the rank.
     Sections that are not in the configuration cost nothing; nor does any while the client is shut down.
     """
-    nothing = contextlib.nullcontext()
-    checkpointer.observe_phases(
-        lambda name: client.section(name) if client.is_initialized else nothing, client.begin_in_background
-    )
+    checkpointer.observe_phases(_Sections(client), client.begin_in_background)
+
+
+@dataclass(frozen=True)
+class _Sections:
+    """The sections of a client; equal for the same client, so that it is observed once."""
+
+    client: RankMonitorClient
+
+    def __call__(self, name: str) -> AbstractContextManager[object]:
+        return self.client.section(name) if self.client.is_initialized else contextlib.nullcontext()
+
+
+class Recoverable(Protocol):
+    """What the hooks need of a `Checkpointer`, or of an adapter that has several."""
+
+    @property
+    def last_restore(self) -> object: ...
+    @property
+    def resume_step(self) -> int | None: ...
+    @property
+    def interrupted_at(self) -> float | None: ...
+    def interrupt(self) -> None: ...
+    def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None: ...
 
 
 class CheckpointAbort(Abort):
     """Wakes a main thread that waits for a checkpoint: for a free slot, or for saves to be decided."""
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
+    def __init__(self, checkpointer: Recoverable) -> None:
         self._checkpointer = checkpointer
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -75,7 +99,7 @@ class CheckpointFinalize(Finalize):
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
+        checkpointer: Recoverable,
         on_fault: Literal["drain", "abort"] = "drain",
         drain_timeout: timedelta = timedelta(seconds=30),
     ) -> None:
@@ -88,7 +112,14 @@ class CheckpointFinalize(Finalize):
 
     def __call__(self, state: FrozenState) -> FrozenState:
         begin = time.monotonic()
+        fault_time = self._checkpointer.interrupted_at
         self._checkpointer.recover_from_fault(self._drain_timeout, state.active_rank)
+        if is_observed():
+            now = time.time()
+            seconds = time.monotonic() - begin if fault_time is None else max(0.0, now - fault_time)
+            rank = next((rank for rank in (state.active_rank, state.rank) if rank is not None), -1)
+            step = self._checkpointer.resume_step
+            emit(Restarted(now, rank, state.iteration + 1, seconds, _cause(state), fault_time, step))
         _log.info(
             "checkpoints are ready for iteration %d after %.0f ms; restored %s",
             state.iteration + 1,
@@ -96,3 +127,11 @@ class CheckpointFinalize(Finalize):
             self._checkpointer.last_restore or "nothing",
         )
         return state
+
+
+def _cause(state: FrozenState) -> str:
+    """Return the first fault that caused the restart, as one line."""
+    if not state.interruptions:
+        return "" if state.fn_exception is None else shortened(f"{type(state.fn_exception).__name__}")
+    first = state.interruptions[0]
+    return shortened(f"rank {first.rank}: {first.interruption.name}: {first.summary}".removesuffix(": "))

@@ -12,9 +12,11 @@ torchrun, which ends all ranks of a node when one dies: use ckpt_launcher --ft-r
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 import inprocess
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
+from ckpt.sinks import JsonLines
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 
@@ -73,6 +76,7 @@ def train(
     text: torch.Tensor,
     checkpointer: ckpt.Checkpointer,
     observe: Observer,
+    watcher: ckpt.PreemptionWatcher | None = None,
     call: inprocess.CallWrapper | None = None,
 ) -> None:
     """Run the whole training. Depends on earlier calls in this process only through the checkpoints."""
@@ -104,6 +108,7 @@ def train(
     report = checkpointer.last_restore
     log(event="start", step=start, world_size=world_size, restored=asdict(report) if report else None)
 
+    step = start
     for step in range(start + 1, args.steps + 1):
         began = time.perf_counter()
         in_flight = checkpointer.queue.get_num_unfinalized_calls()
@@ -127,13 +132,17 @@ def train(
             log(event="finalized", step=saved)
         if call is not None:
             call.ping()  # a rank that does not get here for --soft-timeout seconds is treated as hanging
+        if watcher is not None and watcher.should_stop(step):
+            watcher.save(state, step)
+            log(event="preempted", step=step)
+            break
 
     for saved in checkpointer.maybe_finalize(blocking=True):
         log(event="finalized", step=saved)
     if rank == 0:
         digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
-        log(event="end", step=args.steps, digest=digest)
-        print(f"step {args.steps}: weights sha256 {digest}")
+        log(event="end", step=step, digest=digest)
+        print(f"step {step}: weights sha256 {digest}")
     del ddp  # freed after its group it could block indefinitely
     dist.destroy_process_group()
 
@@ -160,7 +169,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--events", help="append what is done with checkpoints to this file, as JSON lines (all ranks)")
     parser.add_argument("--log-file", type=Path, help="append one JSON line per step to this file (rank 0)")
+    parser.add_argument("--preemptible", action="store_true", help="save and end when a signal says so")
     restart = parser.add_argument_group("restart in the same processes")
     restart.add_argument("--restart", action="store_true", help="continue after ranks fail, hang or die")
     restart.add_argument("--active", type=int, help="number of ranks that train at most; the others are spares")
@@ -170,16 +181,21 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(observe: Observer = lambda record: None) -> None:
-    """Run the command. `observe` receives every log record, on every rank."""
+def main(observe: Observer = lambda record: None) -> int:
+    """Run the command, and return the exit code. `observe` receives every log record, on every rank."""
     args = parse_args()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     text = read_text()
-    with ckpt.Checkpointer(args.root, keep_last=args.keep_last) as checkpointer:
+    with contextlib.ExitStack() as stack:
+        if args.events:
+            stack.enter_context(ckpt.observe(JsonLines(args.events)))
+        checkpointer = stack.enter_context(ckpt.Checkpointer(args.root, keep_last=args.keep_last))
+        watcher = stack.enter_context(ckpt.PreemptionWatcher(checkpointer)) if args.preemptible else None
         run = restart_wrapper(args, checkpointer)(train) if args.restart else train
-        run(args, text, checkpointer, observe)
+        run(args, text, checkpointer, observe, watcher)
+    return 0 if watcher is None else watcher.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

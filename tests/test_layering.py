@@ -12,28 +12,38 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
-FOUNDATION = {"distributed", "errors"}
-BASE = FOUNDATION | {"collection", "meeting", "native", "paths", "ranks", "values"}
+FOUNDATION = {"distributed", "errors", "events", "observing"}
+BASE = FOUNDATION | {"collection", "meeting", "native", "paths", "progress", "ranks", "values"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "events": set(),
+    "observing": {"events"},
     "collection": set(),
     "distributed": set(),
     "native": set(),
     "paths": {"errors"},
     "meeting": set(),
+    "progress": set(),
     "ranks": {"distributed", "errors", "meeting"},
     "values": {"errors", "paths"},
+    "signal_pipe": set(),
+    "stop_agreement": set(),
+    "preemption": FOUNDATION | {"signal_pipe", "stop_agreement"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
     "saving": BASE | SIBLINGS | {"async_calls"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
-    "checkpointer": BASE | SIBLINGS | {"async_calls", "validation"} | PIPELINES,
+    "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
+    "exporting": BASE | SIBLINGS | {"formats", "loading"},
+    "checkpointer": BASE | SIBLINGS | {"async_calls", "exporting", "validation"} | PIPELINES,
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,
 }
+ALLOWED["sinks"] = {"events", "observing"}  # they know of nothing else
+ALLOWED["integrations"] = set(ALLOWED)  # the topmost layer: nothing may import an adapter
 
 # Units of inprocess, in layers: a unit may import what stands in a layer before its own, and nothing else.
 INPROCESS_LAYERS: tuple[set[str], ...] = (

@@ -3,8 +3,11 @@
 restore        choose a step, try an older one if it is damaged
 restore_step   restore one step, in phases that all ranks pass together (`all_or_none`)
 index          the metadata of a step, checked for `consistency`
+options        what a restore takes: which names, under which other ones, converted or cut to fit
 match          pair the leaves of the state with what is stored; `optimizers` create their state before
 fetch          read boxes of tensors; through a `bounce_buffer` for GPUs
 state_update   assign values and have objects load, after a trial that can be undone
-lazy           open a step without a state: `ckpt.open`
+new_tensors    whole tensors of a step as new torch tensors
+load           the state of a step without one to restore into: `ckpt.load`
+lazy           open a step, and read tensors of it: `ckpt.open`
 """

@@ -16,7 +16,7 @@ import torch
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
-from ckpt.storage.dtypes import stored, torch_dtype_name
+from ckpt.storage.dtypes import stored, torch_dtype, torch_dtype_name
 
 __all__ = ["BouncedRead", "as_numpy", "read_bounced"]
 
@@ -26,7 +26,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class BouncedRead:
-    """A request to read the elements `box` of a stored tensor into `target`, which is on a GPU or conjugated."""
+    """A request to read the elements `box` of a stored tensor into `target`.
+
+    The target is on a GPU, conjugated, or of another dtype: then the copy to it converts.
+    """
 
     name: str
     tensor: StoredTensor
@@ -36,7 +39,7 @@ class BouncedRead:
     @property
     def nbytes(self) -> int:
         """The number of bytes to read."""
-        return self.target.numel() * self.target.element_size()
+        return self.target.numel() * stored(self.tensor.dtype).itemsize
 
     def split(self, nbytes: int) -> Iterator[BouncedRead]:
         """Split it into groups of rows of at most `nbytes` (or one row), at boundaries of inner chunks if possible."""
@@ -83,7 +86,8 @@ class _Half:
         self.wait()
         parts, at = [], 0
         for request in group:
-            part = self._memory[at : at + request.nbytes].view(request.target.dtype).view(request.target.shape)
+            part = self._memory[at : at + request.nbytes].view(torch_dtype(request.tensor.dtype))
+            part = part.view(request.target.shape)
             parts.append(part)
             at += _padded_bytes(request)
         fetch.read(

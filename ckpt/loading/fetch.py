@@ -42,6 +42,11 @@ class Fetch:
         self._reader = ChunkReader(index.path, index.packs, threads=threads, timeout_s=timeout_s)
         self.bytes_read = 0
 
+    @property
+    def bytes_done(self) -> int:
+        """How many bytes of files have been read so far, also while `read` runs. Any thread; to show progress."""
+        return self._reader.bytes_done
+
     def array(self, name: str, tensor: StoredTensor, box: Box) -> Array:
         """Return the elements `box` of a stored tensor as a new array of its stored dtype. Raises as `read` does.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -18,8 +19,11 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.root import CheckpointRoot, local_path
 from ckpt.storage.step_reader import StepReader
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint"]
 
@@ -37,16 +41,24 @@ class LazyTensor:
     _index: CheckpointIndex
     _stored: StoredTensor
     _reader: StepReader
+    _held: Any = None  # keeps the step from being removed while the tensor is in use
+
+    _CPU: ClassVar[tuple[int, int]] = (1, 0)  # of DLPack
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.name} has no dimensions, so no length")
+        return self.shape[0]
 
     def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
-        """Read the elements selected by `key` (integers, slices with step 1, ...).
+        """Read the elements selected by `key` (integers, slices with step 1, ...). IndexError for any other key.
 
         The array has the numpy dtype of the same name (that of ml_dtypes for bfloat16 and float8). Where numpy has none
         it is uint8, with a last dimension of the size of an element. Raises CheckpointCorruptError if bytes are
         damaged, CheckpointNotFoundError if the step was removed since it was opened.
         """
         probe = np.lib.stride_tricks.as_strided(np.zeros((), np.uint8), self.shape, (0,) * len(self.shape))
-        shape = probe[key].shape
+        shape = probe[key].shape  # IndexError for an integer out of range
         box = _box_of(key, self.shape)
         try:
             result = Fetch(self._index).array(self.name, self._stored, box)
@@ -65,6 +77,25 @@ class LazyTensor:
     def read(self) -> np.ndarray[Any, np.dtype[Any]]:
         """Read all elements."""
         return self[...]
+
+    def torch(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> torch.Tensor:
+        """Read all elements into a new torch tensor on `device`, a floating-point one (not float8) as `dtype`."""
+        from ckpt.loading.new_tensors import read_tensor
+
+        try:
+            tensor = read_tensor(self._index, self.name, self._stored, dtype, device)
+        except CheckpointError:
+            self._reader.check()
+            raise
+        self._reader.check()
+        return tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Read all elements, for `torch.as_tensor` and `from_dlpack`."""
+        return self.torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._CPU
 
     def tensorstore(self) -> Any:
         """Return the tensor as a read-only tensorstore with the dtype and shape of what `read` returns.
@@ -121,6 +152,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def lazy(self, name: str, stored: StoredTensor) -> LazyTensor:
+        """Return a tensor that keeps this checkpoint open as long as it is in use."""
+        return LazyTensor(name, stored.dtype, stored.shape, self.index, stored, self._reader, self)
+
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless the step is still the one that was opened."""
         self._reader.check()
@@ -139,10 +174,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
 def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
     """Open a published step: `path` is its directory, or a checkpoint root (then `step`, or the newest one).
 
-    Reads metadata only. Needs no write permission; with it, a lease is made if `path` is a checkpoint root.
+    It may be a ``file://`` URL. Reads metadata only. Needs no write permission; with it, a lease is made if `path` is a
+    checkpoint root.
     Raises CheckpointNotFoundError, CheckpointCorruptError, FormatVersionError.
     """
     where = os.fspath(path)
+    if "://" in where:
+        where = local_path(where)
     root = CheckpointRoot(where)
     for attempt in range(_ATTEMPTS):
         steps = root.steps()
@@ -184,8 +222,8 @@ def block_shape(tensor: StoredTensor) -> tuple[int, ...]:
 def _box_of(key: Any, shape: tuple[int, ...]) -> Box:
     """Return the box of the elements that `key` selects."""
     keys = key if isinstance(key, tuple) else (key,)
-    if Ellipsis in keys:
-        at = keys.index(Ellipsis)
+    at = next((number for number, part in enumerate(keys) if part is Ellipsis), None)
+    if at is not None:
         missing = len(shape) - (len(keys) - 1)
         keys = (*keys[:at], *(slice(None),) * missing, *keys[at + 1 :])
     keys = (*keys, *(slice(None),) * (len(shape) - len(keys)))
@@ -198,6 +236,16 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> Box:
             offset.append(start)
             sizes.append(max(0, stop - start))
         else:
-            offset.append(int(part) % size)
+            offset.append(_index_of(part) % size)
             sizes.append(1)
     return Box(tuple(offset), tuple(sizes))
+
+
+def _index_of(part: Any) -> int:
+    """Return an index as an int. IndexError for what selects in another way, such as a list."""
+    try:
+        if not isinstance(part, bool):
+            return operator.index(part)
+    except TypeError:
+        pass
+    raise IndexError(f"only integers and slices select what is read, not {part!r:.80}; index the result instead")

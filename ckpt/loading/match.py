@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.index import CheckpointIndex, StoredTensor
+from ckpt.loading.options import RestoreOptions
 from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
+from ckpt.storage.dtypes import torch_dtype
 from ckpt.values.codec import encode_value, resolve, unregistered_in
+from ckpt.values.containers import Container
 
 __all__ = ["Assignment", "Match", "Problem", "Read", "is_below", "unknown_on_all_ranks", "match_state"]
+
+_DEFAULT = RestoreOptions()
 
 Read = tuple[Path, StoredTensor, TensorLeaf]
 """A tensor to be read: its name, what is stored, and the leaf to fill."""
@@ -27,6 +33,11 @@ class Problem:
 
     path: Path
     text: str
+
+    @property
+    def kind(self) -> str:
+        """What kind of mismatch this is, such as "missing" or "shape"."""
+        return self.text.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,10 @@ class Match:
 
     `names` are the stored names that belong to no single rank, in the order of the index, which is the same on all
     ranks; `known` has a byte for each, 1 if this rank's state has it or ignores it, else 0. `left_out` are names that
-    would fit but are restored only together with one that does not.
+    would fit but are restored only together with one that does not. `same` are values that are equal already; `cast`
+    and `resized` tensors are among the reads. Of the names of one memory, the checkpoint need have only one. `separate`
+    are names with the memory of another one, of which the checkpoint has two tensors: that of the other name is
+    restored.
     """
 
     reads: list[Read] = field(default_factory=list)
@@ -53,6 +67,10 @@ class Match:
     names: tuple[Path, ...] = ()
     known: bytes = b""
     left_out: list[Path] = field(default_factory=list)
+    same: list[Path] = field(default_factory=list)
+    cast: list[Path] = field(default_factory=list)
+    resized: list[Path] = field(default_factory=list)
+    separate: list[tuple[Path, Path]] = field(default_factory=list)
 
 
 def match_state(
@@ -61,31 +79,53 @@ def match_state(
     rank: int,
     ignored: Collection[Path] = (),
     unit: Callable[[Path], Hashable | None] = lambda path: None,
+    options: RestoreOptions = _DEFAULT,
 ) -> Match:
     """Compare names, shapes, dtypes and types. Changes nothing.
 
-    Paths in or below `ignored` are skipped. Leaves with the same `unit`, if it is not None, are restored together or
-    not at all.
+    Paths in or below `ignored`, and those that `options` do not select, are skipped. Leaves with the same `unit`, if it
+    is not None, are restored together or not at all.
     """
     match = Match()
+
+    def skipped(path: Path) -> bool:
+        return is_below(path, ignored) or not options.selects(path)
+
+    other_names: dict[Path, list[Path]] = {}
+    for path, target in flat.aliases.items():
+        if not skipped(path):
+            other_names.setdefault(target, []).append(path)
     for path, leaf in flat.tensors.items():
-        if not is_below(path, ignored):
-            _match_tensor(match, index, path, leaf, rank)
+        if not skipped(path):
+            _match_tensor(match, index, path, leaf, rank, options, other_names.get(path, ()))
     for path, value in flat.values.items():
-        if not is_below(path, ignored):
+        if not skipped(path):
             _match_value(match, index, path, value, rank)
-    for path in flat.aliases:
-        if index.tensor(path) is None and path not in index.per_rank_tensors and not is_below(path, ignored):
+    read = {path: tensor for path, tensor, _ in match.reads}
+    for path, target in flat.aliases.items():
+        if skipped(path):
+            continue
+        if skipped(target):  # this name alone is restored, into the memory that both have
+            _match_tensor(match, index, path, flat.tensors[target], rank, options)
+            continue
+        own = index.tensor(path)
+        if own is not None and target in read and own is not read[target]:
+            match.separate.append((path, target))
+        elif own is None and target not in read and index.tensor(target) is None:
             match.problems.append(Problem(path, f"missing: {display(path)}"))
+    for path, (container, own) in flat.containers.items():
+        if container.kind == "tensor" and not skipped(path):
+            stored = index.per_rank_containers.get(path, {}).get(rank) if own else index.containers.get(path)
+            _match_subclass(match, index, path, container, stored)
     _leave_out(match, {unit(problem.path) for problem in match.problems} - {None}, unit)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
     match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
-    match.known = bytes(path in known or is_below(path, ignored) for path in match.names)
+    match.known = bytes(path in known or skipped(path) for path in match.names)
     own_names = {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
     match.problems += [
         Problem(path, f"unexpected: {display(path)} (of this rank)")
         for path in own_names
-        if path not in known and not is_below(path, ignored)
+        if path not in known and not skipped(path)
     ]
     return match
 
@@ -113,24 +153,74 @@ def unknown_on_all_ranks(match: Match, save: str, ranks: Group) -> list[Path]:
     return [path for path, is_known in zip(match.names, known, strict=True) if not is_known]
 
 
-def _match_tensor(match: Match, index: CheckpointIndex, path: Path, leaf: TensorLeaf, rank: int) -> None:
+def _match_tensor(
+    match: Match,
+    index: CheckpointIndex,
+    path: Path,
+    leaf: TensorLeaf,
+    rank: int,
+    options: RestoreOptions,
+    other_names: Iterable[Path] = (),
+) -> None:
+    """Compare a tensor with what is stored under its name or, if there is nothing, under another name that it has."""
     spec = leaf.spec
     if spec.per_rank and rank >= index.world_size:
         return  # fewer ranks wrote the checkpoint; this one keeps its tensor
-    tensor = index.tensor(path, rank if spec.per_rank else None)
+    names = (path, *other_names)
+    found = (index.tensor(name, rank if spec.per_rank else None) for name in names)
+    tensor = next((tensor for tensor in found if tensor is not None), None)
     problem = None
     if tensor is None:
         problem = f"missing: {display(path)} ({spec.dtype}{list(spec.shape)})"
-    elif tensor.dtype != spec.dtype:
+    elif tensor.dtype != spec.dtype and not (options.cast and _can_cast(tensor.dtype, leaf)):
         problem = f"dtype: {display(path)} is {tensor.dtype} in the checkpoint, {spec.dtype} in the state"
-    elif tensor.shape != spec.shape:
+    elif tensor.shape != spec.shape and not (options.resize and len(tensor.shape) == len(spec.shape)):
         problem = f"shape: {display(path)} is {list(tensor.shape)} in the checkpoint, {list(spec.shape)} in the state"
     elif not leaf.writeable:
         problem = f"read-only: {display(path)} is read-only or expanded, and cannot be written to"
     else:
+        if tensor.dtype != spec.dtype:
+            match.cast.append(path)
+        if tensor.shape != spec.shape:
+            match.resized.append(path)
+            leaf = _common(leaf, Box.whole(tensor.shape))
         match.reads.append((path, tensor, leaf))
     if problem is not None:
         match.problems.append(Problem(path, problem))
+
+
+def _can_cast(stored: str, leaf: TensorLeaf) -> bool:
+    dtype, own = torch_dtype(stored), leaf.local.dtype
+    return (dtype.is_floating_point and own.is_floating_point) or (dtype.is_complex and own.is_complex)
+
+
+def _common(leaf: TensorLeaf, stored: Box) -> TensorLeaf:
+    """Return the leaf with what its boxes have in common with the stored tensor."""
+    boxes = []
+    for box, at in leaf.boxes:
+        common = box.intersection(stored)
+        if common is not None:
+            moved = tuple(a + new - old for a, new, old in zip(at, common.offset, box.offset, strict=True))
+            boxes.append((common, moved))
+    return replace(leaf, boxes=boxes)
+
+
+def _match_subclass(match: Match, index: CheckpointIndex, path: Path, own: Container, stored: Container | None) -> None:
+    """Compare the class and the context of a tensor that is stored by its parts."""
+    if stored is not None and stored.kind == "tensor":
+        if (stored.type, stored.fields) != (own.type, own.fields):
+            text = (
+                f"is a {stored.type} with {list(stored.fields)} in the checkpoint, a {own.type} with {list(own.fields)}"
+            )
+        elif stored.context and own.context and stored.context != own.context:
+            text = f"is made with {stored.context:.200} in the checkpoint, with {own.context:.200}"
+        else:
+            return
+    elif index.tensor(path) is not None:
+        text = f"is a plain tensor in the checkpoint, a {own.type}"
+    else:
+        return  # its parts are missing
+    match.problems.append(Problem(path, f"class: {display(path)} {text} in the state"))
 
 
 def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLeaf, rank: int) -> None:
@@ -145,6 +235,7 @@ def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLe
         return
     value = resolve(values[rank], leaf.value)
     if _form(encode_value(value)) == _form(leaf.encoded):
+        match.same.append(path)
         return
     placeholder = next(unregistered_in(value), None)
     if placeholder is not None:

@@ -15,7 +15,9 @@ import torch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.loading.match import Problem
 from ckpt.paths import Path, display
+from ckpt.planning.subclasses import part_like
 from ckpt.storage.dtypes import torch_dtype
+from ckpt.values.containers import Container
 
 __all__ = ["Optimizers", "keep_dtypes"]
 
@@ -30,9 +32,10 @@ class Optimizers:
     one. `problems` are mismatches; nothing is restored below the paths in `ignored`.
     """
 
-    def __init__(self, index: CheckpointIndex, rank: int) -> None:
+    def __init__(self, index: CheckpointIndex, rank: int, resize: bool = False) -> None:
         self._index = index
         self._rank = rank
+        self._resize = resize
         self._usual: set[Path] = set()
         self._other: set[Path] = set()
         self.problems: list[Problem] = []
@@ -86,9 +89,12 @@ class Optimizers:
         """Return whether the checkpoint has the same parameters in the same groups, as `load_state_dict` needs."""
         stored = _stored_groups(values)
         own = [group["params"] for group in state_dict["param_groups"]]
-        if stored is None or stored == own:
+        other_kind = _other_kind(values, state_dict["param_groups"])
+        if other_kind is None and (stored is None or stored == own):
             return True
-        if list(map(len, stored)) == list(map(len, own)):
+        if other_kind is not None or stored is None:
+            text = f"is of another kind: {other_kind}; leave it out: restore(..., only=...)"
+        elif list(map(len, stored)) == list(map(len, own)):
             text = f"numbers its parameters {_shortened(stored)} in the checkpoint, {_shortened(own)} in the state"
         else:
             text = f"has {_group_sizes(stored)} in the checkpoint, {_group_sizes(own)} in the state"
@@ -104,12 +110,19 @@ class Optimizers:
         parameters = _parameters(owner)
         state: dict[int, Any] = {}
         entries: dict[int, dict[Path, StoredTensor]] = {}
+        subclasses: dict[Path, tuple[Container, dict[str, StoredTensor]]] = {}
         for name, tensor in tensors.items():
             if _is_state(name, len(parameters)):
+                container = self._index.containers.get((*path, *name[:-1]))
+                if container is not None and container.kind == "tensor":
+                    subclasses.setdefault(name[:-1], (container, {}))[1][str(name[-1])] = tensor
+                    name, tensor = name[:-1], StoredTensor(tensor.dtype, container.shape)
                 entries.setdefault(int(name[1]), {})[name] = tensor
         for number, entry in entries.items():
             shapes = _shapes(owner, parameters, number)
             misfits = _misfits(entry, shapes)
+            if self._resize and all(len(entry[name].shape) == len(shapes[0]) for name in misfits):
+                misfits = []
             if misfits:
                 self.ignored.add((*path, "state", number))
                 self.problems += [
@@ -122,7 +135,11 @@ class Optimizers:
                 ]
                 continue
             for name, tensor in entry.items():
-                _put(state, name[1:], _like(parameters[number], tensor))
+                if name in subclasses:
+                    _put(state, name[1:], _subclass_like(parameters[number], *subclasses[name]))
+                    continue
+                resized = self._resize and len(tensor.shape) == len(shapes[0]) and tensor.shape not in shapes
+                _put(state, name[1:], _like(parameters[number], tensor, resized))
         for name, value in values.items():
             if _is_state(name, len(parameters)) and (*path, *name[:2]) not in self.ignored:
                 _put(state, name[1:], value)
@@ -175,6 +192,21 @@ def _stored_groups(values: Mapping[Path, Any]) -> list[list[Any]] | None:
         }
     groups = [found[number] for number in sorted(found)]
     return groups if groups and all(isinstance(params, list) for params in groups) else None
+
+
+def _other_kind(values: Mapping[Path, Any], own: list[dict[str, Any]]) -> str | None:
+    """Return how the options of an optimizer differ from those of the one that was saved; None if they may be the same.
+
+    A newer version of an optimizer has options more; two kinds of optimizers have some each that the other has not.
+    """
+    groups = values.get(("param_groups",))
+    if not isinstance(groups, list) or not groups or not own or not isinstance(groups[0], dict):
+        return None
+    stored, ours = set(groups[0]), set(own[0])
+    if not stored - ours or not ours - stored:
+        return None
+    only_stored, only_ours = (", ".join(sorted(map(str, names))) for names in (stored - ours, ours - stored))
+    return f"that of the checkpoint has {only_stored}, that of the state {only_ours}"
 
 
 def _group_sizes(groups: list[list[Any]]) -> str:
@@ -276,8 +308,35 @@ def _shard(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _like(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+def _subclass_like(
+    parameter: torch.Tensor, container: Container, parts: Mapping[str, StoredTensor]
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Return an uninitialized tensor subclass for the state of a parameter, sharded like it.
+
+    The tensors of its parts if their class is not known.
+    """
+    local = _shard(parameter)
+    sizes = {name: tensor.shape for name, tensor in parts.items()}
+    made = {
+        name: torch.empty(size, dtype=torch_dtype(parts[name].dtype), device=local.device)
+        for name, size in part_like(container, sizes, local)
+    }
+    tensor = container.tensor_of(made, tuple(local.shape))
+    if local is parameter or isinstance(tensor, dict):
+        return tensor  # type: ignore[no-any-return]
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        tensor, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _like(parameter: torch.Tensor, stored: StoredTensor, resized: bool = False) -> torch.Tensor:
+    """Return an uninitialized tensor for the state of a parameter; one of zeros in its shape, if that has changed."""
     dtype = torch_dtype(stored.dtype)
+    if resized:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if stored.shape in (tuple(parameter.shape), tuple(_shard(parameter).shape)):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = torch.device("cpu") if not stored.shape else parameter.device

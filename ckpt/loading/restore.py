@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,11 +21,14 @@ from ckpt.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
+from ckpt.events import Restored, RestoreFailed
 from ckpt.loading.all_or_none import Alone, Group, error_class
+from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore_step import MemorySource, RestoreReport, StepHold, restore_step
+from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.root import CheckpointRoot
 
-__all__ = ["restore"]
+__all__ = ["candidate_steps", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
@@ -34,10 +38,10 @@ def restore(
     root: CheckpointRoot,
     state: Any,
     step: int | None,
-    strict: bool,
+    options: RestoreOptions,
     ranks: Group,
     memory: MemorySource | None = None,
-    before: Callable[[], None] | None = None,
+    before: Callable[[], object] | None = None,
     read_only: bool = False,
 ) -> RestoreReport | None:
     """Restore the newest published step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
@@ -46,21 +50,47 @@ def restore(
     starts again with the steps that are left. A rank that is `Alone` among several tries no older step, since the
     others would not do the same.
     """
+    begin = time.perf_counter()
+    try:
+        report = _restore(root, state, step, options, ranks, memory, before, read_only)
+    except Exception as error:
+        if is_observed():
+            failed = step if step is not None or not isinstance(error, CheckpointError) else error.step
+            why = type(error).__name__, shortened(str(error))
+            emit(RestoreFailed(time.time(), ranks.rank, failed, *why, time.perf_counter() - begin))
+        raise
+    if report is not None and is_observed():
+        nbytes = report.own_memory_bytes, report.neighbour_memory_bytes, report.storage_bytes
+        seconds = time.perf_counter() - begin
+        emit(Restored(time.time(), ranks.rank, report.step, *nbytes, seconds, report.damaged))
+    return report
+
+
+def _restore(
+    root: CheckpointRoot,
+    state: Any,
+    step: int | None,
+    options: RestoreOptions,
+    ranks: Group,
+    memory: MemorySource | None,
+    before: Callable[[], object] | None,
+    read_only: bool,
+) -> RestoreReport | None:
     damaged: list[int] = []
     error: CheckpointError | None = None
     removed = 0
-    candidates = _candidates(root, step, ranks, before)
+    candidates = candidate_steps(root, step, ranks, before)
     while candidates:
         candidate = candidates.pop(0)
         try:
             with _held(root, candidate, ranks, read_only) as hold:
-                report = restore_step(hold, state, candidate, strict, ranks, memory)
+                report = restore_step(hold, state, candidate, options, ranks, memory)
         except _RemovedError as gone:
             removed += 1
             if step is not None or isinstance(ranks, Alone) or removed == _MAX_REMOVED:
                 raise CheckpointNotFoundError(str(gone), step=candidate) from gone
             _log.warning("%s; looking for the newest step again", gone)
-            candidates = [other for other in _candidates(root, None, ranks, None) if other not in damaged]
+            candidates = [other for other in candidate_steps(root, None, ranks, None) if other not in damaged]
         except CheckpointCorruptError as corrupt:
             if step is not None or isinstance(ranks, Alone):
                 raise
@@ -80,8 +110,13 @@ class _RemovedError(Exception):
     """The step was removed while it was read; raised on all ranks."""
 
 
-def _candidates(root: CheckpointRoot, step: int | None, ranks: Group, before: Callable[[], None] | None) -> list[int]:
-    """Return the steps to try, newest first, as seen by the coordinator, so that all ranks try the same. Collective."""
+def candidate_steps(
+    root: CheckpointRoot, step: int | None, ranks: Group, before: Callable[[], object] | None
+) -> list[int]:
+    """Return the steps to try, newest first, as seen by the coordinator, so that all ranks try the same. Collective.
+
+    The coordinator calls `before` first. CheckpointNotFoundError if `step` is not there.
+    """
     payload = b""
     if ranks.rank == 0 or isinstance(ranks, Alone):
         try:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +27,13 @@ from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.index import CheckpointIndex
 from ckpt.loading.match import Match, Read, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
+from ckpt.loading.options import RestoreOptions, hints, renamed
 from ckpt.loading.state_update import StateUpdate
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
-from ckpt.planning.state_dict import TensorLeaf, flatten
+from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
+from ckpt.progress import polled
+from ckpt.storage.dtypes import torch_dtype_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_reader import StepReader
 
@@ -56,6 +59,17 @@ class RestoreReport:
     storage_bytes: int = 0
     seconds: float = 0.0
     damaged: tuple[int, ...] = ()
+    restored_paths: tuple[Path, ...] = field(default=(), repr=False)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
+
+    @property
+    def restored(self) -> tuple[str, ...]:
+        """The names of the leaves that have what the step has."""
+        return _names(self.restored_paths)
 
     def __str__(self) -> str:
         sources = {
@@ -64,7 +78,9 @@ class RestoreReport:
             "storage": self.storage_bytes,
         }
         text = ", ".join(f"{nbytes} bytes from {source}" for source, nbytes in sources.items() if nbytes)
-        return f"step {self.step}: {text or 'no tensors'}, {1000 * self.seconds:.0f} ms"
+        names = {word: getattr(self, word) for word in ("missing", "unexpected", "mismatched", "cast", "resized")}
+        counts = "".join(f", {len(found)} {word}" for word, found in names.items() if found)
+        return f"step {self.step}: {text or 'no tensors'}, {1000 * self.seconds:.0f} ms{counts}"
 
 
 class FilledTensors(Protocol):
@@ -120,18 +136,18 @@ class StepHold:
 
 
 def restore_step(
-    hold: StepHold, state: Any, step: int, strict: bool, ranks: Group, memory: MemorySource | None
+    hold: StepHold, state: Any, step: int, options: RestoreOptions, ranks: Group, memory: MemorySource | None
 ) -> RestoreReport:
     """Restore one step; see `ckpt.loading.restore.restore`. Collective."""
     begin = time.perf_counter()
-    attempt = _Attempt(ranks, step, memory)
+    attempt = _Attempt(ranks, step, options, memory)
     with attempt.phase("open"), without_collection():
         hold.open()
-        attempt.index = read_index(hold.path)
+        attempt.open(hold.path)
     with attempt.phase("match"), without_collection():
         attempt.match(state)
     with attempt.phase("match"):
-        attempt.check(strict)
+        attempt.check()
     try:
         with attempt.phase("load"):
             attempt.try_objects()
@@ -150,13 +166,15 @@ def restore_step(
 class _Attempt:
     """One attempt to restore one step, on this rank."""
 
-    def __init__(self, ranks: Group, step: int, memory: MemorySource | None) -> None:
+    def __init__(self, ranks: Group, step: int, options: RestoreOptions, memory: MemorySource | None) -> None:
         self._ranks = ranks
         self._step = step
-        self._memory = memory
+        self._options = options
+        self._memory = None if options.rename else memory  # which knows the names of the save only
         self.report = RestoreReport(step)
         self.index: CheckpointIndex
         self._match: Match
+        self._has_tensors = False
         self._update: StateUpdate
         self._reading = False
 
@@ -164,29 +182,86 @@ class _Attempt:
         """Run one phase of the attempt; see `all_or_none`."""
         return all_or_none(self._ranks, self._step, action)
 
+    def open(self, path: str) -> None:
+        """Read the index of the step."""
+        self.index = read_index(path)
+        if self._options.rename:
+            self.index = renamed(self.index, self._options.rename)
+
     def match(self, state: Any) -> None:
         """Flatten the state and pair every leaf with what is stored."""
-        optimizers = Optimizers(self.index, self._ranks.rank)
-        flat = flatten(state, expand=optimizers.expand)
-        self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, optimizers.unit)
-        self._match.problems += optimizers.problems
+        optimizers = Optimizers(self.index, self._ranks.rank, self._options.resize)
+        flat = flatten(state, expand=optimizers.expand, reaches=self._options.reaches)
+        self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
+        self._match = match_state(
+            self.index, flat, self._ranks.rank, optimizers.ignored, optimizers.unit, self._options
+        )
+        self._match.problems += [each for each in optimizers.problems if self._options.selects(each.path)]
+        if self._options.only is not None:
+            self._check_selection(state, flat, self._options.only)
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
         self._update = StateUpdate(self._match, owners)
 
-    def check(self, strict: bool) -> None:
+    def _check_selection(self, state: Any, flat: FlatState, only: tuple[str, ...]) -> None:
+        """StateMismatchError if nothing is selected, or a name is in neither this rank's state nor the step."""
+        index = self.index
+        stored = {*index.tensors, *index.aliases, *index.values, *index.per_rank_tensors, *index.per_rank_values}
+        known = [*flat.names(), *stored]
+        wrong = [name for name in only if not any(map(replace(self._options, only=(name,)).selects, known))]
+        if wrong or not any(map(self._options.selects, flat.names())):
+            raise StateMismatchError(
+                f"only={wrong or list(only)!r} selects nothing of the state, whose items are "
+                f"{sorted({display(path[:1]) for path in flatten(state).names()})}",
+                step=self._step,
+            )
+
+    def check(self) -> None:
         """Raise StateMismatchError, listing all that does not fit; log it unless `strict`. Collective."""
-        unexpected = unknown_on_all_ranks(self._match, str(self.index.summary["save"]), self._ranks)
-        problems = [problem.text for problem in self._match.problems]
+        match = self._match
+        unexpected = unknown_on_all_ranks(match, str(self.index.summary["save"]), self._ranks)
+        self._note(unexpected)
+        if match.separate:
+            pairs = [f"{display(path)} (restored: {display(target)})" for path, target in match.separate]
+            _log.warning(
+                "step %d has two tensors each where the state has one with two names:%s", self._step, _listed(pairs)
+            )
+        problems = [problem.text for problem in match.problems]
         problems += [f"unexpected: {display(path)}" for path in unexpected]
         if not problems:
             return
         problems.sort(key=lambda problem: (problem.split(":")[0], problem))
         text = f"{len(problems)} name(s) of the state do not fit step {self._step}:{_listed(problems)}"
-        if strict:
+        missing = [problem.path for problem in match.problems if problem.kind == "missing"]
+        text += "".join(f"\n{hint}" for hint in hints(missing, unexpected))
+        if self._options.strict:
             raise StateMismatchError(text + "\nNothing was restored; strict=False restores what fits", step=self._step)
-        left_out = [display(path) for path in self._match.left_out]
+        if match.problems and not (match.reads if self._has_tensors else match.assignments or match.same):
+            what = "tensor" if self._has_tensors else "value"
+            raise StateMismatchError(f"{text}\nNo {what} of the state fits: nothing was restored", step=self._step)
+        left_out = [display(path) for path in match.left_out]
         with_them = f"\nand what belongs to them:{_listed(left_out)}" if left_out else ""
         _log.warning("%s%s\nrestored without these", text, with_them)
+
+    def _note(self, unexpected: list[Path]) -> None:
+        """Record what becomes of each name."""
+        match = self._match
+        by_kind: dict[bool, list[Path]] = {True: [], False: list(match.left_out)}
+        for problem in match.problems:
+            if problem.kind == "unexpected":
+                unexpected = [*unexpected, problem.path]
+            else:
+                by_kind[problem.kind == "missing"].append(problem.path)
+        restored = [path for path, _, _ in match.reads]
+        restored += [each.path for each in match.assignments] + match.same
+        self.report = replace(
+            self.report,
+            restored_paths=tuple(restored),
+            missing=_names(by_kind[True]),
+            unexpected=_names(unexpected),
+            mismatched=_names(by_kind[False]),
+            cast=_names(match.cast),
+            resized=_names(match.resized),
+        )
 
     def try_objects(self) -> None:
         """Assign values, and have the objects load that may refuse; see `StateUpdate`."""
@@ -222,18 +297,28 @@ class _Attempt:
             name = display(path)
             for box, at in leaf.boxes:
                 target = leaf.local[Box(at, box.shape).slices((0,) * len(at))]
-                if target.is_cpu and not target.is_conj() and not target.is_neg():
+                as_stored = torch_dtype_name(target.dtype) == tensor.dtype
+                if as_stored and target.is_cpu and not target.is_conj() and not target.is_neg():
                     direct.append(BoxRead(name, tensor, box, as_numpy(target)))
                 else:
                     bounced.append(BouncedRead(name, tensor, box, target))
-        fetch.read(direct)
-        read_bounced(fetch, bounced)
+        nbytes = sum(read.destination.nbytes for read in direct) + sum(read.nbytes for read in bounced)
+        with self._progress(nbytes, fetch):
+            fetch.read(direct)
+            read_bounced(fetch, bounced)
         return fetch.bytes_read
+
+    def _progress(self, total: int, fetch: Fetch) -> AbstractContextManager[None]:
+        """Show on a terminal of rank 0 how much is read; not in a restart, where a rank is alone."""
+        if self._ranks.rank != 0 or isinstance(self._ranks, Alone):
+            return nullcontext()
+        return polled(f"restoring step {self._step} (rank 0)", total, lambda: fetch.bytes_done)
 
     def _from_memory(self) -> frozenset[Path]:
         if self._memory is None:
             return frozenset()
-        leaves = {path: leaf for path, _, leaf in self._match.reads}
+        changed = {*self._match.cast, *self._match.resized}
+        leaves = {path: leaf for path, _, leaf in self._match.reads if path not in changed}
         with without_collection():
             filled = self._memory.fill(self.index.path, self.index.summary, leaves, self._ranks.rank)
         self.report = replace(
@@ -244,6 +329,10 @@ class _Attempt:
     def finish(self) -> None:
         """Have stateful objects load."""
         self._update.finish()
+
+
+def _names(paths: Iterable[Path]) -> tuple[str, ...]:
+    return tuple(sorted(map(display, paths)))
 
 
 def _listed(lines: list[str]) -> str:

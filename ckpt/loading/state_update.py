@@ -21,6 +21,7 @@ from ckpt.errors import StateError
 from ckpt.loading.match import Assignment, Match, Read, is_below
 from ckpt.loading.optimizers import keep_dtypes
 from ckpt.paths import display
+from ckpt.planning.data_loaders import is_data_loader
 from ckpt.planning.state_dict import Owner, RngState
 
 __all__ = ["StateUpdate"]
@@ -123,7 +124,7 @@ def _may_refuse(stateful: Any) -> bool:
         return not all(map(_is_plain_module, stateful.modules()))
     if isinstance(stateful, torch.optim.Optimizer):
         return not _is_plain_optimizer(stateful)
-    return not isinstance(stateful, RngState)
+    return not isinstance(stateful, RngState) and not is_data_loader(type(stateful))
 
 
 def _is_plain_module(module: torch.nn.Module) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import product
 
-__all__ = ["Box", "BoxFinder", "Placement", "Sharding", "local_boxes", "tile_exactly", "unravel_index"]
+__all__ = ["Box", "BoxFinder", "OwnBoxes", "Placement", "Sharding", "local_boxes", "tile_exactly", "unravel_index"]
 
 _PRIME = (1 << 61) - 1
 
@@ -105,6 +105,16 @@ class Sharding:
     def coordinates(self) -> dict[int, tuple[int, ...]]:
         """Return the mesh coordinate of each rank of the mesh."""
         return dict(zip(self.ranks, product(*map(range, self.mesh_shape)), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnBoxes:
+    """The sharding of a tensor that is not divided over a mesh: the boxes of it that a rank holds.
+
+    Each rank describes its own. The boxes of all ranks must be equal or disjoint, and cover the tensor.
+    """
+
+    boxes: tuple[Box, ...]
 
 
 def unravel_index(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt.paths import Path
-from ckpt.planning.boxes import Sharding
+from ckpt.planning.boxes import OwnBoxes, Sharding
 from ckpt.values.containers import Container
 
 __all__ = ["StateDescription", "TensorSpec"]
@@ -26,7 +26,7 @@ class TensorSpec:
     dtype: str
     itemsize: int
     shape: tuple[int, ...]
-    sharding: Sharding | None = None
+    sharding: Sharding | OwnBoxes | None = None
     per_rank: bool = False
 
 
@@ -37,7 +37,7 @@ class StateDescription:
     `values` maps the path of each leaf that is not a tensor to whether it is per rank. `aliases` maps the path of a
     tensor with the same memory as an earlier one to that one's path. `containers` are those that are not plain dicts,
     and whether each is per rank. Tensors in `from_lowest` are written by the lowest rank that has them, even if others
-    have different ones.
+    have different ones. `structure` is that of `FlatState`.
     """
 
     tensors: Mapping[Path, TensorSpec] = field(default_factory=dict)
@@ -45,3 +45,4 @@ class StateDescription:
     aliases: Mapping[Path, Path] = field(default_factory=dict)
     containers: Mapping[Path, tuple[Container, bool]] = field(default_factory=dict)
     from_lowest: frozenset[Path] = frozenset()
+    structure: str = ""

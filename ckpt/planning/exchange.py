@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Placement, Sharding
+from ckpt.planning.boxes import Box, OwnBoxes, Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.values.containers import Container
 
@@ -113,7 +113,7 @@ def _encoded(description: StateDescription) -> tuple[list[_Entries], str]:
 
     An entry names a sharding by its number, so that entries of tensors on different meshes are equal.
     """
-    shardings: dict[Sharding, int] = {}
+    shardings: dict[Sharding | OwnBoxes, int] = {}
     tensors = []
     for path, spec in description.tensors.items():
         which = None if spec.sharding is None else shardings.setdefault(spec.sharding, len(shardings))
@@ -123,8 +123,20 @@ def _encoded(description: StateDescription) -> tuple[list[_Entries], str]:
     others = [
         [_json(entry) for entry in each.items()] for each in (description.values, description.aliases, containers)
     ]
-    table = [(s.mesh_shape, s.ranks, [(p.dim, p.split_factor) for p in s.placements]) for s in shardings]
-    return [tensors, *others], _json(table)
+    return [tensors, *others], _json([_encoded_sharding(sharding) for sharding in shardings])
+
+
+def _encoded_sharding(sharding: Sharding | OwnBoxes) -> Any:
+    if isinstance(sharding, OwnBoxes):
+        return {"boxes": [(box.offset, box.shape) for box in sharding.boxes]}
+    return sharding.mesh_shape, sharding.ranks, [(p.dim, p.split_factor) for p in sharding.placements]
+
+
+def _decoded_sharding(encoded: Any) -> Sharding | OwnBoxes:
+    if isinstance(encoded, dict):
+        return OwnBoxes(tuple(Box(tuple(offset), tuple(shape)) for offset, shape in encoded["boxes"]))
+    mesh, ranks, placements = encoded
+    return Sharding(tuple(mesh), tuple(ranks), tuple(Placement(dim, factor) for dim, factor in placements))
 
 
 def _difference(base: _Entries, entries: _Entries) -> _Difference:
@@ -145,7 +157,7 @@ class _Decoder:
         self._said: list[Any] = []
         self._lowest: set[int] = set()
         self._known: dict[str, tuple[Path, int]] = {}
-        self._shardings: dict[Sharding, Sharding] = {}
+        self._shardings: dict[Sharding | OwnBoxes, Sharding | OwnBoxes] = {}
         self._specs: dict[TensorSpec, TensorSpec] = {}
         self._base = [self._read(entries) for entries in base]
 
@@ -161,10 +173,7 @@ class _Decoder:
     def description(self, items: list[_Items], table: str) -> StateDescription:
         """Return the description with these items, whose shardings are in `table`."""
         tensors, values, aliases, containers = items
-        shardings = [
-            Sharding(tuple(mesh), tuple(ranks), tuple(Placement(dim, factor) for dim, factor in placements))
-            for mesh, ranks, placements in json.loads(table)
-        ]
+        shardings = [_decoded_sharding(encoded) for encoded in json.loads(table)]
         shardings = [self._shardings.setdefault(sharding, sharding) for sharding in shardings]
         specs = {number: self._spec(self._said[number], shardings) for number in {number for _, number in tensors}}
         lowest = self._lowest & specs.keys()
@@ -196,7 +205,7 @@ class _Decoder:
         document, per_rank = self._said[number]
         return Container.from_document(document), per_rank
 
-    def _spec(self, said: list[Any], shardings: list[Sharding]) -> TensorSpec:
+    def _spec(self, said: list[Any], shardings: list[Sharding | OwnBoxes]) -> TensorSpec:
         _, which, dtype, itemsize, shape, per_rank = said
         spec = TensorSpec(dtype, itemsize, tuple(shape), None if which is None else shardings[which], per_rank)
         return self._specs.setdefault(spec, spec)
@@ -240,7 +249,11 @@ def _rank_with(path: Path, spec: TensorSpec, descriptions: Sequence[StateDescrip
 
 def _agreed_properties(spec: TensorSpec) -> tuple[object, ...]:
     """Return what ranks must agree on: not the mesh, since pipeline stages may each hold a tensor on their own mesh."""
-    mesh = None if spec.sharding is None else (spec.sharding.mesh_shape, spec.sharding.placements)
+    mesh: object = None
+    if isinstance(spec.sharding, OwnBoxes):
+        mesh = OwnBoxes
+    elif spec.sharding is not None:
+        mesh = spec.sharding.mesh_shape, spec.sharding.placements
     return spec.dtype, spec.shape, spec.per_rank, mesh
 
 
@@ -250,6 +263,8 @@ def _shown(spec: TensorSpec) -> str:
         if spec.per_rank
         else "replicated"
         if spec.sharding is None
+        else "in boxes"
+        if isinstance(spec.sharding, OwnBoxes)
         else f"sharded {spec.sharding.placements}"
     )
     return f"{spec.dtype}{list(spec.shape)} {how}"

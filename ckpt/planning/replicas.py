@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from ckpt.paths import Path
+from ckpt.planning.boxes import OwnBoxes
 from ckpt.planning.description import TensorSpec
 from ckpt.planning.state_dict import FlatState, TensorLeaf
 from ckpt.planning.tensors import local_tensor
@@ -45,7 +46,7 @@ def replica_kinds(flat: FlatState) -> dict[Path, Kind]:
 
 
 def _has_replicas(spec: TensorSpec) -> bool:
-    if spec.per_rank or 0 in spec.shape:
+    if spec.per_rank or 0 in spec.shape or isinstance(spec.sharding, OwnBoxes):
         return False
     if spec.sharding is None:
         return True

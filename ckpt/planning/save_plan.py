@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, BoxFinder, Sharding, unravel_index
+from ckpt.planning.boxes import Box, BoxFinder, OwnBoxes, Sharding, tile_exactly, unravel_index
 from ckpt.planning.chunk_grid import Grid, GridOptions, common_grid, refine
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.pack_layout import ArrayDraft, Owners, lay_out
@@ -119,7 +119,7 @@ def make_save_plan(
     return SavePlan(world_size, index, values, per_rank_values, aliases, _containers(descriptions))
 
 
-_Holders = dict[Sharding | None, tuple[int, ...]]
+_Holders = dict[Sharding | OwnBoxes | None, tuple[int, ...]]
 
 
 def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, TensorSpec], _Holders]:
@@ -132,7 +132,7 @@ def _holders(descriptions: Sequence[StateDescription]) -> dict[tuple[Path, Tenso
     for rank, description in enumerate(descriptions):
         groups.setdefault(id(description), (description, []))[1].append(rank)
     bare: dict[int, TensorSpec] = {}  # by the identity of the spec with its sharding, which many tensors share
-    found: dict[tuple[Path, TensorSpec], dict[Sharding | None, list[int]]] = {}
+    found: dict[tuple[Path, TensorSpec], dict[Sharding | OwnBoxes | None, list[int]]] = {}
     for description, ranks in groups.values():
         for path, spec in description.tensors.items():
             known = bare.get(id(spec))
@@ -189,6 +189,11 @@ class _Boxes:
         if spec.per_rank:
             return {Box.whole(spec.shape): _all_ranks(holders)}
         boxes, covered = self._find(spec, holders)
+        if any(isinstance(sharding, OwnBoxes) for sharding in holders) and not tile_exactly(spec.shape, boxes):
+            raise StateError(
+                f"{display(path)}: the boxes that ranks have of this tensor overlap, reach beyond it or leave a gap: "
+                f"they have {covered} elements, the tensor has {math.prod(spec.shape)} in the shape {list(spec.shape)}"
+            )
         if covered != math.prod(spec.shape):
             raise StateError(
                 f"{display(path)}: the ranks that have this DTensor hold {covered} of its {math.prod(spec.shape)} "
@@ -223,6 +228,10 @@ def _distinct_boxes(spec: TensorSpec, holders: _Holders) -> dict[Box, tuple[int,
     for sharding, ranks in holders.items():
         if sharding is None:
             boxes.setdefault(Box.whole(spec.shape), set()).update(ranks)
+            continue
+        if isinstance(sharding, OwnBoxes):
+            for box in sharding.boxes:
+                boxes.setdefault(box, set()).update(ranks)
             continue
         coordinates = sharding.coordinates()
         find = BoxFinder(spec.shape, sharding)

@@ -11,9 +11,10 @@ import operator
 import random
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Sharding
+from ckpt.planning.data_loaders import is_data_loader, loadable, storable
 from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.planning.subclasses import is_storable_subclass, parts_of
 from ckpt.planning.tensors import (
     PLAIN_TENSORS,
     DTensors,
     LocalBox,
+    MetaTensorError,
     check_storable,
     local_tensor,
     shares_elements,
@@ -102,6 +106,7 @@ class RngState:
 
 
 _MAX_NESTING = 100
+_SHOWN = 20
 
 Assign = Callable[[Any], None]
 """Replaces a value in the state."""
@@ -155,10 +160,34 @@ class Owner:
 
 
 @dataclass(slots=True)
+class DataLoaderOwner(Owner):
+    """A data loader. `state_dict` is None unless the checkpoint has a state of this rank."""
+
+    def load(self, state_dict: Any) -> None:
+        """Have the loader load a state and start its iterator, if there is a state. StateError if it raises.
+
+        The iterator would otherwise start later, and draw from a random number generator that has been restored.
+        """
+        if state_dict is None:
+            return
+        try:
+            self.stateful.load_state_dict(loadable(state_dict))
+            self.stateful.state_dict()
+        except Exception as error:
+            kind = type(self.stateful).__name__
+            raise StateError(
+                f"{display(self.path)}: the {kind} does not continue from the checkpoint: {error!r}. It needs the "
+                "dataset, the sampler and the number of workers that it had when it was saved"
+            ) from error
+
+
+@dataclass(slots=True)
 class FlatState:
     """The leaves of a state by path. `owners` are its stateful objects, innermost first.
 
-    `containers` are those that are not plain dicts, and whether each is per rank.
+    `containers` are those that are not plain dicts, and whether each is per rank. `structure` is a text that changes,
+    on all ranks, when the leaves of any rank change: set it where those of other ranks can change alone, so that all
+    ranks plan anew together.
     """
 
     tensors: dict[Path, TensorLeaf] = field(default_factory=dict)
@@ -166,6 +195,11 @@ class FlatState:
     aliases: dict[Path, Path] = field(default_factory=dict)
     containers: dict[Path, tuple[Container, bool]] = field(default_factory=dict)
     owners: list[Owner] = field(default_factory=list)
+    structure: str = ""
+
+    def names(self) -> Iterator[Path]:
+        """Yield the paths of all leaves."""
+        return chain(self.tensors, self.values, self.aliases)
 
     def describe(self) -> StateDescription:
         """Return the description of the state."""
@@ -174,19 +208,29 @@ class FlatState:
             {path: leaf.per_rank for path, leaf in self.values.items()},
             dict(self.aliases),
             dict(self.containers),
+            structure=self.structure,
         )
 
 
-def flatten(state: Any, *, expand: Callable[[Path, Any, Any, bool], Any] | None = None) -> FlatState:
+def flatten(
+    state: Any,
+    *,
+    expand: Callable[[Path, Any, Any, bool], Any] | None = None,
+    reaches: Callable[[Path], bool] = lambda path: True,
+) -> FlatState:
     """Name every leaf of `state`; the tensors alias the user's memory where possible.
 
     `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object: a restore creates
-    the missing tensors of a new optimizer. Raises StateError, naming the path, for a leaf that cannot be stored.
+    the missing tensors of a new optimizer. Items of the state that `reaches` is False of are not looked at. A
+    `FlatState`, whose leaves another part of the program has named, is returned as it is. Raises StateError, naming the
+    path, for a leaf that cannot be stored.
     """
+    if isinstance(state, FlatState):
+        return state
     flat = FlatState()
     with without_collection(), torch.no_grad():
-        _Walk(flat, expand).visit((), state, per_rank=False, assign=None)
-    if () in flat.values and not isinstance(state, Mapping):
+        _Walk(flat, expand, reaches).visit((), state, per_rank=False, assign=None)
+    if () in flat.tensors or (() in flat.values and not isinstance(state, Mapping)):
         raise StateError(
             f"a state that is a single {type(state).__name__} cannot be restored in place; put it into a dict"
         )
@@ -207,14 +251,22 @@ def _identity(seen: _Seen) -> tuple[Any, ...]:
 class _Walk:
     """One pass over a state. `_seen` finds tensors with the same memory: first by its address, then exactly."""
 
-    def __init__(self, flat: FlatState, expand: Callable[[Path, Any, Any, bool], Any] | None) -> None:
+    def __init__(
+        self,
+        flat: FlatState,
+        expand: Callable[[Path, Any, Any, bool], Any] | None,
+        reaches: Callable[[Path], bool],
+    ) -> None:
         self._flat = flat
         self._expand = expand
+        self._reaches = reaches
         self._seen: dict[int, list[_Seen]] = {}
         self._kinds: dict[Any, tuple[TensorSpec, list[LocalBox]]] = {}  # of plain tensors with elements
         self._dtensors = DTensors()
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
+        if not self._reaches(path):
+            return
         if len(path) > _MAX_NESTING:
             raise StateError(
                 f"{display(path[:8])}/...: the state is nested deeper than {_MAX_NESTING}, or contains itself"
@@ -233,7 +285,10 @@ class _Walk:
         elif isinstance(node, list | deque | tuple | Namespace) and _holds_tensors(node):
             self._container(path, node, per_rank, assign)
         elif callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None)):
-            self._stateful(path, node, per_rank or isinstance(node, RngState))
+            if is_data_loader(type(node)):
+                self._data_loader(path, node)
+            else:
+                self._stateful(path, node, per_rank or isinstance(node, RngState))
         else:
             self._value(path, node, per_rank, assign)
 
@@ -269,16 +324,23 @@ class _Walk:
         for number, item in enumerate(node):
             self.visit((*path, number), item, per_rank, None if put is None else partial(put, number))
 
+    def _data_loader(self, path: Path, loader: Any) -> None:
+        """Take its state as one value of this rank. A restore does not ask for it, which would start workers."""
+        owner = DataLoaderOwner(path, loader, None, None)
+        if self._expand is None:
+            self._value(path, storable(path, _state_dict_of(path, loader)), True, None)
+        else:
+            self._flat.values[path] = ValueLeaf(None, True, partial(setattr, owner, "state_dict"), None)
+        self._flat.owners.append(owner)
+
     def _stateful(self, path: Path, stateful: Any, per_rank: bool) -> None:
-        try:
-            before = stateful.state_dict()
-        except Exception as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise StateError(f"{display(path)}: {type(stateful).__name__}.state_dict failed: {error!r}") from error
+        before = _state_dict_of(path, stateful)
         state_dict = before if self._expand is None else self._expand(path, stateful, before, per_rank)
         owner = Owner(path, stateful, before, state_dict)
-        self.visit(path, state_dict, per_rank, partial(setattr, owner, "state_dict"))
+        try:
+            self.visit(path, state_dict, per_rank, partial(setattr, owner, "state_dict"))
+        except MetaTensorError as error:
+            raise StateError(_how_to_allocate(path, stateful, error)) from None
         self._flat.owners.append(owner)
 
     def _value(self, path: Path, value: Any, per_rank: bool, assign: Assign | None) -> None:
@@ -324,15 +386,39 @@ class _Walk:
         # Looking up a missing attribute takes a microsecond.
         sharding = None if type(tensor) in PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
         local = without_graph(tensor) if sharding is None else local_tensor(tensor)
+        if type(local) not in PLAIN_TENSORS and is_storable_subclass(type(local)):
+            self._parts(path, tensor, local, None if per_rank else sharding, per_rank)
+            return
         check_storable(path, local)
         if per_rank or sharding is None:  # this rank's shard of a per-rank DTensor is a tensor of its own
             sharding, tensor = None, local
-        shape = tuple(tensor.shape)
+        self._leaf(path, local, tuple(tensor.shape), sharding, per_rank)
+
+    def _parts(
+        self, path: Path, tensor: torch.Tensor, local: torch.Tensor, sharding: Sharding | None, per_rank: bool
+    ) -> None:
+        """Visit the parts of a tensor subclass. `local` is the tensor, or the local part of a DTensor."""
+        shape = tuple(local.shape) if sharding is None else tuple(tensor.shape)
+        container, parts = parts_of(path, local, shape, sharding)
+        self._flat.containers[path] = container, per_rank
+        for part in parts:
+            where = (*path, part.name)
+            inner = without_graph(part.local)
+            if type(inner) not in PLAIN_TENSORS and is_storable_subclass(type(inner)) and part.sharding is None:
+                self._parts(where, inner, inner, None, per_rank)
+                continue
+            check_storable(where, inner)
+            self._leaf(where, inner, part.shape, part.sharding, per_rank)
+
+    def _leaf(
+        self, path: Path, local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
+    ) -> None:
+        """Add a tensor, or an alias if an earlier one is the same. `local` is this rank's memory."""
         earlier = self._seen_before(path, local, shape, sharding, per_rank)
         if earlier is not None:
             self._flat.aliases[path] = earlier
             return
-        boxes = [whole_box(shape)] if sharding is None else self._dtensors.boxes(path, tensor, local, sharding)
+        boxes = [whole_box(shape)] if sharding is None else self._dtensors.boxes(path, shape, local, sharding)
         spec = tensor_spec(local.dtype, shape, sharding, per_rank)
         writeable = local.is_contiguous() or not shares_elements(local.shape, local.stride())
         self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
@@ -340,8 +426,11 @@ class _Walk:
     def _seen_before(
         self, path: Path, local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
     ) -> Path | None:
-        """Return the path of an earlier tensor with the same elements of the same memory; None for an empty tensor."""
-        if local.numel() == 0:
+        """Return the path of an earlier tensor with the same elements of the same memory.
+
+        None for an empty tensor; and for one that is per rank, since other ranks may have two tensors there.
+        """
+        if local.numel() == 0 or per_rank:
             return None
         this = path, local, shape, sharding, per_rank
         same_address = self._seen.setdefault(local.data_ptr(), [])
@@ -350,6 +439,33 @@ class _Walk:
                 return other[0]
         same_address.append(this)
         return None
+
+
+def _how_to_allocate(path: Path, stateful: Any, error: MetaTensorError) -> str:
+    """Return what to write for an object with tensors on the meta device."""
+    if not isinstance(stateful, torch.nn.Module):
+        return str(error)
+    in_state_dict = stateful.state_dict().keys()
+    others = [name for name, buffer in stateful.named_buffers() if buffer.is_meta and name not in in_state_dict]
+    count = sum(tensor.is_meta for tensor in (*stateful.parameters(), *stateful.buffers()))
+    text = (
+        f"{display(path)}: {count} tensors of this {type(stateful).__name__} are on the meta device and have no data; "
+        f"call its to_empty(device=...) first"
+    )
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        text += f", and compute these buffers, which are in no checkpoint: {', '.join(others[:_SHOWN])}{more}"
+    return text
+
+
+def _state_dict_of(path: Path, stateful: Any) -> Any:
+    """Return what `state_dict` returns. StateError, naming the path, if it raises."""
+    try:
+        return stateful.state_dict()
+    except Exception as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise StateError(f"{display(path)}: {type(stateful).__name__}.state_dict failed: {error!r}") from error
 
 
 def _is_registered_value(kind: type[Any]) -> bool:

@@ -10,13 +10,15 @@ import torch
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.boxes import Box, OwnBoxes, Placement, Sharding, local_boxes
 from ckpt.planning.description import TensorSpec
+from ckpt.values.registry import name_of
 
 __all__ = [
     "PLAIN_TENSORS",
     "DTensors",
     "LocalBox",
+    "MetaTensorError",
     "check_storable",
     "local_tensor",
     "shares_elements",
@@ -34,6 +36,10 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 # One object for equal shardings, so that comparing them does not compare all their ranks.
 _shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
+
+
+class MetaTensorError(StateError):
+    """A tensor of the state is on the meta device."""
 
 
 class DTensors:
@@ -59,9 +65,9 @@ class DTensors:
             known = self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, ours)
         return known[1]
 
-    def boxes(self, path: Path, tensor: Any, local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
+    def boxes(self, path: Path, shape: tuple[int, ...], local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
         """Return the boxes in `local`, this rank's shard. StateError if its size contradicts its sharding."""
-        key = tuple(tensor.shape), sharding
+        key = shape, sharding
         known = self._boxes.get(key)
         if known is None:
             known = self._boxes[key] = self._find_boxes(*key)
@@ -69,7 +75,7 @@ class DTensors:
         if held is not None and held != local.numel():
             raise StateError(
                 f"{display(path)}: this DTensor's shard has {local.numel()} elements where {held} are expected; its "
-                f"placements {tensor.placements} are not supported"
+                f"sharding {[placement.dim for placement in sharding.placements]} by dimensions is not supported"
             )
         return list(boxes)
 
@@ -112,22 +118,30 @@ def shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def check_storable(path: Path, tensor: torch.Tensor) -> None:
     """Raise StateError for a tensor that cannot be stored."""
+    if tensor.is_meta:
+        raise MetaTensorError(
+            f"{display(path)}: this tensor is on the meta device and has no data; allocate it first, those of a module "
+            f"by its to_empty(device=...)"
+        )
     problem = None
     if tensor.layout != torch.strided:
         problem = f"has the layout {tensor.layout}; save its to_dense() or its parts"
     elif tensor.is_quantized:
         problem = "is quantized; save its int_repr() and scales"
-    elif tensor.is_meta:
-        problem = "is on the meta device and has no data"
     elif type(tensor) not in PLAIN_TENSORS:
-        problem = f"is a {type(tensor).__qualname__}; of tensor subclasses only DTensor can be stored"
+        problem = (
+            f"is a {name_of(type(tensor))}; of tensor subclasses DTensor, some of torchao and those given to "
+            f"ckpt.register_tensor_subclass can be stored"
+        )
     if problem:
         raise StateError(f"{display(path)}: this tensor {problem}")
 
 
 # One object for equal specs, so that comparing them does not compare their fields.
 @functools.lru_cache(maxsize=4096)
-def tensor_spec(dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool) -> TensorSpec:
+def tensor_spec(
+    dtype: torch.dtype, shape: tuple[int, ...], sharding: Sharding | OwnBoxes | None, per_rank: bool
+) -> TensorSpec:
     """Return the description of a tensor."""
     return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape, sharding, per_rank)
 

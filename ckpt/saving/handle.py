@@ -9,7 +9,18 @@ from typing import Any
 
 from ckpt.async_calls import CallTimer
 from ckpt.errors import CheckpointError
-from ckpt.saving.task import BatchWritten, NotDurable, ReplicasDiffer, Report, SlotFree, WriteTask, from_event
+from ckpt.saving.observed_save import ObservedSave
+from ckpt.saving.task import (
+    BatchWritten,
+    NotDurable,
+    ReplicasDiffer,
+    Report,
+    SharePublished,
+    SlotFree,
+    StepsRemoved,
+    WriteTask,
+    from_event,
+)
 from ckpt.saving.write import Fenced, error_for, give_up, reason_for, write_share
 from ckpt.staging.arena import Slot
 from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published
@@ -25,7 +36,8 @@ class SaveHandle:
     """The trainer's end of a `WriteTask`: a `RecoverableCall`, of which the writer process gets the task alone.
 
     `on_decided` is called when the save is published or given up, `on_differing` when ranks have different values of
-    some names, `on_begun` when the writer begins. All of it in the thread that uses the queue.
+    some names, `on_removed` when steps were removed, `on_begun` when the writer begins. `observed` is told how the save
+    ends; None for a batch that is not the last. All of it in the thread that uses the queue.
     """
 
     def __init__(
@@ -35,7 +47,9 @@ class SaveHandle:
         *,
         on_decided: Callable[[], None] = lambda: None,
         on_differing: Callable[[ReplicasDiffer], None] = lambda report: None,
+        on_removed: Callable[[StepsRemoved], None] = lambda report: None,
         on_begun: Callable[[int], CallTimer | None] | None = None,
+        observed: ObservedSave | None = None,
     ) -> None:
         self.task = task
         self.in_writer: Callable[[], None] = functools.partial(write_share, task)
@@ -44,12 +58,21 @@ class SaveHandle:
         self.written: list[WrittenFile] = []  # of a batch that is not the last
         self._slot: Slot | None = slot
         self._on_differing = on_differing
+        self._on_removed = on_removed
+        self._observed = observed
         self._reported: Abandoned | NotDurable | None = None
 
     def __call__(self) -> None:
         """Run the task here, in the trainer (`AsyncRequest.execute_sync`). Raises what `ShareWriter.run` raises."""
         try:
             write_share(self.task, self._take)
+        except Exception as error:
+            if self._observed is None:
+                raise
+            if isinstance(error, NotDurableError):
+                self._observed.published(durable=False)
+            self._observed.failed(self.task.rank, error)
+            raise
         finally:
             self.free_slot()
 
@@ -64,6 +87,7 @@ class SaveHandle:
         """
         self.free_slot()
         outcome = self._settled(error)
+        self._observe(outcome)
         self.on_decided()
         match outcome:
             case Published() if self.task.last:
@@ -97,6 +121,17 @@ class SaveHandle:
             )  # another rank published it, and this one could not see that it is durable
         return outcome
 
+    def _observe(self, outcome: Published | NotDurable | Abandoned | Fenced) -> None:
+        match outcome, self._observed:
+            case _, None:
+                pass
+            case Published() | NotDurable(), observed:
+                observed.published(durable=isinstance(outcome, Published))
+            case Abandoned(reason), observed:
+                observed.abandoned(reason.rank, reason.kind, reason.message)
+            case Fenced(rank, message), observed:
+                observed.abandoned(rank, "FencedError", message)
+
     def _take(self, report: Report) -> None:
         match report:
             case SlotFree():
@@ -105,5 +140,10 @@ class SaveHandle:
                 self.written = report.appended(self.written)
             case ReplicasDiffer():
                 self._on_differing(report)
+            case SharePublished():
+                if self._observed is not None:
+                    self._observed.published(report)
+            case StepsRemoved():
+                self._on_removed(report)
             case Abandoned() | NotDurable():
                 self._reported = report

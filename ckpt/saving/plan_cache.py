@@ -14,7 +14,10 @@ import logging
 import os
 import pickle
 import struct
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
@@ -22,13 +25,14 @@ from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription
 from ckpt.planning.exchange import exchange
-from ckpt.planning.replicas import replica_kinds
+from ckpt.planning.replicas import Kind, replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.samples import Replicas
 from ckpt.storage.names import SaveId
+from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["CachedPlan", "Claims", "PlanCache", "PreparedState"]
 
@@ -88,6 +92,19 @@ class Claims(Protocol):
         """Raise StorageError unless this rank sees that claim, and can write beside it. For the other ranks."""
 
 
+class Slots(Protocol):
+    """The staging memory that a plan needs."""
+
+    def meet(self) -> None:
+        """Do the part of the next `fit` that waits for other ranks. Collective."""
+
+    def fit(self, plan: CachedPlan) -> None:
+        """Make them large enough, and exchange them with the ranks on this node."""
+
+    def cancel_fit(self) -> None:
+        """Make a `fit` in another thread not wait for neighbours."""
+
+
 class PlanCache:
     """Keeps the plan of the last structure seen. `max_slot_bytes` is the limit of one slot; None for no limit."""
 
@@ -97,6 +114,7 @@ class PlanCache:
         self._max_slot_bytes = max_slot_bytes
         self._compression = compression
         self._cached: CachedPlan | None = None
+        self._begun: _BegunPlan | None = None
         self._session: _Session | None = None
         self._last_step = -1
         self._attempt = 0  # how often in a row the last step was to be saved
@@ -112,6 +130,31 @@ class PlanCache:
         Without a session ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is still
         none. When ranks must agree, all raise what any raises: StateError, and errors of `claims`.
         """
+        flat = self._agree_on_plan(state, claims, claim)
+        self.finish()
+        cached = self._cached
+        assert cached is not None
+        rank = self._ranks.rank
+        encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
+        values = [[list(path), rank if own else None, encoded[path]] for path, own in cached.value_owners.items()]
+        return PreparedState(flat, encoded, values, cached)
+
+    def begin(self, state: Any, claims: Claims | None, slots: Slots, *, claim: bool) -> None:
+        """Do what `prepare` does with other ranks, and the rest in a thread, which then fits the slots to the plan."""
+        self._agree_on_plan(state, claims, claim)
+        if self._begun is not None:
+            slots.meet()
+            self._begun.start(slots)
+
+    def finish(self) -> None:
+        """Wait for what `begin` has begun. To be called before the slots are used."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._cached = begun.result()
+
+    def _agree_on_plan(self, state: Any, claims: Claims | None, claim: bool) -> FlatState:
+        """Agree on a session and exchange descriptions, where that is needed. The plan is to be made then: `_begun`."""
+        self.finish()
         begins_session = self._session is None
         try:
             flat = flatten(state)
@@ -122,14 +165,14 @@ class PlanCache:
         description = flat.describe()
         if self._cached is None or self._cached.description != description:
             self._agree(claims, claim)
-            self._cached = self._plan(flat, description)
+            kinds = replica_kinds(flat)
+            from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
+            others = exchange(replace(description, from_lowest=from_lowest), self._ranks)
+            self._cached = None
+            self._begun = _BegunPlan(partial(self._plan, flat, description, kinds, others))
         elif begins_session:
             self._agree(claims, claim)
-        cached = self._cached
-        rank = self._ranks.rank
-        encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
-        values = [[list(path), rank if own else None, encoded[path]] for path, own in cached.value_owners.items()]
-        return PreparedState(flat, encoded, values, cached)
+        return flat
 
     def end_session(self) -> None:
         """Make the next save claim the root anew; the plan stays."""
@@ -137,7 +180,9 @@ class PlanCache:
 
     def forget(self) -> None:
         """Forget the plan, as ranks may change: the next save is planned anew."""
-        self._cached = None
+        if self._begun is not None:
+            self._begun.cancel()
+        self._cached, self._begun = None, None
         self._session = None
         self._last_step, self._attempt = -1, 0
 
@@ -158,11 +203,15 @@ class PlanCache:
         nonce = hashlib.blake2b(text, key=self._session.nonce, digest_size=8).hexdigest()
         return SaveId(self._last_step, self._session.owner, nonce)
 
-    def _plan(self, flat: FlatState, description: StateDescription) -> CachedPlan:
-        kinds = replica_kinds(flat)
-        from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
-        own = replace(description, from_lowest=from_lowest)
-        plan = make_save_plan(exchange(own, self._ranks), self._grid, self._compression)
+    def _plan(
+        self,
+        flat: FlatState,
+        description: StateDescription,
+        kinds: dict[Path, Kind],
+        others: Sequence[StateDescription],
+    ) -> CachedPlan:
+        """Make the plan, given the descriptions of all ranks. In the trainer's thread or another."""
+        plan = make_save_plan(others, self._grid, self._compression)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
         layout = make_layout(plan, rank, boxes, self._max_slot_bytes)
@@ -211,6 +260,47 @@ class PlanCache:
             except StorageError as error:
                 answer = _failed(error)
         _raise_failed(self._ranks(answer))
+
+
+class _BegunPlan:
+    """A plan that is still to be made, in a thread or by who needs it first."""
+
+    def __init__(self, make: Callable[[], CachedPlan]) -> None:
+        self._make = make
+        self._plan: CachedPlan | None = None
+        self._slots: Slots | None = None
+        self._thread: JoinableThread | None = None
+        self._lock = threading.Lock()
+        self._cancelled = False
+
+    def start(self, slots: Slots) -> None:
+        """Make it in a thread, which then fits the slots to it."""
+        self._slots = slots
+        self._thread = JoinableThread(self._run, "ckpt-plan", (slots,))
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Leave the slots alone from now on. The thread ends by itself."""
+        self._cancelled = True
+        if self._slots is not None:
+            self._slots.cancel_fit()
+        with self._lock:
+            pass  # the thread does not use the slots any more
+
+    def result(self) -> CachedPlan:
+        """Return the plan. If the thread failed, make it here: that raises why."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._make() if self._plan is None else self._plan
+
+    def _run(self, slots: Slots) -> None:
+        try:
+            self._plan = self._make()
+            with self._lock:
+                if not self._cancelled:
+                    slots.fit(self._plan)
+        except Exception:
+            _log.debug("a plan was not made in the background", exc_info=True)
 
 
 def _failed(error: Exception) -> bytes:

@@ -37,10 +37,14 @@ class Branch:
     save: str | None = None
     damaged: tuple[int, ...] = ()
 
-    def before(self, root: CheckpointRoot) -> dict[str, Any] | None:
-        """Return what the next save continues, ``{"step": 20, "save": ...}``; None for nothing."""
-        if self.step is None:
-            return root.tip()
+    def before(self, root: CheckpointRoot, token: int) -> dict[str, Any] | None:
+        """Return what the next save of the owner with `token` continues: a step, and its save; None for nothing.
+
+        That is its own newest step, also if the trainer does not know yet that this is published.
+        """
+        tip = root.tip()
+        if self.step is None or (tip is not None and owner_of_step(root.step_path(tip["step"])) == token):
+            return tip
         return {"step": self.step, "save": self.save} if self.step >= 0 else None
 
 

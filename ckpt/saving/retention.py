@@ -1,55 +1,261 @@
-"""Which published steps stay when a new one is published."""
+"""Which published steps stay when a new one is published.
+
+A policy says which steps it keeps; joined by ``|``, policies keep what any of them keeps::
+
+    Checkpointer(root, keep=Latest(3) | Every(1000) | Best("loss", 2, mode="min"))
+
+The newest step stays whatever the policies say, and so do steps that are pinned or being read. What a policy does not
+keep once is gone, so each decides from the steps that are left, always in the same way.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from ckpt.errors import CheckpointError
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_root
+from ckpt.storage.files import storage_errors
+from ckpt.storage.pins import pinned_steps
 from ckpt.storage.recycled import discard_recycled, recycle_step
+from ckpt.storage.regular_files import DamagedFileError, read_regular
 from ckpt.storage.root import CheckpointRoot
 
-__all__ = ["Retention", "retain"]
+__all__ = [
+    "Best",
+    "Every",
+    "EverySeconds",
+    "Facts",
+    "Keep",
+    "Latest",
+    "Pinned",
+    "PublishedStep",
+    "Retention",
+    "keep_policy",
+    "retain",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedStep:
+    """What a policy knows of a published step: its metrics, and when it was published (seconds since 1970)."""
+
+    step: int
+    metrics: Mapping[str, Any]
+    published_s: float
+
+
+class Keep(ABC):
+    """Says which published steps to keep. Frozen, and pickled to the writer process, which decides."""
+
+    needs_facts = False
+    """Whether `kept` looks at more than the numbers of the steps."""
+
+    @abstractmethod
+    def kept(self, steps: Sequence[PublishedStep]) -> set[int]:
+        """Return the numbers of those of `steps`, oldest first, that are to stay."""
+
+    def __or__(self, other: Keep) -> Keep:
+        """Return the policy that keeps what this one or the other keeps."""
+        if not isinstance(other, Keep):
+            return NotImplemented
+        return _Any((*_parts(self), *_parts(other)))
+
+
+def _parts(policy: Keep) -> tuple[Keep, ...]:
+    return policy.policies if isinstance(policy, _Any) else (policy,)
+
+
+@dataclass(frozen=True)
+class _Any(Keep):
+    policies: tuple[Keep, ...]
+
+    @property
+    def needs_facts(self) -> bool:  # type: ignore[override]
+        return any(policy.needs_facts for policy in self.policies)
+
+    def kept(self, steps: Sequence[PublishedStep]) -> set[int]:
+        return set().union(*(policy.kept(steps) for policy in self.policies))
+
+
+@dataclass(frozen=True)
+class Latest(Keep):
+    """Keeps the newest `count` steps."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_count("Latest", self.count)
+
+    def kept(self, steps: Sequence[PublishedStep]) -> set[int]:
+        """See `Keep.kept`."""
+        return {each.step for each in steps[-self.count :]}
+
+
+@dataclass(frozen=True)
+class Every(Keep):
+    """Keeps the multiples of `steps`."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_count("Every", self.steps)
+
+    def kept(self, steps: Sequence[PublishedStep]) -> set[int]:
+        """See `Keep.kept`."""
+        return {each.step for each in steps if each.step % self.steps == 0}
+
+
+@dataclass(frozen=True)
+class EverySeconds(Keep):
+    """Keeps the oldest step, and from then on each that was published at least `seconds` after the last one kept."""
+
+    seconds: float
+
+    needs_facts = True
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.seconds, int | float) and self.seconds > 0 and math.isfinite(self.seconds)):
+            raise ValueError(f"EverySeconds takes a positive number of seconds, not {self.seconds!r}")
+
+    def kept(self, steps: Sequence[PublishedStep]) -> set[int]:
+        """See `Keep.kept`."""
+        kept, last = set(), -math.inf
+        for each in steps:
+            if each.published_s - last >= self.seconds:
+                kept.add(each.step)
+                last = each.published_s
+        return kept
+
+
+@dataclass(frozen=True)
+class Best(Keep):
+    """Keeps the `count` steps with the smallest (or largest) number of this name in their `metrics`.
+
+    Of equal ones the older stay. Steps without that number are not kept by this policy.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    needs_facts = True
+
+    def __post_init__(self) -> None:
+        _check_count("Best", self.count)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"Best: mode must be 'min' or 'max', not {self.mode!r}")
+
+    def kept(self, steps: Sequence[PublishedStep]) -> set[int]:
+        """See `Keep.kept`."""
+        sign = 1 if self.mode == "min" else -1
+        values = ((each.metrics.get(self.metric, math.nan), each.step) for each in steps)
+        found = [(sign * value, step) for value, step in values if _is_number(value)]
+        return {step for _, step in sorted(found)[: self.count]}
+
+
+@dataclass(frozen=True, init=False)
+class Pinned(Keep):
+    """Keeps the steps with these numbers. See also `Checkpointer.pin`, for steps that are there already."""
+
+    steps: frozenset[int]
+
+    def __init__(self, *steps: int) -> None:
+        if not all(type(step) is int and step >= 0 for step in steps):
+            raise ValueError(f"Pinned takes the numbers of steps, not {steps!r}")
+        object.__setattr__(self, "steps", frozenset(steps))
+
+    def kept(self, steps: Sequence[PublishedStep]) -> set[int]:
+        """See `Keep.kept`."""
+        return {each.step for each in steps} & self.steps
+
+
+def _check_count(name: str, count: Any) -> None:
+    if type(count) is not int or count < 1:
+        raise ValueError(f"{name} takes a whole number of at least 1, not {count!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def keep_policy(keep: Keep | None, keep_last: int | None, keep_every: int | None) -> Keep | None:
+    """Return the policy of a `Checkpointer`; None to keep all. ValueError for arguments that contradict each other."""
+    if keep is not None:
+        if not isinstance(keep, Keep):
+            raise ValueError(f"keep is a policy such as ckpt.Latest(3) | ckpt.Every(1000), not {keep!r}")
+        if keep_last is not None or keep_every is not None:
+            raise ValueError("give keep, or keep_last and keep_every, which stand for keep=Latest(...) | Every(...)")
+        return keep
+    if keep_last is None:
+        if keep_every is not None:
+            raise ValueError("keep_every keeps steps in addition to keep_last, without which all are kept")
+        return None
+    return Latest(keep_last) if keep_every is None else Latest(keep_last) | Every(keep_every)
+
+
+# -- applying a policy -------------------------------------------------------------------------------------------------
+
+Facts = MutableMapping[tuple[int, float], PublishedStep]
+"""What is known of published steps, by number and time, so that each is read once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The newest `keep_last` steps stay, and every multiple of `keep_every`; None keeps all.
+    """The steps to `keep`; None keeps all. With `reuse_files` the next save writes over the files of one that goes."""
 
-    With `reuse_files` the next save writes over the files of a step that does not stay.
-    """
-
-    keep_last: int | None = None
-    keep_every: int | None = None
+    keep: Keep | None = None
     reuse_files: bool = False
 
-    def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1 (the newest step is never removed), not {self.keep_last}")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every must be at least 1, not {self.keep_every}")
 
-    def superfluous(self, steps: list[int]) -> list[int]:
-        """Return the steps to remove, oldest first; never the newest."""
-        if self.keep_last is None:
-            return []
-        old = sorted(steps)[: -self.keep_last]
-        return [step for step in old if not (self.keep_every and step % self.keep_every == 0)]
+def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, plan: str, facts: Facts) -> list[int]:
+    """Remove superfluous steps, and return them: they are renamed, and their files deleted later (see `removal`).
 
-
-def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, plan: str) -> None:
-    """Remove superfluous steps: they are renamed, and their files are to be deleted later (see `removal`).
-
-    Never removes a step that is being read, nor anything newer than `newest`. `plan` is the digest of the plan that the
-    next save is likely to have. For the owner: FencedError if `token` is not the newest; a step of a later owner is put
-    back.
+    Never removes a step that is pinned or being read, nor anything from `newest` on. `plan` is the digest of the plan
+    that the next save is likely to have. For the owner: FencedError if `token` is not the newest; a step of a later
+    owner is put back. A step that cannot be read is kept, if a policy would have to.
     """
-    if retention.keep_last is None:
-        return
+    if retention.keep is None:
+        return []
     root.ownership.check(token)
-    superfluous = retention.superfluous([step for step in root.steps() if step <= newest])
+    published = [step for step in root.steps() if step <= newest]
+    if retention.keep.needs_facts:
+        found = {step: _facts_of(root, step, facts) for step in published}
+    else:
+        found = {step: PublishedStep(step, {}, 0.0) for step in published}
+    known = [each for each in found.values() if each is not None]
+    kept = retention.keep.kept(known) | {step for step, each in found.items() if each is None}
+    kept |= {newest, *pinned_steps(root.path)}
+    superfluous = [step for step in published if step not in kept]
     if superfluous and retention.reuse_files:
         discard_recycled(root)  # the save has taken from there what it could use
+    removed = []
     for step in superfluous:
         if retention.reuse_files:
-            recycle_step(root, step, plan, token)
+            gone = recycle_step(root, step, plan, token)
         else:
-            root.move_step(step, root.abandoned_path, token)
+            gone = root.move_step(step, root.abandoned_path, token) is not None
+        if gone:
+            removed.append(step)
+    return removed
+
+
+def _facts_of(root: CheckpointRoot, step: int, known: Facts) -> PublishedStep | None:
+    """Return what is known of a step; None if it cannot be read."""
+    path = root.step_path(step)
+    where = os.path.join(path, "zarr.json")
+    try:
+        with storage_errors("read", where):
+            published_s = os.stat(where).st_mtime
+        key = step, published_s
+        if key not in known:
+            summary = decode_root(read_regular(path, "zarr.json", MAX_DOCUMENT_BYTES), where)["attributes"]["ckpt"]
+            metrics = summary["metrics"]
+            known[key] = PublishedStep(step, metrics if isinstance(metrics, dict) else {}, published_s)
+    except (CheckpointError, DamagedFileError, OSError, KeyError, TypeError):
+        return None
+    return known[key]

@@ -11,21 +11,25 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
+from ckpt.events import Retained
+from ckpt.observing import emit, is_observed
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
+from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
-from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, WriteTask, pack_offsets
+from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, StepsRemoved, WriteTask, pack_offsets
+from ckpt.saving.timers import Timers
 from ckpt.storage.commit import PendingSave, Reason
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import ClaimLease
@@ -48,6 +52,7 @@ class _Undecided:
     """A save that this rank has staged, or begun to stage; `handle` once it is staged."""
 
     world_size: int
+    observed: ObservedSave
     handle: SaveHandle | None = None
 
 
@@ -70,9 +75,10 @@ class Saver:
         self._stager = Stager(ranks, staging, self._wait_for_writers)
         self._plans = PlanCache(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
         self._batch_queue: AsyncCallsQueue | None = None
-        self.on_begun: Callable[[int], CallTimer | None] | None = None  # of every call that writes
+        self.timers = Timers()  # of every call that writes
         self._warned: set[str] = set()  # of names that ranks have different
         self._in_flight: dict[SaveId, _Undecided] = {}  # entered before staging, so that no fault loses one
+        self._observed: list[ObservedSave] = []  # of which the end was not emitted, when the last save began
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
         self._claim_lease = ClaimLease(self._root.ownership)
@@ -85,6 +91,7 @@ class Saver:
     @property
     def memory(self) -> StagedMemory:
         """What the slots hold of published steps."""
+        self._plans.finish()  # which may just be making slots
         return self._stager.memory
 
     @property
@@ -139,6 +146,19 @@ class Saver:
         claims = claim or (self._token is not None and not self._in_flight)
         self._stager.fit(self._plans.prepare(state, self, claim=claims).cached)
 
+    def warmup_in_background(self, state: Any) -> None:
+        """Begin to do what `warmup` does, as training may go on; the next save waits for it. Collective.
+
+        Does not claim the root, unless this job has owned it before.
+        """
+        if self._in_flight:  # in slots that could not be replaced
+            self.warmup(state, claim=False)
+            return
+        self._ranks.doing = "warmup"
+        Process.here()
+        self._queue.start()
+        self._plans.begin(state, self, self._stager, claim=self._token is not None)
+
     @property
     def last_rank(self) -> int | None:
         """This rank, also after its process group was destroyed; None if it never had one."""
@@ -151,6 +171,8 @@ class Saver:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: async_save(state, step)")
         self._ranks.doing = f"the save of step {step}"
         self._plans.begin_attempt(step)
+        self._observed = [each for each in self._observed if not each.ended]
+        observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
             prepared = self._plans.prepare(state, self)
             self._stager.fit(prepared.cached)
@@ -161,13 +183,15 @@ class Saver:
             if not self._listening and self._look_rarely():
                 self._listening = True
                 self._queue.listen(self._listen)
-            undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size)
-            handle = undecided.handle = self._stage_all(prepared, save, begin, lineage)
+            undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size, observed)
+            handle = undecided.handle = self._stage_all(prepared, save, begin, lineage, observed)
         except Exception as error:
+            observed.failed(self._ranks.rank, error)
             self._refused(error)
             raise
         task = handle.task
         done = [
+            observed.published,  # unless the answer of the writer has told that
             handle.on_decided,
             lambda: self._taken_over(task.branch),
             lambda: self._stager.keep(task.region),
@@ -180,6 +204,7 @@ class Saver:
         undecided = None if save is None else self._in_flight.get(save)
         if undecided is not None and undecided.handle is not None:
             undecided.handle.free_slot()
+            undecided.observed.failed(self._ranks.rank, error)
         self._refused(error)
 
     def interrupt(self) -> None:
@@ -201,7 +226,8 @@ class Saver:
         for save, undecided in list(self._in_flight.items()):
             scheduled = any(fn is undecided.handle for fn in functions)
             in_flight = InFlight(save, undecided.world_size, scheduled)
-            settle(self._root, in_flight, rank, deadline, self._queue.wait_for_events)
+            pump = self._queue.wait_for_events
+            undecided.observed.outcome = settle(self._root, in_flight, rank, deadline, pump)
         self._refuse(self._in_flight, rank)
 
     def refuse_left(self, rank: int) -> None:
@@ -221,12 +247,14 @@ class Saver:
 
         What the slots hold stays, to be restored from.
         """
+        for observed in self._observed:
+            observed.left("Interrupted", "a fault on this or another rank interrupted the save before it was staged")
         self._ranks.forget()
         self._in_flight.clear()
         if self._batch_queue is not None:
             self._batch_queue.recover(0.0)
+        self._plans.forget()  # may be using the slots in a thread
         self._stager.forget()
-        self._plans.forget()
 
     def close(self) -> None:
         """Release the root and the staging memory. The queue stays open: it belongs to the Checkpointer."""
@@ -235,10 +263,21 @@ class Saver:
             self._listening = False
             self._queue.stop_listening(self._listen)
         self._claim_lease.close()
+        self._plans.forget()
+        self._leave_observed()
         self._release(done=not self._in_flight)
         if self._batch_queue is not None:
             self._batch_queue.close(abort=True)
         self._stager.close()
+
+    def _leave_observed(self) -> None:
+        """Emit the end of saves that this object will not see."""
+        for save, undecided in self._in_flight.items():
+            if not undecided.observed.ended:
+                with contextlib.suppress(CheckpointError):
+                    undecided.observed.outcome = PendingSave(self._root, save).outcome()
+        for observed in self._observed:
+            observed.left("Left", "the Checkpointer was closed before the save was decided; it may still be published")
 
     def _refused(self, error: Exception) -> None:
         """Abandon a save that this rank cannot write, so that ranks that have scheduled it learn why."""
@@ -290,14 +329,16 @@ class Saver:
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
-    def _stage_all(self, prepared: PreparedState, save: SaveId, begin: float, lineage: Lineage) -> SaveHandle:
+    def _stage_all(
+        self, prepared: PreparedState, save: SaveId, begin: float, lineage: Lineage, observed: ObservedSave
+    ) -> SaveHandle:
         """Stage this rank's share. If it does not fit a slot, all batches but the last are written on return."""
         last = prepared.cached.layout.plan.batches - 1
         earlier = []
         for batch in range(last):
             staged = self._stager.stage(prepared, save, batch, begin)
             task = self._task(prepared, save, batch, staged, lineage)
-            earlier.append(SaveHandle(task, staged.slot, on_begun=self.on_begun))
+            earlier.append(SaveHandle(task, staged.slot, on_begun=self._on_begun))
             self._write_batch_now(earlier[-1])
         staged = self._stager.stage(prepared, save, last, begin)
         try:
@@ -306,12 +347,16 @@ class Saver:
             staged.slot.release()
             raise
         written = tuple(file for handle in earlier for file in handle.written)
+        plan = prepared.cached.layout.plan
+        observed.staged(staged.times, lambda: sum(file.nbytes for file in plan.files))
         return SaveHandle(
             self._task(prepared, save, last, staged, lineage, written),
             staged.slot,
             on_decided=lambda: self._decided(save),
             on_differing=lambda report: self._warn_of_replicas(save.step, report),
-            on_begun=self.on_begun,
+            on_removed=self._removed,
+            on_begun=self._on_begun,
+            observed=observed,
         )
 
     def _task(
@@ -344,6 +389,13 @@ class Saver:
             earlier=earlier,
             replicas=staged.replicas,
         )
+
+    def _on_begun(self, at_ns: int) -> CallTimer | None:
+        return self.timers.begin(at_ns, self._ranks.rank)
+
+    def _removed(self, report: StepsRemoved) -> None:
+        if is_observed():
+            emit(Retained(time.time(), self._ranks.rank, report.left, report.removed))
 
     def _warn_of_replicas(self, step: int, report: ReplicasDiffer) -> None:
         """Log the names that differ, each once."""

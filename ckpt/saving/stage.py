@@ -24,6 +24,7 @@ from ckpt.saving.replicas import Digests, Tolerance
 from ckpt.saving.staged_memory import HEADER_BYTES, SAMPLES_OFFSET, StagedMemory
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, only_gpu, stage
+from ckpt.staging.neighbors import SlotExchange
 from ckpt.storage.names import SaveId
 from inprocess.ipc.shared_memory import SharedMemory
 
@@ -85,6 +86,7 @@ class Stager:
         self._copy_stream = _CopyStream()
         self._generation = 0
         self._shared_for: CachedPlan | None = None
+        self._exchange: SlotExchange | None = None  # of the next plan, whose slots are not exchanged yet
         self.memory = StagedMemory(self._arena)
 
     @property
@@ -92,16 +94,35 @@ class Stager:
         """What one slot holds at most; None for no limit."""
         return self._arena.max_slot_bytes
 
+    def meet(self) -> None:
+        """Do the part of the next `fit` that waits for other ranks, and needs no plan. Collective."""
+        self._forget_exchange()
+        self._exchange = SlotExchange(self._ranks)
+
     def fit(self, plan: CachedPlan) -> None:
-        """Make the slots large enough for a plan, and exchange them with the ranks on this node. Collective."""
+        """Make the slots large enough for a plan, and exchange them with the ranks on this node.
+
+        Collective if the plan is a new one, unless `meet` was called before: then also in another thread.
+        """
         needed = plan.layout.plan.slot_bytes + HEADER_BYTES
         if needed > self._arena.slot_bytes:
             while self._arena.in_use():
                 self._wait_for_slot(time.monotonic() + self._options.slot_timeout_s)
             self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
-        if self._shared_for is not plan:
-            self.memory.share(self._ranks, plan, self._options.compression)
-            self._shared_for = plan
+        if self._shared_for is plan:
+            return
+        if self._exchange is None:
+            self.meet()
+        assert self._exchange is not None
+        # Whether this rank meets the others again must not depend on whether it fails here.
+        self._shared_for = plan
+        self.memory.share(self._exchange, plan, self._options.compression)
+        self._exchange = None
+
+    def cancel_fit(self) -> None:
+        """Make a `fit` that another thread is in, or will be, not wait for neighbours."""
+        if (exchange := self._exchange) is not None:
+            exchange.cancel()
 
     def stage(self, prepared: PreparedState, save: SaveId, batch: int, begin: float) -> StagedBatch:
         """Copy one batch of this rank's share into a free slot, which is the writer's afterwards.
@@ -141,12 +162,19 @@ class Stager:
     def forget(self) -> None:
         """After a fault: free all slots. What they hold stays, to be restored from."""
         self._copy_stream.forget()
+        self._forget_exchange()
         self._arena.free_all()
 
     def close(self) -> None:
         """Give the memory back, soon after this has returned. Idempotent."""
+        self._forget_exchange()
         self.memory.close()
         self._arena.close(wait=False)
+
+    def _forget_exchange(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
 
     @property
     def _flag_offset(self) -> int:

@@ -27,14 +27,13 @@ from ckpt.errors import CheckpointError
 from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
-from ckpt.ranks import Ranks
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_restore_layout
 from ckpt.saving.plan_cache import CachedPlan
 from ckpt.saving.task import WritePlan
 from ckpt.staging.arena import Arena, Slot
 from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.copy_table import Copies
-from ckpt.staging.neighbors import exchange_slots
+from ckpt.staging.neighbors import SlotExchange
 from ckpt.staging.runs import checksums_of
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import read_part_of_step
@@ -84,13 +83,12 @@ class StagedMemory:
         self._own_rank = 0
         self._plan: _SharedPlan | None = None
 
-    def share(self, ranks: Ranks, plan: CachedPlan, compression: str | None) -> None:
-        """Exchange slots with the neighbours, after a state was planned. Collective."""
+    def share(self, exchange: SlotExchange, plan: CachedPlan, compression: str | None) -> None:
+        """Exchange slots with the neighbours, after a state was planned."""
         self._plan = _SharedPlan(plan, compression, self._arena.max_slot_bytes)
-        self._own_rank = ranks.rank
+        self._own_rank = exchange.rank
         self._close_neighbours()
-        if ranks.world_size > 1:
-            self._neighbours = exchange_slots(ranks, [slot.region for slot in self._arena.slots])
+        self._neighbours = exchange.run(slot.region for slot in self._arena.slots)
 
     def clear(self, slot: Slot) -> None:
         """Mark a slot as empty, before it is staged over."""

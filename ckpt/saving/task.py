@@ -1,7 +1,8 @@
 """What the trainer and the writer process of a save tell each other: frozen dataclasses, free of torch.
 
     trainer --- WriteTask -----------------------------------------------▶ writer
-    trainer ◀-- BatchWritten, ReplicasDiffer, SlotFree, Abandoned, NotDurable --- writer
+    trainer ◀-- BatchWritten, ReplicasDiffer, SlotFree ------------------- writer
+    trainer ◀-- SharePublished, StepsRemoved, Abandoned, NotDurable ------ writer
 
 A task holds the plan as bytes that are made once for a structure of state; the writer keeps what it unpickles of them.
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 import functools
 import pickle
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,9 @@ __all__ = [
     "ReplicasDiffer",
     "Report",
     "SaveOptions",
+    "SharePublished",
     "SlotFree",
+    "StepsRemoved",
     "WritePlan",
     "WriteTask",
     "from_event",
@@ -231,13 +234,43 @@ class ReplicasDiffer:
 
 
 @dataclass(frozen=True, slots=True)
+class SharePublished:
+    """The step is published. `nbytes` are what this rank has written, `batch_nbytes` those of its last batch.
+
+    `at` is when the writer knew that, `write_begin` when it began to write the last batch, by `time.time`; `write_s`
+    and `sync_s` are how long that took.
+    """
+
+    at: float
+    nbytes: int
+    batch_nbytes: int
+    write_begin: float
+    write_s: float
+    sync_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRemoved:
+    """These steps were removed, as the retention says; `left` are published."""
+
+    left: int
+    removed: tuple[int, ...]
+
+    @classmethod
+    def reports(cls, left: int, removed: Sequence[int]) -> Iterator[StepsRemoved]:
+        """Yield the reports of removed steps. Each is small enough for a message."""
+        for first in range(0, len(removed), _ROWS_PER_REPORT):
+            yield cls(left, tuple(removed[first : first + _ROWS_PER_REPORT]))
+
+
+@dataclass(frozen=True, slots=True)
 class NotDurable:
     """The step is published, but may not survive a loss of power."""
 
     message: str
 
 
-Report = SlotFree | BatchWritten | ReplicasDiffer | Abandoned | NotDurable
+Report = SlotFree | BatchWritten | ReplicasDiffer | SharePublished | StepsRemoved | Abandoned | NotDurable
 """What a writer tells its trainer while it runs a task."""
 
 
@@ -250,6 +283,10 @@ def to_event(report: Report) -> dict[str, Any]:
             return {"written": [[file.number, file.nbytes, file.crc32c, file.chunks] for file in files]}
         case ReplicasDiffer(names, mixed):
             return {"differing": list(names), "mixed": mixed}
+        case SharePublished():
+            return {"published": asdict(report)}
+        case StepsRemoved(left, removed):
+            return {"removed": list(removed), "left": left}
         case Abandoned(reason):
             return {"abandoned": reason.to_document()}
         case NotDurable(message):
@@ -265,6 +302,10 @@ def from_event(event: dict[str, Any]) -> Report:
             return BatchWritten(tuple(_written(files)))
         case {"differing": names, "mixed": mixed}:
             return ReplicasDiffer(tuple(map(str, names)), bool(mixed))
+        case {"published": times}:
+            return SharePublished(**times)
+        case {"removed": removed, "left": left}:
+            return StepsRemoved(int(left), tuple(map(int, removed)))
         case {"abandoned": reason}:
             return Abandoned(Reason.from_document(reason))
         case {"not_durable": message}:

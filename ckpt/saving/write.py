@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from ckpt.errors import (
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.removal import Remover
-from ckpt.saving.retention import retain
+from ckpt.saving.retention import Facts, retain
 from ckpt.saving.task import (
     COORDINATOR,
     BatchWritten,
@@ -51,7 +51,9 @@ from ckpt.saving.task import (
     PlannedFile,
     ReplicasDiffer,
     Report,
+    SharePublished,
     SlotFree,
+    StepsRemoved,
     WriteTask,
     to_event,
     unpack_offsets,
@@ -100,6 +102,7 @@ class ShareWriter:
         self.pending = PendingSave(CheckpointRoot(task.root), task.save)
         self.context = context.current()  # None in the trainer; the threads of a pool have none of their own
         self._report_here = report
+        self._written: SharePublished | None = None  # what will be reported, but for the time
 
     def run(self) -> None:
         """Write, and wait for the decision; a batch that is not the last is only written.
@@ -127,8 +130,11 @@ class ShareWriter:
         finally:
             if lease is not None and self.context is None:  # nothing keeps it from one save to the next
                 lease.close()
-        if isinstance(outcome, Published) and task.rank == COORDINATOR:
-            retain(self.pending.root, task.options.retention, task.save.owner, task.save.step, self.plan.plan_digest)
+        if isinstance(outcome, Published):
+            if self._written is not None:
+                self._report(replace(self._written, at=time.time()))
+            if task.rank == COORDINATOR:
+                self._retain()
         if isinstance(outcome, Published | Abandoned):
             self._remove_later()
         if isinstance(outcome, Abandoned):
@@ -149,7 +155,24 @@ class ShareWriter:
         if not self.task.last:
             return None
         manifest = self._manifest(written, times)
+        batch_nbytes = sum(file.nbytes for file in written)
+        nbytes = batch_nbytes + sum(file.nbytes for file in self.task.earlier)
+        self._written = SharePublished(0.0, nbytes, batch_nbytes, **times)
         return self._decide((manifest, self.pending.write_part(self.task.rank, manifest)))
+
+    def _retain(self) -> None:
+        """Remove superfluous steps."""
+        root, task = self.pending.root, self.task
+        removed = retain(
+            root, task.options.retention, task.save.owner, task.save.step, self.plan.plan_digest, self._facts()
+        )
+        if removed:
+            for report in StepsRemoved.reports(len(root.steps()), removed):
+                self._report(report)
+
+    def _facts(self) -> Facts:
+        """Return what this process knows of published steps already."""
+        return {} if self.context is None else self.context.keep(("facts", self.task.root), dict)
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +232,7 @@ class ShareWriter:
             take_over(pending.root, task.save.owner, task.branch, wait_s, _log.warning)
             others = superseded(pending.root, task.save.owner, task.branch)
         discard_recycled(pending.root, self.plan.plan_digest if task.options.retention.reuse_files else None)
-        continues = (task.branch or Branch()).before(pending.root)
+        continues = (task.branch or Branch()).before(pending.root, task.save.owner)
         lineage = task.lineage.to_document()
         pending.begin(self.plan.world_size, self.plan.plan_digest, continues, others, lineage)
 

@@ -22,6 +22,7 @@ __all__ = ["Copies", "CopyOp", "RowTable", "Rows", "RunTable"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _RUN_BYTES = 4 << 20
+_MANY = 8  # rows, from which on making them one by one takes longer
 _MOST_ROW_BYTES = 1 << 30  # CUDA copies no rows of 2 GiB
 
 
@@ -63,6 +64,16 @@ class CopyOp:
         """The size of the box in bytes."""
         elements: int = math.prod(part.stop - part.start for part in self.source)
         return elements * self.itemsize
+
+    @property
+    def rest(self) -> int:
+        """The bytes of the box behind the last inner chunk that it fills."""
+        return self.nbytes % self.chunk_bytes if self.chunk_bytes else self.nbytes
+
+    @property
+    def fills_chunks(self) -> bool:
+        """Whether it is one run, of inner chunks that are not divided further; zeros fill the last one."""
+        return self.flat is not None and self.chunk_bytes is not None and self.chunk_bytes <= _RUN_BYTES
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Return where the bytes of the box go, if not to a corner: offset, first of the bytes, and how many."""
@@ -129,8 +140,9 @@ class Copies:
         table = RunTable.of(ops)
         numbers = {path: number for number, path in enumerate(table.paths)}
         runs = ((numbers[op.path], op.flat[0] * op.itemsize, op) for op in ops if op.flat is not None)
-        partial = (op for op in ops if op.chunk_bytes is None or op.flat is None or op.nbytes % op.chunk_bytes)
-        offsets = frozenset(offset for op in partial for offset, _, _ in op.runs()) - table.chunk_offsets
+        partial = (op for op in ops if not op.fills_chunks and (op.chunk_bytes is None or op.flat is None or op.rest))
+        offsets = frozenset(offset for op in partial for offset, _, _ in op.runs())
+        offsets = offsets and offsets - table.chunk_offsets  # which takes a while to list
         return cls(ops, table, RowTable.of(runs), elements, offsets)
 
 
@@ -166,10 +178,7 @@ class RunTable:
                 rows.add(op)
             else:
                 has_all = False
-        tensor, in_tensor, in_slot, nbytes, checksum_at, continues = (
-            np.array(rows.runs, np.int64).reshape(-1, 6).T.copy()
-        )
-        offsets, firsts, ends = np.array(rows.chunks, np.int64).reshape(-1, 3).T.copy()
+        (tensor, in_tensor, in_slot, nbytes, checksum_at, continues), (offsets, firsts, ends) = rows.columns()
         return cls(
             tuple(rows.numbers),
             tensor,
@@ -228,39 +237,70 @@ class RunTable:
 
 
 class _Rows:
-    """The columns of a `RunTable`, row by row."""
+    """The columns of a `RunTable`, row by row; many rows of one box at once."""
 
     def __init__(self) -> None:
         self.numbers: dict[Path, int] = {}
-        self.runs: list[tuple[int, int, int, int, int, bool]] = []
-        self.chunks: list[tuple[int, int, int]] = []
+        self._runs: list[tuple[int, ...]] = []
+        self._chunks: list[tuple[int, int, int]] = []
+        self._before: list[tuple[Array, Array]] = []  # the columns of the rows before these
+        self._count = 0  # of runs, in all
 
     def add(self, op: CopyOp) -> None:
         """Add a box that fills inner chunks, or lies in one."""
         assert op.flat is not None
-        number, start = self._number(op), op.flat[0] * op.itemsize
+        number, start = self.numbers.setdefault(op.path, len(self.numbers)), op.flat[0] * op.itemsize
+        if op.fills_chunks:
+            assert op.chunk_bytes is not None
+            self._fill(number, start, op.offset, op.nbytes, op.chunk_bytes)
+            return
         for offset, first, size in op.runs():
-            if op.chunk_bytes is not None and op.chunk_bytes <= _RUN_BYTES:
-                self._continue(len(self.runs), number, start + first, offset, size)
-                self._end_chunk(offset, len(self.runs) - 1, offset + size, offset + op.chunk_bytes)
-                continue
             if size == op.chunk_bytes:
-                self.chunks.append((offset, len(self.runs), len(self.runs) + -(-size // _RUN_BYTES)))
+                self._chunks.append((offset, self._count, self._count + -(-size // _RUN_BYTES)))
             for at in range(0, size, _RUN_BYTES):
-                self.runs.append((number, start + first + at, offset + at, min(_RUN_BYTES, size - at), 0, False))
+                self._add(number, start + first + at, offset + at, min(_RUN_BYTES, size - at), 0, False)
 
-    def _end_chunk(self, offset: int, first: int, at: int, end: int) -> None:
-        """Add zeros from `at` to the `end` of an inner chunk, and its checksum behind that."""
-        if end > at:
-            self._continue(first, -1, 0, at, end - at)
-        self.runs[-1] = (*self.runs[-1][:4], end, self.runs[-1][5])
-        self.chunks.append((offset, first, len(self.runs)))
+    def columns(self) -> tuple[Array, Array]:
+        """Return the columns of the runs, and those of the inner chunks that are filled."""
+        self._flush()
+        runs, chunks = zip(*self._before, strict=True)
+        return np.concatenate(runs, axis=1), np.concatenate(chunks, axis=1)
 
-    def _continue(self, first: int, number: int, in_tensor: int, in_slot: int, nbytes: int) -> None:
-        self.runs.append((number, in_tensor, in_slot, nbytes, 0, len(self.runs) > first))
+    def _fill(self, number: int, start: int, offset: int, nbytes: int, size: int) -> None:
+        """Fill inner chunks of `size` with a run each, the last one with zeros behind it."""
+        whole, rest = divmod(nbytes, size)
+        if whole >= _MANY:
+            self._flush()
+            steps = np.arange(whole, dtype=np.int64)
+            slot = offset + steps * (size + CHECKSUM_BYTES)
+            filled = np.full_like
+            runs = (filled(steps, number), start + steps * size, slot, filled(steps, size), slot + size, 0 * steps)
+            self._before.append((np.stack(runs), np.stack((slot, self._count + steps, self._count + steps + 1))))
+            self._count += whole
+        done = whole if whole >= _MANY else 0
+        for at in range(done, whole):
+            self._end_chunk(number, start + at * size, offset + at * (size + CHECKSUM_BYTES), size, size)
+        if rest:
+            self._end_chunk(number, start + whole * size, offset + whole * (size + CHECKSUM_BYTES), rest, size)
 
-    def _number(self, op: CopyOp) -> int:
-        return self.numbers.setdefault(op.path, len(self.numbers))
+    def _end_chunk(self, number: int, in_tensor: int, offset: int, nbytes: int, size: int) -> None:
+        """Add an inner chunk: a run, zeros if it is shorter than the chunk, and the checksum behind that."""
+        first, end = self._count, offset + size
+        if nbytes == size:
+            self._add(number, in_tensor, offset, nbytes, end, False)
+        else:
+            self._add(number, in_tensor, offset, nbytes, 0, False)
+            self._add(-1, 0, offset + nbytes, size - nbytes, end, True)
+        self._chunks.append((offset, first, self._count))
+
+    def _add(self, *run: int) -> None:
+        self._runs.append(run)
+        self._count += 1
+
+    def _flush(self) -> None:
+        runs, chunks = np.array(self._runs, np.int64), np.array(self._chunks, np.int64)
+        self._before.append((runs.reshape(-1, 6).T, chunks.reshape(-1, 3).T))
+        self._runs, self._chunks = [], []
 
 
 @dataclass(frozen=True)

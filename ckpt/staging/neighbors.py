@@ -7,6 +7,7 @@ namespace: nothing has a name in a file system.
     bind -> exchange addresses (collective) -> a thread gives this rank's descriptors to each neighbour that connects
                                             -> connect to each neighbour and take its descriptors
 
+Only the first part waits for ranks of other nodes. The second needs the slots, and may be left to another thread.
 A neighbour that cannot be reached is left out: what it staged is read from storage instead.
 """
 
@@ -18,7 +19,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckpt.ranks import Ranks
@@ -26,46 +27,113 @@ from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.unix_sockets import peer_pid
 
-__all__ = ["exchange_slots"]
+__all__ = ["SlotExchange"]
 
 _log = logging.getLogger("ckpt")
 _TIMEOUT_S = 10.0
 _MAX_SLOTS = 64
 
 
-def exchange_slots(ranks: Ranks, own: Iterable[SharedMemory]) -> dict[int, list[SharedMemory]]:
-    """Give this rank's regions to all ranks on this node, and return theirs, by rank. Collective.
+class SlotExchange:
+    """Gives this rank's slots to all ranks on its node and takes theirs. To be made on all ranks: collective.
 
-    The caller closes the returned regions.
+    A rank that never gives its slots delays its neighbours by 10 s at most; one that has died does not.
     """
-    regions = list(own)
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
-        name = secrets.token_hex(16)
-        listener.bind(f"\0ckpt-{name}")
-        listener.listen(128)
-        listener.settimeout(_TIMEOUT_S)
-        offers = [json.loads(offer) for offer in ranks(json.dumps([_node(), name]).encode())]
-        neighbours = {
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank = ranks.rank
+        self._neighbours: dict[int, str] = {}
+        self._cancelled = False
+        self._name = secrets.token_hex(16)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._taking: socket.socket | None = None
+        try:
+            if ranks.world_size > 1:
+                self._meet(ranks)
+        except BaseException:
+            self._listener.close()
+            raise
+
+    def _meet(self, ranks: Ranks) -> None:
+        self._listener.bind(f"\0ckpt-{self._name}")
+        self._listener.listen(128)
+        self._listener.settimeout(_TIMEOUT_S)
+        offers = [json.loads(offer) for offer in ranks(json.dumps([_node(), self._name]).encode())]
+        self._neighbours = {
             rank: str(offer[1])
             for rank, offer in enumerate(offers)
-            if offer[0] == _node() and rank != ranks.rank and offer[1] != name
+            if offer[0] == _node() and rank != self.rank and offer[1] != self._name
         }
-        giver = JoinableThread(_give, "ckpt-neighbors", (listener, regions, len(neighbours)))
+
+    def run(self, own: Iterable[SharedMemory]) -> dict[int, list[SharedMemory]]:
+        """Give these regions, and return those of the neighbours, by rank, which the caller closes. Once, any thread.
+
+        A neighbour whose regions cannot be had, or all after `cancel`, are left out.
+        """
+        giver = JoinableThread(self._give, "ckpt-neighbors", (list(own),))
         giver.start()
         taken: dict[int, list[SharedMemory]] = {}
         try:
-            for rank, address in neighbours.items():
-                if regions_of_rank := _take(rank, address):
-                    taken[rank] = regions_of_rank
+            for rank, address in self._neighbours.items():
+                if not self._cancelled and (regions := self._take(rank, address)):
+                    taken[rank] = regions
             giver.join()
         except BaseException:  # interrupted, as the neighbours may be: do not wait for them to connect
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
             for region in (region for regions in taken.values() for region in regions):
                 region.close()
+            self.cancel()
             giver.join()
             raise
+        finally:
+            self._listener.close()
         return taken
+
+    def cancel(self) -> None:
+        """Make `run` end soon, and a later one at once. From any thread; idempotent."""
+        self._cancelled = True
+        if (taking := self._taking) is not None:
+            with contextlib.suppress(OSError):
+                taking.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), self._connected(self._name):
+            pass  # `shutdown` does not wake an `accept` that has a timeout
+
+    def close(self) -> None:
+        """Stop listening, when `run` will not be called. Idempotent."""
+        self._listener.close()
+
+    def _give(self, regions: list[SharedMemory]) -> None:
+        """Give the regions to all neighbours. Runs in a thread."""
+        sizes = json.dumps([region.size for region in regions]).encode()
+        for _ in self._neighbours:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # a neighbour that has not connected reads from storage
+            with connection, contextlib.suppress(OSError):
+                if self._cancelled:
+                    return
+                connection.settimeout(_TIMEOUT_S)
+                peer_pid(connection)  # PermissionError if it belongs to another user
+                socket.send_fds(connection, [sizes], [region.fd for region in regions])
+
+    def _take(self, rank: int, address: str) -> list[SharedMemory]:
+        """Return the regions of a neighbour; empty if they cannot be had."""
+        try:
+            with self._connected(address) as self._taking:
+                peer_pid(self._taking)  # PermissionError if it belongs to another user
+                data, fds, _, _ = socket.recv_fds(self._taking, 1 << 16, _MAX_SLOTS)
+        except OSError as error:
+            _log.warning("the staging memory of rank %d cannot be shared: %s", rank, error)
+            return []
+        return _regions(rank, data, fds)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _connected(address: str) -> Iterator[socket.socket]:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+            connection.settimeout(_TIMEOUT_S)
+            connection.connect(f"\0ckpt-{address}")
+            yield connection
 
 
 def _node() -> str:
@@ -76,31 +144,8 @@ def _node() -> str:
     return secrets.token_hex(16)
 
 
-def _give(listener: socket.socket, regions: list[SharedMemory], count: int) -> None:
-    """Give the regions to so many neighbours. Runs in a thread."""
-    sizes = json.dumps([region.size for region in regions]).encode()
-    for _ in range(count):
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return  # a neighbour that has not connected reads from storage
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(_TIMEOUT_S)
-            peer_pid(connection)  # PermissionError if it belongs to another user
-            socket.send_fds(connection, [sizes], [region.fd for region in regions])
-
-
-def _take(rank: int, address: str) -> list[SharedMemory]:
-    """Return the regions of a neighbour; empty if they cannot be had."""
-    try:
-        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
-            connection.settimeout(_TIMEOUT_S)
-            connection.connect(f"\0ckpt-{address}")
-            peer_pid(connection)  # PermissionError if it belongs to another user
-            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, _MAX_SLOTS)
-    except OSError as error:
-        _log.warning("the staging memory of rank %d cannot be shared: %s", rank, error)
-        return []
+def _regions(rank: int, data: bytes, fds: list[int]) -> list[SharedMemory]:
+    """Return the regions that a neighbour has sent; empty if it sent something else."""
     try:
         sizes = [int(size) for size in json.loads(data)]
         if len(sizes) == len(fds) and all(os.fstat(fd).st_size == size for fd, size in zip(fds, sizes, strict=True)):

@@ -76,6 +76,8 @@ class ChunkReader:
         self._packs = packs
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end when it is garbage-collected
+        self.bytes_done = 0
+        """Bytes of files whose reads have ended so far; any thread may look."""
 
     def read(self, reads: Sequence[ArrayRead]) -> None:
         """Fill every destination. No read is pending when this returns or raises.
@@ -120,6 +122,7 @@ class ChunkReader:
             try:
                 if not stopped and not job.run(files.open(job.file)):
                     raise DamagedFileError("does not match its checksums")
+                self.bytes_done += job.end - job.start  # a sum may get lost to another thread: it is for progress only
             except Exception as error:
                 raise _JobError(job, error) from error
             finally:

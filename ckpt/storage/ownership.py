@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import os
 import re
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
@@ -63,29 +65,39 @@ class Claim:
 
 
 class ClaimLease:
-    """A thread that renews the claim of this process, from the first `hold` to `close`."""
+    """A thread that renews the claim of this process, from the first `hold` to `close`, or as long as this exists."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
         self._token = 0
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._closed.set).atexit = False
 
     def hold(self, token: int) -> None:
         """Renew the claim with this token from now on."""
         self._token = token
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep, name="ckpt-claim", daemon=True)
+            keep = functools.partial(_keep_claim, weakref.ref(self), self._closed)
+            self._thread = threading.Thread(target=keep, name="ckpt-claim", daemon=True)
             self._thread.start()
+
+    def renew(self) -> None:
+        """Renew the claim now. StorageError if it was removed, or the file system is not available."""
+        self._ownership.renew(self._token)
 
     def close(self) -> None:
         """Stop renewing. Idempotent."""
         self._closed.set()
 
-    def _keep(self) -> None:
-        while not self._closed.wait(RENEW_S):
-            with contextlib.suppress(StorageError):  # it was removed, or the file system is not available
-                self._ownership.renew(self._token)
+
+def _keep_claim(lease: weakref.ref[ClaimLease], closed: threading.Event) -> None:
+    while not closed.wait(RENEW_S):
+        held = lease()
+        if held is not None:
+            with contextlib.suppress(StorageError):
+                held.renew()
+        del held
 
 
 class Ownership:

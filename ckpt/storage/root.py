@@ -19,6 +19,7 @@ import re
 import secrets
 import socket
 import time
+import urllib.parse
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
@@ -29,6 +30,7 @@ from ckpt.storage.files import storage_errors
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import Ownership
+from ckpt.storage.pins import pinned_steps
 from ckpt.storage.regular_files import read_document_at
 from ckpt.storage.step_reader import has_readers, remove_stale_readers
 
@@ -37,6 +39,7 @@ __all__ = [
     "INTENT",
     "CheckpointRoot",
     "intent_of_step",
+    "local_path",
     "owner_of_step",
     "read_bytes",
     "read_json",
@@ -49,6 +52,17 @@ _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
 _REMOVED_STEP = re.compile(r"(step_\d{8,18})-removed-(\d+)-[0-9a-f]+")
 _ANY_OWNER = 10**18  # as the token of a process that may move any owner's step
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path that a path or a ``file://`` URL names. StorageError for other URLs."""
+    text = os.fspath(path)
+    if "://" not in text:
+        return os.path.abspath(text)
+    url = urllib.parse.urlsplit(text)
+    if url.scheme != "file" or url.netloc not in ("", "localhost"):
+        raise StorageError(f"{text}: only local paths and file:// URLs are supported so far")
+    return os.path.abspath(urllib.parse.unquote(url.path))
 
 
 class CheckpointRoot:
@@ -129,7 +143,7 @@ class CheckpointRoot:
         return {"step": steps[-1], "save": (intent_of_step(self.step_path(steps[-1])) or {}).get("save")}
 
     def remove_step(self, step: int, token: int | None = None) -> bool:
-        """Remove a published step; False if it is being read. A crash leaves it whole or removed.
+        """Remove a published step; False if it is being read or pinned. A crash leaves it whole or removed.
 
         For the owner. With its `token`, raises FencedError instead if the step was saved by a later owner.
         """
@@ -140,7 +154,9 @@ class CheckpointRoot:
         return True
 
     def move_step(self, step: int, where: str, token: int | None = None) -> str | None:
-        """Move a published step to directory `where`, if it exists, and return its new path; None if it is being read.
+        """Move a published step to directory `where`, if it exists, and return its new path.
+
+        None if it is being read or pinned.
 
         Another job may have claimed the root and saved the same step since the caller checked its token. So the moved
         step is inspected: if its owner's token is larger than `token`, it is moved back and FencedError is raised.
@@ -175,7 +191,7 @@ class CheckpointRoot:
         if lock is None:
             return False
         with lock:
-            if has_readers(self.path, path):
+            if has_readers(self.path, path) or step in pinned_steps(self.path):
                 return False
             directories.rename_directory(path, target)
         return True

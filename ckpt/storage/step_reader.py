@@ -68,6 +68,10 @@ class StepReader:
             raise CheckpointNotFoundError(
                 f"{self.path} was removed or replaced while it was read; open the checkpoint again, and the newest step"
             )
+        self.renew()
+
+    def renew(self) -> None:
+        """Renew the lease if that is due; does nothing most times."""
         if time.monotonic() - self._renewed >= RENEW_S:
             self._renew()
 

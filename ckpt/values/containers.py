@@ -6,6 +6,9 @@ then the state can be made of paths, leaves and containers alone. Does not impor
 
 from __future__ import annotations
 
+import itertools
+import json
+import operator
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
@@ -13,13 +16,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ckpt.paths import Path, display
-from ckpt.values.registry import encoder_named, form_of, name_of
+from ckpt.values.codec import UnencodableError, decode_value, encode_value
+from ckpt.values.registry import Unregistered, encoder_named, form_of, name_of
+from ckpt.values.tensor_subclasses import class_named
 
 __all__ = ["Container", "rebuild"]
 
 _MAX_KEYS = 101  # of a path
+_OUTER_SHAPE = Unregistered("ckpt.OuterShape", None)  # in a context, for the shape of the tensor itself
 
-Kind = Literal["list", "tuple", "namedtuple", "deque", "Namespace", "OrderedDict", "Counter"]
+Kind = Literal["list", "tuple", "namedtuple", "deque", "Namespace", "OrderedDict", "Counter", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +33,17 @@ class Container:
     """A container that is not a plain dict. A sequence has its items under the keys 0, 1, and so on.
 
     `type` and `fields` are the name of the class of a named tuple, and those of its fields; `maxlen` is that of a
-    deque.
+    deque. A "tensor" is a tensor subclass stored by its parts (`ckpt.values.tensor_subclasses`): `fields` are their
+    names, `shape` is the global shape, and `context` the JSON text of what `__tensor_unflatten__` needs besides; it is
+    empty if that cannot be stored.
     """
 
     kind: Kind
     type: str = ""
     fields: tuple[str, ...] = ()
     maxlen: int | None = None
+    shape: tuple[int, ...] = ()
+    context: str = ""
 
     @classmethod
     def of(cls, node: Any) -> Container | None:
@@ -56,11 +66,27 @@ class Container:
         )
         return next((cls(name) for kind, name in kinds if isinstance(node, kind)), None)
 
+    @classmethod
+    def of_tensor(cls, tensor: Any, parts: tuple[str, ...], context: Any, shape: tuple[int, ...]) -> Container:
+        """Return the container for a tensor subclass, from what its `__tensor_flatten__` returned.
+
+        `shape` is the global one if this is the local part of a DTensor.
+        """
+        try:
+            text = json.dumps(encode_value(_replaced(context, tuple(tensor.shape), _OUTER_SHAPE)))
+        except UnencodableError:
+            text = ""
+        return cls("tensor", name_of(type(tensor)), parts, shape=shape, context=text)
+
     def to_document(self) -> dict[str, Any]:
         """Return the container as JSON."""
         document: dict[str, Any] = {"kind": self.kind}
-        if self.kind == "namedtuple":
+        if self.kind in ("namedtuple", "tensor"):
             document |= {"type": self.type, "fields": list(self.fields)}
+        if self.kind == "tensor":
+            document["shape"] = list(self.shape)
+        if self.context:
+            document["context"] = json.loads(self.context)
         if self.maxlen is not None:
             document["maxlen"] = self.maxlen
         return document
@@ -71,12 +97,15 @@ class Container:
         if not isinstance(document, dict) or document.get("kind") not in get_args(Kind):
             raise ValueError(f"{document!r:.80} is not a container")
         kind, name, fields = document["kind"], document.get("type", ""), document.get("fields", [])
-        maxlen = document.get("maxlen")
+        maxlen, shape = document.get("maxlen"), document.get("shape", [])
         if type(name) is not str or type(fields) is not list or not all(type(field) is str for field in fields):
             raise ValueError(f"{document!r:.80} is not a container: its type or its fields are invalid")
         if maxlen is not None and (type(maxlen) is not int or not 0 <= maxlen < 1 << 63):
             raise ValueError(f"{document!r:.80} is not a container: its maxlen is invalid")
-        container = cls(kind, name, tuple(fields), maxlen)
+        if type(shape) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+            raise ValueError(f"{document!r:.80} is not a container: its shape is invalid")
+        context = json.dumps(document["context"]) if "context" in document else ""
+        container = cls(kind, name, tuple(fields), maxlen, tuple(shape), context)
         if container.to_document() != document:
             raise ValueError(f"{document!r:.80} is not a container: it has members of another kind")
         return container
@@ -104,6 +133,26 @@ class Container:
                 return deque(_sequence(items), self.maxlen)
             case "namedtuple":
                 return self._named_tuple(_sequence(items))
+            case "tensor":
+                return self.tensor_of(items, self.shape)
+
+    def tensor_of(self, parts: dict[Any, Any], shape: tuple[int, ...]) -> Any:
+        """Return the tensor subclass with these parts and this outer shape.
+
+        A dict of the parts if its class is unknown to this program or not installed, if its context was not stored, or
+        if the parts are not torch tensors. ValueError if these cannot be its parts.
+        """
+        if set(parts) != set(self.fields):
+            raise ValueError(f"a {self.type} has the parts {list(self.fields)}, and there are {list(parts)}")
+        kind = class_named(self.type)
+        if kind is None or not self.context or not all(hasattr(part, "data_ptr") for part in parts.values()):
+            return parts
+        context = _replaced(decode_value(json.loads(self.context)), _OUTER_SHAPE, shape)
+        strides = tuple(itertools.accumulate((1, *reversed(shape[1:])), operator.mul))[::-1] if shape else ()
+        try:
+            return kind.__tensor_unflatten__(parts, context, shape, strides)
+        except Exception as error:
+            raise ValueError(f"{self.type} cannot be made of its parts: {error!r}") from error
 
     def _named_tuple(self, items: list[Any]) -> Any:
         if len(items) != len(self.fields):
@@ -125,6 +174,17 @@ def rebuild(leaves: Mapping[Path, Any], containers: Mapping[Path, Container]) ->
     for path, leaf in leaves.items():
         _put(top, path, leaf)
     return _made(top.get(_STATE, {}), (), containers)
+
+
+def _replaced(context: Any, old: Any, new: Any) -> Any:
+    """Replace what is equal to `old` in the context of a tensor; a shape is only replaced where it has its own type."""
+    if context == old and type(context) is not list and context != ():
+        return new
+    if type(context) is dict:
+        return {key: _replaced(item, old, new) for key, item in context.items()}
+    if type(context) in (list, tuple):
+        return type(context)(_replaced(item, old, new) for item in context)
+    return context
 
 
 class _Node(dict[Any, Any]):

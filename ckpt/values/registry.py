@@ -26,6 +26,7 @@ __all__ = [
     "STANDARD",
     "STANDARD_BY_NAME",
     "TORCH",
+    "ArrayValue",
     "Encoder",
     "Form",
     "Standard",
@@ -85,8 +86,36 @@ def _to_file(value: list[Any]) -> io.BytesIO:
     return file
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class ArrayValue:
+    """A tensor or a numpy array inside a value that is stored as a whole, such as the state of a data loader.
+
+    `library` is "torch" or "numpy"; `dtype` is the name that this library has for it, for numpy with the byte order.
+    `data` are the elements in C order. Needs neither library, so that tools can read the value.
+    """
+
+    library: Literal["torch", "numpy"]
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"<{self.library} {self.dtype}{list(self.shape)}>"
+
+
+def _to_array(value: list[Any]) -> ArrayValue:
+    library, dtype, shape, data = value
+    sizes = type(shape) is list and all(type(size) is int and size >= 0 for size in shape)
+    if library not in ("torch", "numpy") or type(dtype) is not str or not sizes or type(data) is not bytes:
+        raise ValueError("not an array")
+    return ArrayValue(library, dtype, tuple(shape), data)
+
+
 STANDARD: Mapping[type[Any], Standard] = MappingProxyType(
     {
+        ArrayValue: Standard(
+            "array", lambda value: [value.library, value.dtype, list(value.shape), value.data], _to_array
+        ),
         bytearray: Standard("bytearray", bytes, _to_bytearray),
         PosixPath: Standard("PosixPath", str, PosixPath),
         PurePosixPath: Standard("PurePosixPath", str, PurePosixPath),

@@ -1,6 +1,7 @@
 """Damaged steps are replaced, older ones continued, single ones removed: by moves that a person can take back."""
 
 import contextlib
+import gc
 import os
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import AsyncCallsQueue
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
@@ -353,6 +355,21 @@ def test_a_closed_checkpointer_owns_nothing(tmp_path: Path, last: str) -> None:
     ownership = CheckpointRoot(str(tmp_path)).ownership
     assert ownership.state(ownership.newest()) is OwnerState.GONE
     assert main(["rm", str(tmp_path), "2", "--yes"]) in (0, 2)
+
+
+def test_a_dropped_checkpointer_keeps_no_thread(tmp_path: Path) -> None:
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "ckpt-claim"}
+
+    before = threads()
+    with AsyncCallsQueue() as queue:
+        checkpointer = ckpt.Checkpointer(tmp_path, queue=queue)
+        checkpointer.save(_state(1.0), 1)
+        (own,) = threads() - before
+        del checkpointer
+        gc.collect()
+        own.join(30)
+        assert not own.is_alive()
 
 
 def test_leases_of_readers_end_with_them(tmp_path: Path) -> None:

@@ -43,6 +43,22 @@ def test_metrics_and_versions(tmp_path: Path) -> None:
     assert summary["restart"] is None
 
 
+def test_saves_in_flight_continue_each_other_after_a_restore(tmp_path: Path) -> None:
+    """The trainer finalizes none of them before all are scheduled."""
+    state = {"a": torch.ones(3)}
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, 10)
+        checkpointer.save(state, 40)
+    with ckpt.Checkpointer(tmp_path, slots=3) as checkpointer:
+        checkpointer.restore(state, 10)
+        for step in (20, 30, 35):
+            checkpointer.async_save(state, step)
+        checkpointer.maybe_finalize(blocking=True)
+        assert checkpointer.all_steps() == [10, 20, 30, 35]
+    continued = {step: (_summary(tmp_path, step)["continues"] or {}).get("step") for step in (10, 20, 30, 35)}
+    assert continued == {10: None, 20: 10, 30: 20, 35: 30}
+
+
 def test_show_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"a": torch.ones(3)}, 1, metrics=_METRICS)

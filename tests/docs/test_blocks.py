@@ -22,7 +22,9 @@ from tests.docs.blocks import REPOSITORY, Block, Runner, blocks_of, commands_of,
 from tests.support import run_ranks
 from tests.support.selection import FULL
 
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("docs/*.md"))]
+_FOLDERS = ("docs", "docs/operations")
+PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES += sorted(str(p.relative_to(REPOSITORY)) for folder in _FOLDERS for p in REPOSITORY.glob(f"{folder}/*.md"))
 # Benchmarks and hangs that take minutes: only with TESTS=full.
 _LONG = ("tools.bench", "train_sections.py", "restart_spares.py")
 
@@ -78,12 +80,25 @@ def _foreign_files(folder: Path, state: dict[str, Any]) -> None:
         warnings.simplefilter("ignore")  # about saving with a single process
         dcp.save({"model": tensors}, checkpoint_id=folder / "dcp", no_dist=True)
     torch.save(tensors, folder / "model.pt")
+    (folder / "base-model").mkdir()
+    (folder / "base-model" / "config.json").write_text("{}")
 
 
 def _for_format(folder: Path) -> dict[str, Any]:
     with ckpt.Checkpointer(folder / "run7") as checkpointer:
         checkpointer.save({"model": {"embed.weight": torch.ones(3000, 3)}, "small": torch.ones(2)}, 100)
     return {}
+
+
+def _for_inspect(folder: Path) -> dict[str, Any]:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    return {"ckpt": ckpt, "model": model, "optimizer": optimizer, "train": train}
 
 
 def _no_names(folder: Path) -> dict[str, Any]:
@@ -93,7 +108,11 @@ def _no_names(folder: Path) -> dict[str, Any]:
 NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": _for_readme,
     "docs/guide.md": _for_guide,
+    "docs/migrating.md": _for_guide,
     "docs/format.md": _for_format,
+    "docs/preemption.md": _no_names,
+    "docs/operations/inspect.md": _for_inspect,
+    "docs/operations/metrics.md": _no_names,
     "docs/restart.md": _no_names,
     "docs/sections.md": _no_names,
 }

@@ -1,6 +1,6 @@
 """Train; kill all processes and resume; restart in process after faults; compare the results.
 
-Ends with two tables and a picture, or with a message and a non-zero exit code.
+Ends with three tables and a picture, or with a message and a non-zero exit code.
 """
 
 import shutil
@@ -14,7 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import ckpt
-from tools.demo.report import draw_loss, loss_segments, read_recoveries, recovery_table, summary_table
+from tools.demo.report import (
+    EVENTS,
+    draw_loss,
+    goodput_table,
+    loss_segments,
+    read_recoveries,
+    recovery_table,
+    summary_table,
+)
 from tools.demo.run import DemoError, Settings, TrainingRun
 
 OUT = Path("demo-out")
@@ -67,6 +75,7 @@ class Demo:
             arrays = _compare(*(each.settings.root / f"step_{STEPS:08d}" for each in (first, run)))
         self.console.print(summary_table(first, killed.run, third, killed.step))
         self.console.print(recovery_table(recoveries))
+        self.console.print(goodput_table(folder))
         self.console.print(draw_loss(OUT / "loss.png", first.of("step"), loss_segments(folder), recoveries))
         self.console.print(
             f"[green]ok[/]: resumed from step {third.of('start')[0]['step']}, and restarted {len(recoveries)} times "
@@ -140,7 +149,7 @@ def _with_faults(name: str, folder: Path) -> Settings:
     launcher = ["tools.demo.launch", "--ranks", str(_RANKS), "--may-die", str(deaths), "--"]
     launcher += [sys.executable, "-m", "tools.demo.faults", str(folder), *FAULTS, "--"]
     extra = ["--restart", "--active", str(_ACTIVE), "--soft-timeout", str(SOFT_TIMEOUT_S)]
-    extra += ["--monitor-log", str(folder.resolve() / "monitor_{rank}.log")]
+    extra += ["--monitor-log", str(folder.resolve() / "monitor_{rank}.log"), "--events", str(folder / EVENTS)]
     return Settings(name, folder / "checkpoints", STEPS, SAVE_EVERY, extra=tuple(extra), launcher=tuple(launcher))
 
 

@@ -2,8 +2,8 @@
 
     python -m tools.demo.launch --ranks 3 --may-die 1 -- COMMAND ...
 
-The exit code is 0 if all ranks have ended with 0, but for as many as may be killed. Otherwise it is 1, and a line
-names each rank that has failed.
+The exit code is that of all ranks, but for as many as may be killed. If they differ it is 1. Unless it is 0, a line
+names each rank and its code.
 """
 
 import argparse
@@ -29,10 +29,11 @@ def main() -> int:
     ]
     codes = {rank: process.wait() for rank, process in enumerate(processes)}
     killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]
-    wrong = {rank: code for rank, code in codes.items() if code and rank not in killed[: options.may_die]}
-    for rank, code in wrong.items():
-        print(f"rank {rank} ended with {code}")
-    return 1 if wrong else 0
+    others = {rank: code for rank, code in codes.items() if rank not in killed[: options.may_die]}
+    for rank, code in others.items():
+        if code:
+            print(f"rank {rank} ended with {code}")
+    return others.popitem()[1] if len(set(others.values())) == 1 else 1
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     faults.jsonl      before each fault, by the rank that fails
     events.jsonl      after each restart, by `inprocess`
     ranks.jsonl       what each rank of train_lm.py logs; the restores in it are those that `ckpt` reports
+    saves.jsonl       what each rank did with checkpoints, by `ckpt.sinks.JsonLines`
 
-The times of all three are of one clock.
+The times of all are of one clock.
 """
 
 import json
@@ -19,8 +20,21 @@ from rich import box
 from rich.table import Table
 
 from tools.demo.run import DemoError, TrainingRun
+from tools.inspect_ckpt.goodput import goodput, read_events
 
-__all__ = ["Recovery", "draw_loss", "loss_segments", "read_recoveries", "recovery_table", "summary_table"]
+__all__ = [
+    "EVENTS",
+    "Recovery",
+    "draw_loss",
+    "goodput_table",
+    "loss_segments",
+    "read_recoveries",
+    "recovery_table",
+    "summary_table",
+]
+
+EVENTS = "saves.jsonl"
+"""The events of `ckpt.observe` in the folder of the run with faults."""
 
 Record = dict[str, Any]
 _FAULTS = {"exception": "exception", "hang": "hang", "kill": "kill -9"}
@@ -175,6 +189,20 @@ def recovery_table(recoveries: list[Recovery]) -> Table:
     table.add_column("restored from, MB")
     for recovery in recoveries:
         table.add_row(*_cells(recovery))
+    return table
+
+
+def goodput_table(folder: Path) -> Table:
+    """Return what the time of the run with faults was for, as its events tell."""
+    times = goodput(read_events([str(folder / EVENTS)]).events)
+    table = Table(
+        title=f"goodput of this run: {100 * times.goodput:.1f}% of {times.wall_s:.1f} s",
+        title_justify="left",
+        show_header=False,
+        box=box.SIMPLE,
+    )
+    for row in times.rows():
+        table.add_row(*row)
     return table
 
 

@@ -102,9 +102,13 @@ class TrainingRun:
         """Return the steps of all checkpoints, in order."""
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.settings.root.glob("step_*"))
 
+    def trainers(self) -> list[psutil.Process]:
+        """Return the processes of the ranks, in order."""
+        return sorted(psutil.Process(self._launcher.pid).children(), key=lambda each: int(each.environ()["RANK"]))
+
     def kill_trainers(self) -> int:
         """Send SIGKILL to every trainer, and to no other process; return how many there were."""
-        trainers = psutil.Process(self._launcher.pid).children()
+        trainers = self.trainers()
         for trainer in trainers:
             trainer.send_signal(signal.SIGKILL)
         return len(trainers)

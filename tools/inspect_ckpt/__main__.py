@@ -12,7 +12,23 @@ from typing import NoReturn, Protocol
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 
-from . import clean, convert, diff, export, ls, restore_branch, rm, show, stats, timeline, validate
+from . import (
+    clean,
+    convert,
+    diff,
+    export,
+    ls,
+    pin,
+    report,
+    restore_branch,
+    rm,
+    show,
+    stats,
+    timeline,
+    unpin,
+    validate,
+    watch,
+)
 from .output import CannotReadError, Exit, NotPublishedError, Output, one_line
 
 __all__ = ["main"]
@@ -30,16 +46,20 @@ class Command(Protocol):
 
 _COMMANDS: dict[str, Command] = {
     "ls": ls,
+    "watch": watch,
     "show": show,
     "validate": validate,
     "diff": diff,
     "stats": stats,
     "timeline": timeline,
+    "report": report,
     "export": export,
     "convert": convert,
     "clean": clean,
     "restore-branch": restore_branch,
     "rm": rm,
+    "pin": pin,
+    "unpin": unpin,
 }
 
 _EXIT_CODES = "exit codes: 0 whole (diff: equal), 1 damaged (diff: different), 2 usage or cannot read, 3 not published"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from ckpt.formats.leaves import same_value
 from ckpt.loading.fetch import Fetch
 
 from .numbers import as_numbers
 from .output import Exit, Output, count, plural, short_repr
-from .step import Step, block_boxes, open_step, same_value
+from .step import Step, block_boxes, open_step
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "Change", "Tolerance", "add_arguments", "changed_tensors", "run"]
 
 HELP = "compare two steps, bit by bit or with a tolerance"
 
@@ -38,12 +40,11 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 def _run(a: Step, b: Step, arguments: argparse.Namespace, output: Output) -> Exit:
     tolerance = None
     if arguments.atol is not None or arguments.rtol is not None:
-        tolerance = _Tolerance(arguments.atol or 0.0, arguments.rtol or 0.0)
+        tolerance = Tolerance(arguments.atol or 0.0, arguments.rtol or 0.0)
     removed = [name for name in a.tensors if name not in b.tensors]
     added = [name for name in b.tensors if name not in a.tensors]
     common = [name for name in a.tensors if name in b.tensors]
-    changes = [change for name in common if (change := _compare(a, b, name, tolerance)) is not None]
-    changes.sort(key=lambda change: (-change.order, change.name))
+    changes = changed_tensors(a, b, tolerance)
     values = _compare_values(a, b)
     rows = [("changed", change.name, *change.cells()) for change in changes]
     rows += [("removed", name, *_whole(a, name)) for name in removed]
@@ -72,14 +73,28 @@ def _run(a: Step, b: Step, arguments: argparse.Namespace, output: Output) -> Exi
     return Exit.DIFFERENT if rows else Exit.WHOLE
 
 
+def changed_tensors(
+    a: Step, b: Step, tolerance: Tolerance | None = None, progress: Callable[[int], None] = lambda nbytes: None
+) -> list[Change]:
+    """Return the tensors that are in both steps and differ, the largest change first.
+
+    `progress` is called with the bytes of each block of `a` that was compared. CheckpointCorruptError, StorageError.
+    """
+    common = (name for name in a.tensors if name in b.tensors)
+    changes = [change for name in common if (change := _compare(a, b, name, tolerance, progress)) is not None]
+    return sorted(changes, key=lambda change: (-change.order, change.name))
+
+
 @dataclass(frozen=True)
-class _Tolerance:
+class Tolerance:
+    """Elements a and b are equal if ``|a - b| <= atol + rtol * |a|``."""
+
     atol: float
     rtol: float
 
 
 @dataclass(frozen=True)
-class _Change:
+class Change:
     """A tensor that changed: `elements` of `of` differ, finite ones by `largest` at most.
 
     `relative` and `largest` are None where there are no numbers to compare.
@@ -101,21 +116,24 @@ class _Change:
         return *numbers, f"{count(self.elements)} of {count(self.of)}" if self.of else "", self.what
 
 
-def _compare(a: Step, b: Step, name: str, tolerance: _Tolerance | None) -> _Change | None:
+def _compare(
+    a: Step, b: Step, name: str, tolerance: Tolerance | None, progress: Callable[[int], None]
+) -> Change | None:
     left, right = a.tensors[name], b.tensors[name]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return _Change(name, f"{left.dtype} {list(left.shape)} -> {right.dtype} {list(right.shape)}")
+        return Change(name, f"{left.dtype} {list(left.shape)} -> {right.dtype} {list(right.shape)}")
     fetch_left, fetch_right = Fetch(a.index), Fetch(b.index)
     sums = _Sums()
     for box in block_boxes(left):
         blocks = fetch_left.array(name, left, box), fetch_right.array(name, right, box)
         flat = [block.reshape(box.elements, *block.shape[len(box.shape) :]) for block in blocks]
         sums.add(flat[0], flat[1], left.dtype, tolerance)
+        progress(blocks[0].nbytes)
     if not sums.different:
         return None
     relative, largest = (None, None) if not sums.numbers else (sums.relative, sums.largest)
     what = f"{left.dtype} {list(left.shape)}" + (f", {count(sums.nan)} became or were NaN or Inf" if sums.nan else "")
-    return _Change(name, what, sums.different, math.prod(left.shape), relative, largest)
+    return Change(name, what, sums.different, math.prod(left.shape), relative, largest)
 
 
 @dataclass
@@ -135,7 +153,7 @@ class _Sums:
             return 0.0
         return math.sqrt(self.squared_differences / self.squares) if self.squares else math.inf
 
-    def add(self, a: Array, b: Array, dtype: str, tolerance: _Tolerance | None) -> None:
+    def add(self, a: Array, b: Array, dtype: str, tolerance: Tolerance | None) -> None:
         bits_differ = _bits(a) != _bits(b)
         if not bits_differ.any():
             self._add_squares(as_numbers(a, dtype))

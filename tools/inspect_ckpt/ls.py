@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError
+from ckpt.storage.pins import pinned_steps
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     root = root_of(arguments.root)
     published = [_row(root, step) for step in steps_of(root.path)]
+    pinned = pinned_steps(root.path)
+    for row in published:
+        row.pinned = row.step in pinned
     pending = pending_saves(root)
     unpublished = [_unpublished_row(save) for save in (*pending, *abandoned_saves(root))]
     choice = _choose(root, published, pending)
@@ -53,7 +57,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
             "" if row.tensors is None else count(row.tensors),
             "" if row.ranks is None else str(row.ranks),
             "" if row.write_s is None else duration(row.write_s),
-            "<- restart" if row.state == "published" and row.step == choice.step else row.note,
+            ", ".join(filter(None, (_restart_mark(row, choice), "pinned" if row.pinned else "", row.note))),
         )
         for row in rows
     ]
@@ -79,12 +83,17 @@ class _Row:
     ranks: int | None = None
     write_s: float | None = None
     note: str = ""
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
 class _Choice:
     step: int | None
     text: str
+
+
+def _restart_mark(row: _Row, choice: _Choice) -> str:
+    return "<- restart" if row.state == "published" and row.step == choice.step else ""
 
 
 def _row(root: CheckpointRoot, step: int) -> _Row:

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
+
+from ckpt import progress
 
 __all__ = [
     "CannotReadError",
     "Exit",
+    "Frame",
     "Meter",
     "NotPublishedError",
     "Output",
@@ -52,10 +55,8 @@ class NotPublishedError(Exception):
     """The path is a save that is not published."""
 
 
-class Meter(Protocol):
-    """Shows progress: called with the bytes done and the bytes in all."""
-
-    def __call__(self, done: int, total: int) -> None: ...
+Meter = Callable[[int, int], None]
+"""Shows progress: called with the bytes done and the bytes in all."""
 
 
 class Output:
@@ -82,7 +83,7 @@ class Output:
         if self._rich is not None:
             from rich.text import Text
 
-            self._rich.print(Text(one_line(text), style=style), soft_wrap=True)
+            self._show(Text(one_line(text), style=style), soft_wrap=True)
         else:
             print(_printable(one_line(text)))
 
@@ -92,33 +93,55 @@ class Output:
             return
         cells = [[one_line(cell) for cell in row] for row in rows]
         if self._rich is not None:
-            self._rich.print(_rich_table(columns, cells))
+            self._show(_rich_table(columns, cells))
             return
         for line in _aligned(columns, cells):
             print(_printable(line))
 
     @contextmanager
     def meter(self, title: str) -> Iterator[Meter | None]:
-        """Show a progress bar with speed and remaining time if stderr is a terminal; else give None."""
-        console = _console(stderr=True) if not self.as_json and sys.stderr.isatty() else None
-        if console is None:
+        """Show a progress bar with speed and remaining time if stderr is a terminal; else give None.
+
+        One line of text without rich; nothing if CKPT_PROGRESS is 0.
+        """
+        if self.as_json or not progress.wanted():
             yield None
+            return
+        console = _console(stderr=True)
+        if console is None:
+            with progress.line(one_line(title)) as show:
+                yield show
             return
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(one_line(title).replace("[", r"\["), total=None)
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(one_line(title).replace("[", r"\["), total=None)
             shown = 0.0
 
-            def show(done: int, total: int) -> None:
+            def update(done: int, total: int) -> None:
                 nonlocal shown
                 if done == total or time.monotonic() - shown > 0.1:
                     shown = time.monotonic()
-                    progress.update(task, completed=done, total=total)
+                    bar.update(task, completed=done, total=total)
 
-            yield show
+            yield update
+
+    def _show(self, renderable: Any, *, soft_wrap: bool = False) -> None:
+        assert self._rich is not None
+        self._rich.print(renderable, soft_wrap=soft_wrap)
+
+
+class Frame(Output):
+    """What a terminal shows at one moment: collects what is printed, for `rich.live`. Needs rich."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Any] = []
+
+    def _show(self, renderable: Any, *, soft_wrap: bool = False) -> None:
+        self.parts.append(renderable)
 
 
 def byte_counter(meter: Meter | None, total: int) -> Callable[[int], None]:

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from ckpt.storage import directories
+from ckpt.storage.pins import pinned_steps
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 
@@ -38,6 +39,8 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     root = root_of(arguments.root)
     chosen = [_chosen(root, name) for name in dict.fromkeys(arguments.names)]
     published = [one.step for one in chosen if one.moved is None]
+    for step in pinned_steps(root.path).intersection(published):
+        raise CannotReadError(f"step {step} of {root.path} is pinned; `inspect_ckpt unpin {root.path} {step}` first")
     if published and not arguments.force:
         _check_one_is_left(root, published)
     total = sum(tree_bytes(one.path)[0] for one in chosen)
@@ -71,18 +74,21 @@ def _check_one_is_left(root: CheckpointRoot, removed: list[int]) -> None:
 
 
 def _remove(root: CheckpointRoot, chosen: list[_Chosen]) -> list[str]:
-    """Remove the steps and return their names. Only removing a published one needs ownership of the root."""
+    """Remove the steps and return their names. Only removing a published one needs ownership of the root.
+
+    Published ones are removed first: that can be refused.
+    """
     removed = []
-    for one in chosen:
-        if one.moved is not None:
-            directories.remove_tree(one.path)
-            removed.append(one.name)
     published = [one for one in chosen if one.moved is None]
     if published:
         with owned(root) as token:
             for one in published:
                 root.ownership.check(token)
                 if not root.remove_step(one.step, token):
-                    raise CannotReadError(f"{one.path} is being read; it was not removed")
+                    raise CannotReadError(f"{one.path} is being read, or was just pinned; it was not removed")
                 removed.append(one.name)
+    for one in chosen:
+        if one.moved is not None:
+            directories.remove_tree(one.path)
+            removed.append(one.name)
     return removed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import sys
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError
+from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.storage.commit import Abandoned, PendingSave
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import OwnerState
@@ -40,6 +42,7 @@ __all__ = [
     "root_of",
     "steps_of",
     "tree_bytes",
+    "why_abandoned",
 ]
 
 _STEP_NAME = re.compile(r"step_(\d{8,18})(?:-.*)?")
@@ -69,6 +72,7 @@ def check_directory(path: str) -> None:
     except (OSError, ValueError) as error:
         raise CannotReadError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISDIR(status.st_mode):
+        _refuse_other_format(path)
         raise CannotReadError(f"{path} is a file; give the directory of a step, or a checkpoint root")
     try:
         os.listdir(path)
@@ -83,7 +87,21 @@ def check_root(path: str) -> None:
         return
     if not os.listdir(path):
         raise CannotReadError(f"{path} is empty: there is no checkpoint")
+    _refuse_other_format(path)
     raise CannotReadError(f"{path} is not a checkpoint and contains none")
+
+
+def _refuse_other_format(path: str) -> None:
+    """CannotReadError, with what to write instead, if there is a checkpoint of another format at `path`."""
+    try:
+        kind = kind_of(path)
+    except OSError:
+        return
+    if kind is not None:
+        raise CannotReadError(
+            f"{path} is {DESCRIPTIONS[kind]}, not a checkpoint of ckpt; to make a step of it: "
+            f"inspect_ckpt convert {shlex.quote(path)} ROOT --step N"
+        )
 
 
 def looks_like_step(path: str) -> bool:
@@ -176,14 +194,19 @@ def _abandoned(root: CheckpointRoot, id_: SaveId) -> UnpublishedSave | None:
     path = os.path.join(root.abandoned_path, id_.name)
     try:
         total, newest = tree_bytes(path)
-        outcome = PendingSave(root, id_).outcome()
+        note = why_abandoned(root, id_)
     except (OSError, CheckpointError) as error:
         return UnpublishedSave(id_, path, "abandoned", 0.0, 0, None, False, False, str(error))
-    note = ""
-    if isinstance(outcome, Abandoned):
-        where = "" if outcome.reason.rank is None else f"rank {outcome.reason.rank}: "
-        note = f"{where}{outcome.reason.kind}: {outcome.reason.message}"
     return UnpublishedSave(id_, path, "abandoned", max(0.0, time.time() - newest), total, None, False, False, note)
+
+
+def why_abandoned(root: CheckpointRoot, save: SaveId) -> str:
+    """Return the rank and error for which a save was abandoned; "" if it was not. CheckpointError if it is damaged."""
+    outcome = PendingSave(root, save).outcome()
+    if not isinstance(outcome, Abandoned):
+        return ""
+    where = "" if outcome.reason.rank is None else f"rank {outcome.reason.rank}: "
+    return f"{where}{outcome.reason.kind}: {outcome.reason.message}"
 
 
 # -- steps that are not published any more -----------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import json
 import math
 import os
@@ -13,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from ckpt.exporting.selection import matching
 from ckpt.loading.consistency import all_tensors, read_index
 from ckpt.loading.index import CheckpointIndex, StoredTensor, checked_summary, read_vouched
 from ckpt.native import crc32c
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.chunk_layout import indices
-from ckpt.storage.documents import canonical_json, decode_document, decode_root, well_formed
+from ckpt.storage.documents import decode_document, decode_root, well_formed
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import INDEX, parse_save_name, part_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_reader import StepReader
 from ckpt.validation import read_document
-from ckpt.values.codec import encode_value
 
 from .output import CannotReadError, NotPublishedError
 from .root import check_directory, check_root, looks_like_step, steps_of
@@ -35,16 +33,18 @@ __all__ = [
     "SaveTimes",
     "Step",
     "block_boxes",
+    "evenly",
     "open_step",
     "overview_of",
     "part_times",
     "protected",
-    "same_value",
+    "step_number",
     "step_path",
     "summary_of",
 ]
 
 _BLOCK_BYTES = 16 << 20
+_MAX_SECONDS = 1e10
 _TIMES = ("begin", "wait_s", "stage_s", "stall_s", "write_begin", "write_s", "sync_s")
 
 
@@ -64,28 +64,9 @@ class Step:
     def select(self, patterns: Sequence[str]) -> list[str]:
         """Return the names of the tensors that any of `patterns` equals or matches (`*`, `?`, `[...]`).
 
-        CannotReadError for a pattern that matches nothing.
+        ConversionError for a pattern that matches nothing.
         """
-        chosen: dict[str, None] = {}
-        for pattern in patterns:
-            if pattern in self.tensors:
-                chosen[pattern] = None
-                continue
-            matching = [name for name in self.tensors if fnmatch.fnmatchcase(name, pattern)]
-            if not matching:
-                near = difflib.get_close_matches(pattern, [*self.tensors, *self.values], 3)
-                hint = f"; did you mean {' or '.join(near)}?" if near else "; `inspect_ckpt show` lists all names"
-                raise CannotReadError(f"{self.path}: no tensor matches {pattern!r}{hint}")
-            chosen |= dict.fromkeys(matching)
-        return list(chosen)
-
-
-def same_value(one: Any, other: Any) -> bool:
-    """Whether two values that are not tensors are of the same types and have the same bits."""
-    try:
-        return canonical_json(encode_value(one)) == canonical_json(encode_value(other))
-    except TypeError:
-        return False
+        return matching(self.tensors, patterns, self.path)
 
 
 @contextmanager
@@ -153,6 +134,11 @@ def step_path(path: str) -> str:
         return path  # its zarr.json is missing: the caller reports it
     check_root(path)
     raise NotPublishedError(f"{path} has no published step, only saves that are pending or abandoned")
+
+
+def step_number(path: str) -> int:
+    """Return the number of the step in the directory `path` of a checkpoint root."""
+    return int(os.path.basename(path).removeprefix("step_"))
 
 
 def _check_published(path: str) -> None:
@@ -248,9 +234,18 @@ class SaveTimes:
     rate: float
 
 
-def part_times(path: str, summary: Mapping[str, Any]) -> list[PartTimes]:
-    """Read the times of all ranks. CheckpointCorruptError if a part is not the one that the root document names."""
-    return [_part_times(path, rank, checksum) for rank, checksum in enumerate(summary["parts"])]
+def part_times(path: str, summary: Mapping[str, Any], most: int | None = None) -> list[PartTimes]:
+    """Read the times of all ranks, or of `most` ranks, evenly spaced.
+
+    CheckpointCorruptError if a part is not the one that the root document names.
+    """
+    parts = summary["parts"]
+    return [_part_times(path, rank, parts[rank]) for rank in evenly(len(parts), most or len(parts))]
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers from 0 to `count`, evenly spaced, among them the first."""
+    return list(range(count)) if count <= most else [number * count // most for number in range(most)]
 
 
 def _part_times(path: str, rank: int, checksum: int) -> PartTimes:
@@ -261,8 +256,8 @@ def _part_times(path: str, rank: int, checksum: int) -> PartTimes:
     part = decode_document(data, os.path.join(path, name))
     with well_formed(os.path.join(path, name)):
         times = {name: float(part["times"].get(name, 0.0)) for name in _TIMES}
-        if not all(map(math.isfinite, times.values())):
-            raise ValueError("a time is not finite")
+        if not all(abs(each) < _MAX_SECONDS for each in times.values()):
+            raise ValueError("a time is not possible")
     return PartTimes(**times)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from ckpt.errors import CheckpointError
 
 from .output import Exit, Output, duration, size
 from .root import root_of, steps_of
-from .step import SaveTimes, part_times, summary_of
+from .step import PartTimes, SaveTimes, part_times, summary_of
 
-__all__ = ["HELP", "SaveTimes", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "run", "save_times"]
 
 HELP = "show how long each save made training wait, and how long it took to write"
 
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     saves, problems = [], []
     for step in steps_of(root.path):
         try:
-            saves.append(_times(root.step_path(step)))
+            saves.append(save_times(root.step_path(step)))
         except (CheckpointError, KeyError, TypeError, OSError) as error:
             problems.append(f"step {step}: {error}")
     rows = [
@@ -71,16 +72,20 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     return Exit.DAMAGED if problems else Exit.WHOLE
 
 
-def _times(path: str) -> SaveTimes:
+def save_times(path: str, parts: Sequence[PartTimes] | None = None) -> SaveTimes:
+    """Return the times of the save of a step, from those of its `parts`, which are read if they are not given.
+
+    CheckpointCorruptError, StorageError; OSError if it was removed.
+    """
     summary = summary_of(path)
-    parts = part_times(path, summary)
+    parts = part_times(path, summary) if parts is None else parts
     begin = min(part.write_begin for part in parts)
     written = max(part.written for part in parts)
     commit_s = os.stat(os.path.join(path, "zarr.json")).st_mtime - written
     return SaveTimes(
         step=summary["step"],
         begin=min(part.begin for part in parts),
-        ranks=len(parts),
+        ranks=summary["world_size"],
         bytes=summary["bytes"],
         wait_s=max(part.wait_s for part in parts),
         stage_s=max(part.stage_s for part in parts),

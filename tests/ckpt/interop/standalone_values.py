@@ -42,6 +42,7 @@ VALUES = {  # of `value`
     "BytesIO": lambda parts: file(*parts),
     "torch.device": str,
     "torch.Size": tuple,
+    "array": lambda parts: (*parts,),
 }
 CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset}  # of `items`
 

@@ -110,3 +110,11 @@ def test_what_is_no_checkpoint(tmp_path: Path, what: str) -> None:
         path.write_text("no checkpoint")
     with pytest.raises(ckpt.StorageError if what == "file" else CheckpointNotFoundError, match=str(path)):
         ckpt.open(path)
+
+
+@pytest.mark.parametrize("key", [[0, 1], np.array([0, 1]), None, True, "a", np.s_[::2], np.s_[..., [0]]], ids=repr)
+def test_keys_that_cannot_be_read_are_named(tmp_path: Path, key: Any) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save({"t": torch.ones(3, 4)}, 1)
+    with ckpt.open(tmp_path / "root") as opened, pytest.raises(IndexError, match="only"):
+        opened["t"][key]

@@ -268,6 +268,31 @@ def test_names_that_only_other_ranks_know(tmp_path: Path) -> None:
     assert rank_values(_different_names, 2, tmp_path, timeout=50) == [(1, 0.0, 0), (1, 1.0, 0)]
 
 
+def _alone(rank: int, world_size: int, root: Path) -> bool:
+    """The last rank does not save before the others have staged their share."""
+    import torch.distributed as dist
+
+    _join(rank, world_size, "alone")
+    store = dist.distributed_c10d._get_default_store()
+    state = _state(1.0)
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.register(**state)
+        checkpointer.save(state, 1)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.restore(state) == 1
+        if rank == world_size - 1:
+            store.wait([f"staged {other}" for other in range(rank)], timedelta(seconds=30))
+        checkpointer.async_save(state, 2)
+        store.set(f"staged {rank}", "")
+        checkpointer.maybe_finalize(blocking=True)
+        dist.barrier()
+        return checkpointer.all_steps() == [1, 2]
+
+
+def test_the_first_save_after_a_restore_waits_for_no_rank(tmp_path: Path) -> None:
+    assert rank_values(_alone, 3, tmp_path, timeout=50) == [True] * 3
+
+
 def test_the_newest_step_stays_in_memory_when_later_saves_are_given_up(tmp_path: Path) -> None:
     state = {"w": torch.arange(100_000, dtype=torch.float32)}
     with ckpt.Checkpointer(tmp_path) as checkpointer:

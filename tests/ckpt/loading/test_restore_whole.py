@@ -32,6 +32,20 @@ def queue() -> Iterator[AsyncCallsQueue]:
         yield queue
 
 
+class _Untouched:
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("as one whose state begins here, such as an optimizer in wrappers of many kinds")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_nothing_of_the_state_is_called_when_there_is_no_step(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        assert checkpointer.restore({"optimizer": _Untouched()}) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 class _Loader:
     """An object that refuses some positions after loading half of its state; with `tensors`, in place or as a copy."""
 
@@ -442,8 +456,9 @@ _Held = namedtuple("_Held", "weights")
         ({"a": [Namespace(b=torch.ones(2), c=print)]}, r"a/0/c: a builtins.builtin_function_or_method cannot"),
         ({"a": Namespace(b=[1, print])}, r"a/b/1: a builtins.builtin_function_or_method cannot be stored"),
         (5, "a state that is a single int cannot be restored in place; put it into a dict"),
+        (torch.ones(3), "a state that is a single Tensor cannot be restored in place; put it into a dict"),
     ],
-    ids=["cycle", "state_dict", "set", "tuple", "namespace", "namespace of values", "number"],
+    ids=["cycle", "state_dict", "set", "tuple", "namespace", "namespace of values", "number", "tensor"],
 )
 def test_a_state_that_cannot_be_stored_is_refused_by_name(
     queue: AsyncCallsQueue, tmp_path: Path, state: Any, says: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import StateError
 from ckpt.paths import Path
-from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
+from ckpt.planning.boxes import Box, OwnBoxes, Placement, Sharding, local_boxes
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.exchange import check_agreement
@@ -29,13 +30,15 @@ def _tensors(**specs: TensorSpec) -> dict[Path, TensorSpec]:
     return {(name,): spec for name, spec in specs.items()}
 
 
-def _spec(*shape: int, sharding: Sharding | None = None, per_rank: bool = False) -> TensorSpec:
+def _spec(*shape: int, sharding: Sharding | OwnBoxes | None = None, per_rank: bool = False) -> TensorSpec:
     return TensorSpec("float32", 4, shape, sharding, per_rank)
 
 
 def _holds(spec: TensorSpec, rank: int, box: Box) -> bool:
     if spec.sharding is None:
         return True
+    if isinstance(spec.sharding, OwnBoxes):
+        return any(each.intersection(box) == box for each in spec.sharding.boxes)
     own = local_boxes(spec.shape, spec.sharding, spec.sharding.coordinates()[rank])
     return any(each.intersection(box) == box for each, _ in own)
 
@@ -265,6 +268,43 @@ def test_a_rank_missing_from_a_mesh_is_an_error() -> None:
     has = StateDescription(_tensors(w=_spec(6, 5, sharding=mesh)))
     with pytest.raises(StateError, match="w: the ranks that have this DTensor hold 15 of its 30 elements"):
         make_save_plan([has, StateDescription()], _SMALL)
+
+
+def _own(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> StateDescription:
+    return StateDescription(_tensors(w=_spec(6, 5, sharding=OwnBoxes(tuple(Box(*box) for box in boxes)))))
+
+
+def test_boxes_of_no_mesh_may_divide_a_tensor_in_any_way() -> None:
+    descriptions = [
+        _own(((0, 0), (2, 5)), ((2, 0), (4, 1))),
+        _own(((2, 1), (4, 4))),
+        _own(((2, 1), (4, 4))),  # a replica
+        _own(),
+    ]
+    (exchanged, *others), _ = exchange_all(descriptions)
+    assert exchanged == descriptions
+    assert all(other == exchanged for other in others)
+    plan = make_save_plan(exchanged, _SMALL)
+    _check_cover(plan, descriptions)
+    assert {rank for rank in range(4) if list(plan.chunks_of(rank))} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (3, 5))],
+        [((0, 0), (3, 5)), ((2, 0), (3, 5))],  # as many elements as the tensor has
+        [((0, 0), (6, 5)), ((5, 0), (2, 5))],
+    ],
+)
+def test_boxes_of_no_mesh_that_do_not_tile_a_tensor_are_an_error(boxes: list[Any]) -> None:
+    with pytest.raises(StateError, match=r"w: the boxes that ranks have of this tensor overlap.*30 in the shape"):
+        make_save_plan([_own(box) for box in boxes], _SMALL)
+
+
+def test_a_tensor_in_boxes_and_replicated_is_a_contradiction() -> None:
+    with pytest.raises(StateError, match=r"w: float32\[6, 5\] in boxes on rank 0, .* replicated on rank 1"):
+        exchange_all([_own(((0, 0), (6, 5))), StateDescription(_tensors(w=_spec(6, 5)))])
 
 
 def test_values_are_written_by_one_rank_or_by_each() -> None:

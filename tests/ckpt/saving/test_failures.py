@@ -495,7 +495,7 @@ def _leave_pending(root: Path, step: int, monkeypatch: pytest.MonkeyPatch, *, co
             checkpointer.save_request(_state(step), step).execute_sync()
 
 
-@pytest.mark.parametrize("how", ["restore", "save"])
+@pytest.mark.parametrize("how", ["recover", "restore", "save"])
 def test_left_over_saves_are_decided_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -510,15 +510,17 @@ def test_left_over_saves_are_decided_by_the_next_start(
     assert [save.step for save in root.pending()] == [2, 3]
     with ckpt.Checkpointer(root.path) as checkpointer:
         state = _state(0.0)
-        if how == "restore":
+        if how == "save":
+            checkpointer.save(state, 4)
+        else:
+            if how == "recover":
+                assert checkpointer.recover() == [1, 2]
             assert checkpointer.restore(state) == 2
             assert state["w"].equal(_state(2.0)["w"])
             assert "published step 2" in caplog.text
             assert "abandoned the unfinished save of step 3" in caplog.text
-        else:
-            checkpointer.save(state, 4)
         assert root.pending() == []
-        assert checkpointer.all_steps() == ([1, 2] if how == "restore" else [1, 2, 4])
+        assert checkpointer.all_steps() == ([1, 2, 4] if how == "save" else [1, 2])
         checkpointer.save(_state(5.0), 3)
 
 

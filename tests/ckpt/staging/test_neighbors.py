@@ -3,11 +3,13 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
-from ckpt.staging.neighbors import exchange_slots
+from ckpt.staging import neighbors
+from ckpt.staging.neighbors import SlotExchange
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck
 
@@ -50,7 +52,7 @@ def _exchange(world_size: int, act: Callable[[_Ranks], object]) -> list[object]:
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_everybody_sees_what_the_others_stage(world_size: int, leak_check: LeakCheck) -> None:
     own = [[SharedMemory.create(f"slot-{rank}-{i}", 4096 * (i + 1)) for i in range(2)] for rank in range(world_size)]
-    results = _exchange(world_size, lambda ranks: exchange_slots(ranks, own[ranks.rank]))  # type: ignore[arg-type]
+    results = _exchange(world_size, lambda ranks: SlotExchange(ranks).run(own[ranks.rank]))  # type: ignore[arg-type]
     for rank, taken in enumerate(results):
         assert isinstance(taken, dict), taken
         assert set(taken) == set(range(world_size)) - {rank}
@@ -76,9 +78,7 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
         if ranks.rank == 1:  # gone, directly behind the collective
             with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
                 return ranks(ranks_offer)
-        return exchange_slots(ranks, [regions[0]])  # type: ignore[arg-type]
-
-    from ckpt.staging import neighbors
+        return SlotExchange(ranks).run([regions[0]])  # type: ignore[arg-type]
 
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 0.3)
     ranks_offer = f'["{neighbors._node()}", "an address nobody listens at"]'.encode()
@@ -90,15 +90,13 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
 
 def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
     """Thrown in while the neighbours' slots are taken; the others do without."""
-    from ckpt.staging import neighbors
-
     own = [[SharedMemory.create("slot", 4096)] for _ in range(3)]
-    take = neighbors._take
+    take = SlotExchange._take
 
-    def interrupted(rank: int, address: str) -> list[SharedMemory]:
+    def interrupted(exchange: SlotExchange, rank: int, address: str) -> list[SharedMemory]:
         if threading.current_thread() is victim[0] and rank == 2:
             raise KeyboardInterrupt
-        return take(rank, address)
+        return take(exchange, rank, address)
 
     victim: list[threading.Thread] = []
 
@@ -107,9 +105,9 @@ def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check
             victim.append(threading.current_thread())
         while not victim:
             pass
-        return exchange_slots(ranks, own[ranks.rank])  # type: ignore[arg-type]
+        return SlotExchange(ranks).run(own[ranks.rank])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(neighbors, "_take", interrupted)
+    monkeypatch.setattr(SlotExchange, "_take", interrupted)
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 1.0)
     first, *others = _exchange(3, act)
     assert isinstance(first, KeyboardInterrupt)
@@ -120,3 +118,28 @@ def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check
                 region.close()
     for regions in own:
         regions[0].close()
+
+
+def test_a_neighbour_that_never_gives_can_be_left(leak_check: LeakCheck) -> None:
+    """As after a fault: rank 1 has met the others and hangs."""
+    regions = [SharedMemory.create("slot", 4096) for _ in range(2)]
+    hanging: list[SlotExchange] = []
+
+    def act(ranks: _Ranks) -> object:
+        exchange = SlotExchange(ranks)  # type: ignore[arg-type]
+        if ranks.rank == 1:
+            hanging.append(exchange)
+            return None
+        threading.Timer(0.2, exchange.cancel).start()
+        begin = time.monotonic()
+        assert exchange.run([regions[0]]) == {}
+        return time.monotonic() - begin
+
+    took, _ = _exchange(2, act)
+    assert isinstance(took, float), took
+    assert took < neighbors._TIMEOUT_S
+    cancelled = hanging[0]
+    cancelled.cancel()
+    assert cancelled.run([regions[1]]) == {}
+    for region in regions:
+        region.close()

@@ -25,6 +25,7 @@ from hypothesis import given
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.documents import decode_document, encode_document
 from ckpt.values.codec import UnencodableError, decode_value, encode_value
+from ckpt.values.registry import ArrayValue
 
 
 def same(a: Any, b: Any) -> bool:
@@ -139,6 +140,8 @@ def test_values_keep_value_and_type(value: Any) -> None:
         range(10, 0, -3),
         slice(None, (1, 2)),
         bytearray(b"\x00\xff"),
+        ArrayValue("torch", "bfloat16", (2, 1), b"\x00\x01\x02\xff"),
+        ArrayValue("numpy", ">f8", (), b"12345678"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -189,6 +192,9 @@ def test_damaged_values(encoded: Any) -> None:
         {"$": "torch.device", "value": "toaster"},
         {"$": "torch.Size", "value": ["a"]},
         {"$": "BytesIO", "value": [{"$": "bytes", "base64": ""}, -1]},
+        {"$": "array", "value": ["jax", "float32", [1], {"$": "bytes", "base64": ""}]},
+        {"$": "array", "value": ["torch", "float32", [-1], {"$": "bytes", "base64": ""}]},
+        {"$": "array", "value": ["torch", "float32", [1], ""]},
         {"$": "enum", "type": "x.Y"},
         {"$": "namedtuple", "value": 3},
     ],

@@ -98,3 +98,28 @@ def test_a_terminal_gets_colours_unless_told_otherwise(root: Path, no_color: str
     assert process.returncode == 0
     assert "newest whole step: 4" in text
     assert ("\x1b[32m" in text) == (not no_color)
+
+
+@pytest.mark.parametrize("without_rich", [False, True])
+def test_progress_on_a_terminal(root: Path, without_rich: bool) -> None:
+    if not without_rich:
+        pytest.importorskip("rich")
+    import pty
+
+    code = "import sys, time\n" + ("sys.modules['rich'] = None\n" if without_rich else "")
+    code += "from ckpt import progress\nprogress._REDRAW_S = 0.0\n"
+    code += f"from tools.inspect_ckpt.__main__ import main\nsys.exit(main(['validate', {str(root)!r}]))"
+    shown = {}
+    for wanted in ("0", "1"):
+        master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm-256color", "CKPT_PROGRESS": wanted}
+        line = [sys.executable, "-c", code]
+        done = subprocess.run(line, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=slave, env=environment, timeout=50)
+        assert done.returncode == 0
+        os.write(slave, b"<end>")
+        os.close(slave)
+        shown[wanted] = os.read(master, 65536)
+        os.close(master)
+        assert b"newest whole step: 4" in done.stdout
+    assert shown["0"] == b"<end>"
+    assert b"step_00000004" in shown["1"]

@@ -18,7 +18,9 @@ from torch import nn
 
 from ckpt import AsyncCallsQueue, Checkpointer
 from ckpt import open as open_checkpoint
+from ckpt.paths import display
 from ckpt.validation import validate
+from ckpt.values.containers import rebuild
 from tests.support import layouts, run_ranks
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands, peak_growth
@@ -125,7 +127,7 @@ def test_links_out_of_the_directory_are_followed_only_on_request(run: Commands, 
 
 
 def test_export_and_back(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
-    run("export", saved["two"], tmp_path / "out", "--filter", "model/*", "--strip", "model.", "--max-shard-size", "4kB")
+    run("export", saved["two"], tmp_path / "out", "--prefix", "model", "--max-shard-size", "4kB")
     run("convert", tmp_path / "out", tmp_path / "root", "--under", "model")
     one, other = open_checkpoint(saved["two"]), open_checkpoint(tmp_path / "root")
     names = [name for name in one if name.startswith("model/")]
@@ -205,7 +207,7 @@ def test_values_that_dcp_cannot_hold_without_code_are_left_out(run: Commands, tm
         checkpointer.save(
             {"t": torch.ones(3), "n": [1, (2.5,)], "args": Namespace(lr=1), "when": [date(2024, 1, 1)]}, 1
         )
-    text = run("convert", tmp_path / "root", tmp_path / "dcp", "--to", "dcp")
+    text = run("export", tmp_path / "root", tmp_path / "dcp", "--to", "dcp")
     assert "all bits are equal" in text
     assert "does not load them: args (Namespace), when (list)" in text
 
@@ -256,7 +258,7 @@ def both_ways_on_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
         checkpointer.save(dcp_layouts(world_size), 3)
     if rank == 0:
         assert main(["convert", str(folder / "dcp"), str(folder / "new-root")]) == 0
-        assert main(["convert", str(folder / "root"), str(folder / "new-dcp"), "--to", "dcp"]) == 0
+        assert main(["export", str(folder / "root"), str(folder / "new-dcp"), "--to", "dcp"]) == 0
     torch.distributed.barrier()
     expected = dcp_layouts(world_size)
     state = dcp_layouts(world_size)
@@ -279,7 +281,7 @@ def test_torch_loads_what_was_converted(run: Commands, tmp_path: Path) -> None:
     state = trained()
     with Checkpointer(tmp_path / "root") as checkpointer:
         checkpointer.save(state, 4)
-    run("convert", tmp_path / "root", tmp_path / "dcp", "--to", "dcp")
+    run("export", tmp_path / "root", tmp_path / "dcp", "--to", "dcp")
     fresh = dicts(trained())
     fresh["model"] = cleared(fresh["model"])
     fresh["optimizer"]["param_groups"][0]["lr"] = 1.0
@@ -295,7 +297,7 @@ def test_torch_loads_what_was_converted(run: Commands, tmp_path: Path) -> None:
 
 
 def test_ranks_dtypes_and_ties_to_dcp(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
-    run("convert", saved["two"], tmp_path / "dcp", "--to", "dcp")
+    run("export", saved["two"], tmp_path / "dcp", "--to", "dcp")
     assert "belongs to single ranks" in run.out
     assert "model/tied" in run.out
     wanted = states.state(4)
@@ -313,6 +315,55 @@ def test_ranks_dtypes_and_ties_to_dcp(run: Commands, saved: dict[str, Path], tmp
     )
     assert torch.equal(state["own@rank1"], states.state(4, 1)["own"].value)
     assert state["position@rank0"] == 4
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+def rebuilt(root: Path, step: int = 0) -> Any:
+    """Make the state again, with nothing but what the step has."""
+    opened = open_checkpoint(root, step)
+    index = opened.index
+    leaves: dict[Any, Any] = {path: torch.from_numpy(opened[display(path)].read()) for path in index.tensors}
+    leaves |= {path: leaves[target] for path, target in index.aliases.items()}
+    return rebuild(leaves | index.values, index.containers)
+
+
+def test_a_torch_file_keeps_its_nesting(run: Commands, tmp_path: Path) -> None:
+    state = {
+        "model": OrderedDict(a=torch.ones(2), b=torch.zeros(3)),
+        "list": [torch.ones(2), {"step": 3, "inner": (torch.zeros(1), [torch.ones(1), None])}],
+        "tuple": (torch.arange(3), "text"),
+        "values": [1, (2, "x")],
+        "empty": {},
+    }
+    torch.save(state, tmp_path / "a.pt")
+    assert "all bits are equal" in run("convert", tmp_path / "a.pt", tmp_path / "root")
+    assert nested_same(rebuilt(tmp_path / "root"), state)
+    run("convert", tmp_path / "a.pt", tmp_path / "root", "--step", "1", "--under", "a/b")
+    assert nested_same(rebuilt(tmp_path / "root", 1), {"a": {"b": state}})
+    torch.save([state, torch.ones(1)], tmp_path / "b.pt")
+    run("convert", tmp_path / "b.pt", tmp_path / "root", "--step", "2")
+    assert nested_same(rebuilt(tmp_path / "root", 2), [state, torch.ones(1)])
+    run("export", tmp_path / "root", tmp_path / "c.pt", "--to", "torch")
+    assert nested_same(torch.load(tmp_path / "c.pt", weights_only=True), [state, torch.ones(1)])
+
+
+def test_a_dcp_directory_keeps_its_lists(run: Commands, tmp_path: Path) -> None:
+    state = {"list": [torch.ones(2), {"step": 3, "inner": [torch.zeros(1), {"x": 5}]}], "betas": [1, 2]}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    run("convert", tmp_path / "dcp", tmp_path / "root")
+    assert nested_same(rebuilt(tmp_path / "root"), state)
+
+
+def nested_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(nested_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(nested_same(one[key], other[key]) for key in one)
+    return same(one, other)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -339,13 +390,13 @@ def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_failed_conversion_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.inspect_ckpt.formats import ckpt_step
+    from ckpt.formats import step_writer
 
-    monkeypatch.setattr(ckpt_step, "_SLOT_BYTES", 97 << 20)  # one file
+    monkeypatch.setattr(step_writer, "_SLOT_BYTES", 97 << 20)  # one file
     tensors = {"a": torch.zeros(15 << 20), "b": torch.zeros(15 << 20)}
     torch.save(tensors, tmp_path / "whole.pt")
     save_file(tensors, tmp_path / "a.safetensors")
-    fill, calls = ckpt_step._fill, []
+    fill, calls = step_writer._fill, []
 
     def truncate_later(*arguments: Any) -> None:
         if calls:
@@ -354,13 +405,13 @@ def test_a_failed_conversion_publishes_nothing(run: Commands, tmp_path: Path, mo
         calls.append(arguments)
         fill(*arguments)
 
-    monkeypatch.setattr(ckpt_step, "_fill", truncate_later)
+    monkeypatch.setattr(step_writer, "_fill", truncate_later)
     assert "truncated" in run.refused("convert", tmp_path / "a.safetensors", tmp_path / "root", code=1)
     assert len(calls) == 2
     assert list((tmp_path / "root" / ".pending").iterdir()) == []
     assert run.json("ls", tmp_path / "root")
     assert not list((tmp_path / "root").glob("step_*"))
-    monkeypatch.setattr(ckpt_step, "_fill", fill)
+    monkeypatch.setattr(step_writer, "_fill", fill)
     run("convert", tmp_path / "whole.pt", tmp_path / "root")
     run("validate", tmp_path / "root")
 
@@ -391,9 +442,9 @@ def test_the_target(run: Commands, saved: dict[str, Path], tmp_path: Path) -> No
     run.refused("convert", source, "nu\0ll")
     run.refused("convert", source, tmp_path / "new", "--step", "-1")
     run.refused("convert", source, tmp_path / "new", "--under", "a//b")
-    assert "--to dcp" in run.refused("convert", root, tmp_path / "new")
-    assert "not a step of ckpt" in run.refused("convert", source, tmp_path / "new", "--to", "dcp")
-    assert "is not empty" in run.refused("convert", root, source.parent, "--to", "dcp")
+    assert "already a checkpoint of ckpt" in run.refused("convert", root, tmp_path / "new")
+    assert "inspect_ckpt convert" in run.refused("export", source, tmp_path / "new", "--to", "dcp")
+    assert "is not empty" in run.refused("export", root, source.parent, "--to", "dcp")
     assert not (tmp_path / "new").exists()
 
 
@@ -413,9 +464,10 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     commands: list[tuple[str | Path, ...]] = [
         ("convert", tmp_path / "a.pt", tmp_path / "two", "--step", "1"),
         ("convert", tmp_path / "dcp", tmp_path / "two", "--step", "2"),
-        ("convert", tmp_path / "two", tmp_path / "back", "--to", "dcp"),
+        ("export", tmp_path / "two", tmp_path / "back", "--to", "dcp"),
+        ("export", tmp_path / "two", tmp_path / "back.pt", "--to", "torch"),
     ]
-    with_torch = ("tools.inspect_ckpt.formats.dcp_writer", "tools.inspect_ckpt.formats.torch_file")
+    with_torch = ("ckpt.formats.dcp_writer", "ckpt.formats.torch_file", "ckpt.formats.torch_writer")
     grown, _ = peak_growth(*commands, imports=with_torch)
     assert grown < MEMORY_BOUND
     shutil.rmtree(tmp_path)

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt.exporting import selection
+from ckpt.formats.safetensors import DTYPES
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands, peak_growth
-from tools.inspect_ckpt import export
-from tools.inspect_ckpt.formats.safetensors import DTYPES
 
 MEMORY_BOUND = 224 << 20
 
@@ -64,7 +64,7 @@ def expected(step: int) -> dict[str, torch.Tensor]:
 def test_the_package_reads_every_bit(
     run: Commands, saved: dict[str, Path], tmp_path: Path, name: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_BLOCK_BYTES", 700)
+    monkeypatch.setattr(selection, "_BLOCK_BYTES", 700)
     limit = ("--max-shard-size", "5kB") if sharded else ()
     exclude = ("--exclude", "own*", *(("--exclude", "divided") if name == "two" else ()))
     run("export", saved[name], "--to", "safetensors", tmp_path / "out", *exclude, *limit)
@@ -100,7 +100,7 @@ def test_a_dtype_that_safetensors_do_not_have_is_refused(run: Commands, tmp_path
     line = run.refused("export", tmp_path / "root", tmp_path / "out")
     assert "a/phase" in line
     assert "complex128" in line
-    assert "--exclude 'a/phase'" in line
+    assert "exclude 'a/phase'" in line
     assert not (tmp_path / "out").exists()
     run("export", tmp_path / "root", tmp_path / "out", "--exclude", "a/phase")
     assert set(loaded(tmp_path / "out")) == {"b"}
@@ -128,7 +128,7 @@ def test_dtype_converts_as_torch_does(
 
 
 def test_tied_tensors(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
-    run("export", saved["one"], tmp_path / "all", "--filter", "model/*", "--strip", "model.")
+    run("export", saved["one"], tmp_path / "all", "--prefix", "model")
     both = loaded(tmp_path / "all")
     assert same_bits(both["weight"], both["tied"])
     run("export", saved["one"], tmp_path / "first", "--filter", "model/*", "--drop-tied")
@@ -141,6 +141,18 @@ def test_names_of_per_rank_tensors_have_the_rank(run: Commands, saved: dict[str,
     document = run.json("export", saved["two"], tmp_path / "out", "--filter", "own*")
     assert document["tensors"] == 2
     assert torch.equal(loaded(tmp_path / "out")["own@rank1"], states.state(4, 1)["own"].value)
+
+
+def test_the_other_formats(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
+    run("export", saved["one"], tmp_path / "hf", "--to", "hf")
+    assert "left out: model/tied" in run.out
+    assert "weight" in loaded(tmp_path / "hf")
+    document = run.json("export", saved["one"], tmp_path / "a.pt", "--to", "torch", "--prefix", "model")
+    assert (document["files"], document["verified"]) == (["a.pt"], True)
+    tensors = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert same_bits(tensors["edge"], states.state(4)["model"]["edge"])
+    assert "is a directory" in run.refused("export", saved["one"], tmp_path / "hf", "--to", "torch")
+    assert "all bits are equal" in run("export", saved["one"], tmp_path / "dcp", "--to", "dcp")
 
 
 def test_invalid_targets(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
@@ -178,7 +190,7 @@ def test_a_directory_that_may_not_be_written(
         ("--filter", "nothing*"),
         ("--exclude", "nothing*"),
         ("--filter", "model/weight", "--exclude", "model/*"),
-        ("--strip", "nothing."),
+        ("--prefix", "nothing"),
         ("--max-shard-size", "0"),
         ("--max-shard-size", "much"),
         ("--dtype", "int4"),
@@ -243,7 +255,7 @@ def test_any_shape_in_any_blocks(
     folder = tmp_path_factory.mktemp("any")
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     save(folder / "root", queue, {"t": tensor}, file_bytes=512, inner_bytes=inner_bytes)
-    monkeypatch.setattr(export, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(selection, "_BLOCK_BYTES", block_bytes)
     Commands(capsys)("export", folder / "root", folder / "out")
     assert same_bits(loaded(folder / "out")["t"], tensor)
 

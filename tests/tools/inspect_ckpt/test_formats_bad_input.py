@@ -69,7 +69,7 @@ def test_code_in_a_field_of_metadata(run: Commands, directory: Path, mark: Path,
         ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
         ("importlib", "import_module"),
         ("_codecs", "encode"),
-        ("tools.inspect_ckpt.formats.pickles", "load"),
+        ("ckpt.formats.pickles", "load"),
     ],
 )
 def test_names_that_are_refused_when_looked_up(
@@ -385,8 +385,8 @@ def test_paths_that_are_not_a_checkpoint(run: Commands, saved: dict[str, Path], 
     os.mkfifo(tmp_path / "fifo")
     run.refused("convert", tmp_path / "fifo", tmp_path / "root")
     (tmp_path / "pending/.pending/step_00000001-o0-0123456789abcdef").mkdir(parents=True)
-    run.refused("convert", tmp_path / "pending", tmp_path / "dcp", "--to", "dcp", code=3)
-    run.refused("convert", *(tmp_path / "pending").glob(".pending/*"), tmp_path / "dcp", "--to", "dcp", code=3)
+    run.refused("export", tmp_path / "pending", tmp_path / "dcp", "--to", "dcp", code=3)
+    run.refused("export", *(tmp_path / "pending").glob(".pending/*"), tmp_path / "dcp", "--to", "dcp", code=3)
     assert not (tmp_path / "root").exists()
     assert not (tmp_path / "dcp").exists()
 
@@ -469,8 +469,8 @@ def test_a_full_disk(run: Commands, saved: dict[str, Path], tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("tools.inspect_ckpt.formats.dcp_writer._write_object", full)
-        assert "No space" in run.refused("convert", saved["one"], tmp_path / "dcp", "--to", "dcp")
+        patched.setattr("ckpt.formats.dcp_writer._write_object", full)
+        assert "No space" in run.refused("export", saved["one"], tmp_path / "dcp", "--to", "dcp")
     assert not (tmp_path / "dcp").exists()
     (tmp_path / "a.safetensors").write_bytes(safetensors({"a": entry()}))
     with monkeypatch.context() as patched:

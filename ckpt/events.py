@@ -1,0 +1,256 @@
+"""What a job does with its checkpoints, as typed events: plain data, for `ckpt.observe`.
+
+    save       SaveStarted ──▶ SaveStaged ──▶ SavePublished
+                    └──────────────┴────────▶ SaveAbandoned
+    restore    Restored or RestoreFailed
+    restart    Restarted, after Restored
+    others     SectionLate, Retained, ExportDone, ExportFailed; EventsDropped, for a sink that was too slow
+
+Every save that has a SaveStarted gets exactly one SavePublished or SaveAbandoned on the same rank, unless the process
+dies. Times are seconds since 1970 by the clock of the host, durations are seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "Event",
+    "EventsDropped",
+    "ExportDone",
+    "ExportFailed",
+    "Restarted",
+    "Restored",
+    "RestoreFailed",
+    "Retained",
+    "SaveAbandoned",
+    "SavePublished",
+    "SaveStaged",
+    "SaveStarted",
+    "SectionLate",
+    "from_document",
+    "to_document",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What all events have.
+
+    time: when it happened, in seconds since 1970
+    rank: that of the process, at that time
+    """
+
+    time: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStarted(Event):
+    """A save was called: `save_request`, `async_save` or `save`.
+
+    step: what is saved; one step may be saved again after it failed
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStaged(Event):
+    """This rank's share is in shared memory, and training goes on.
+
+    bytes: what this rank will write, before compression
+    wait_s: seconds until there was a free slot; in the first save also until there was a plan
+    stage_s: seconds that the copy took; with `overlap` until it was begun
+    stall_s: seconds that training waited, from the call: `wait_s` and `stage_s`
+    """
+
+    step: int
+    bytes: int
+    wait_s: float
+    stage_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SavePublished(Event):
+    """The step is published. `time` is when the writer of this rank knew it; the trainer learns it in its next call.
+
+    If the writer of this rank died just then, `bytes` is that of SaveStaged, and `queue_s`, `write_s`, `sync_s` and
+    `bytes_per_s` are 0. Of a share that does not fit a slot, these four are of its last batch.
+
+    bytes: what this rank has written, after compression
+    seconds: from SaveStarted until the step was published
+    queue_s: seconds from SaveStaged until the writer began to write
+    write_s: seconds that the files took to write
+    sync_s: seconds that they took to become durable
+    bytes_per_s: bytes per second that were written and made durable
+    durable: False if the step may not survive a loss of power: `maybe_finalize` raises that, too
+    """
+
+    step: int
+    bytes: int
+    seconds: float
+    queue_s: float
+    write_s: float
+    sync_s: float
+    bytes_per_s: float
+    durable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAbandoned(Event):
+    """The save will not become a step, or this rank will never know.
+
+    by_rank: the rank that gave it up; None if that is unknown
+    kind: the type of the error, such as "StorageError"; "Interrupted" if a restart threw an exception into the save,
+        "Left" if this rank stopped looking before the save was decided, because its Checkpointer was closed
+    cause: the message of the error, shortened
+    """
+
+    step: int
+    by_rank: int | None
+    kind: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored(Event):
+    """A state was restored.
+
+    step: what was restored
+    own_memory_bytes: bytes of tensors from this rank's staging memory
+    neighbour_memory_bytes: from that of other ranks on this host
+    storage_bytes: from storage
+    seconds: what the call took
+    damaged: newer steps that were tried first and could not be restored
+    """
+
+    step: int
+    own_memory_bytes: int
+    neighbour_memory_bytes: int
+    storage_bytes: int
+    seconds: float
+    damaged: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed(Event):
+    """A restore raised.
+
+    step: the step that was asked for, or the one that is named by the error; None if there is none
+    kind: the type of the error, such as "CheckpointCorruptError"
+    cause: its message, shortened
+    seconds: what the call took
+    """
+
+    step: int | None
+    kind: str
+    cause: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted(Event):
+    """The function is about to be called again in this process: the saves in flight are decided, the state is restored.
+
+    iteration: the iteration that begins; 1 after the first fault
+    seconds: from `fault_time` until now; if that is unknown, since the end of the function
+    cause: the first fault: its rank, kind and message, shortened
+    fault_time: when this rank learned of the fault, in seconds since 1970; None if no `CheckpointAbort` was there
+    step: the step that training continues from; None if it starts anew
+    """
+
+    iteration: int
+    seconds: float
+    cause: str
+    fault_time: float | None
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SectionLate(Event):
+    """A section in the background was over its limit, and its writer was killed; SaveAbandoned follows.
+
+    name: the section, such as "ckpt.write"
+    seconds: how long it had gone on
+    """
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Retained(Event):
+    """Steps were removed after a save, as `keep` says. Of rank 0.
+
+    kept: how many published steps there are now
+    removed: these steps are gone
+    """
+
+    kept: int
+    removed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportDone(Event):
+    """An export beside training has ended. Of rank 0.
+
+    step: what was exported
+    target: the path
+    seconds: from its start
+    """
+
+    step: int
+    target: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFailed(Event):
+    """An export beside training has failed, or was never begun. Of rank 0.
+
+    step: what was not exported
+    target: the path
+    cause: why, shortened
+    """
+
+    step: int
+    target: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventsDropped(Event):
+    """This sink did not get all events, as it was too slow; comes before the next one that it gets.
+
+    dropped: how many it did not get so far
+    """
+
+    dropped: int
+
+
+def to_document(event: Event) -> dict[str, Any]:
+    """Return an event as JSON: ``{"event": "SavePublished", "time": ..., "rank": ..., ...}``."""
+    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    return {"event": type(event).__name__, **fields}
+
+
+def from_document(document: Mapping[str, Any]) -> Event:
+    """Return the event that `to_document` made this of; fields of later versions are ignored. ValueError if it is none.
+
+    The types of fields are not checked.
+    """
+    kind: Any = {kind.__name__: kind for kind in Event.__subclasses__()}.get(str(document.get("event")))
+    if kind is None:
+        raise ValueError(f"not an event: {document!r:.200}")
+    names = [field.name for field in dataclasses.fields(kind)]
+    values = {name: document[name] for name in names if name in document}
+    try:
+        event: Event = kind(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+        return event
+    except TypeError as error:
+        raise ValueError(f"not an event of the kind {kind.__name__}: {error}") from None

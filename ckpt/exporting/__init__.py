@@ -1,0 +1,7 @@
+"""Exports: steps written in formats that other programs read, once (`export`) or regularly beside a training job.
+
+    step -> selection: names, dtypes, blocks -> writers, with ckpt.formats -> new files, all at once
+
+`options` says what is exported and how, `export` does it, `background` starts processes that do it (`__main__`) for a
+`Checkpointer`, and `hf_config` makes the files that a Hugging Face model has besides its tensors.
+"""

@@ -1,0 +1,114 @@
+"""What is exported and how: the arguments of `ckpt.export`, and of exports beside a training job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from ckpt.exporting.hf_config import HfFiles
+
+__all__ = ["DTYPES", "ExportForm", "ExportOptions", "Format", "byte_count"]
+
+Format = Literal["safetensors", "hf", "torch", "dcp"]
+
+DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
+"""Dtypes that floating-point tensors can be converted to, by the short names."""
+
+_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def byte_count(size: int | str) -> int:
+    """Return a size such as ``"5GB"`` or ``"500MiB"`` in bytes. ValueError if it is not one."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B|)", str(size).strip().upper())
+    number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if number < 1:
+        raise ValueError(f"{size!r} is not a size such as 5GB or 500MiB")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportForm:
+    """The format of an export, and what of a step is in it. The arguments are those of `ckpt.export`.
+
+    Arguments are checked and brought into one form: a full name of the dtype, a number of bytes, and the defaults of
+    the format "hf" (``prefix="model"``, ``drop_tied=True``). ValueError, TypeError, ConversionError.
+    """
+
+    format: Format = "safetensors"
+    prefix: str | None = None
+    filter: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    dtype: Any = None
+    drop_tied: bool | None = None
+    max_shard_size: int | str = "5GB"
+    config: Any = None
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(Format):
+            raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {self.format!r}")
+        is_hf = self.format == "hf"
+        if self.config is not None and not is_hf:
+            raise ValueError(f'config is for format="hf"; {self.format} files have no place for it')
+        if not isinstance(self.prefix, str | None):
+            raise TypeError(f"prefix must be keys joined by '/', or None, not {self.prefix!r}")
+        prefix = self.prefix if self.prefix is not None else "model" if is_hf else ""
+        self._set("prefix", prefix.replace("/", ".").strip("."))
+        self._set("filter", (self.filter,) if isinstance(self.filter, str) else tuple(self.filter))
+        self._set("exclude", (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude))
+        self._set("dtype", _dtype(self.dtype))
+        self._set("drop_tied", is_hf if self.drop_tied is None else self.drop_tied)
+        self._set("max_shard_size", byte_count(self.max_shard_size))
+        if self.config is not None:
+            self._set("config", HfFiles.of(self.config))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the form as JSON, for `from_document` in another process."""
+        names = ("format", "prefix", "filter", "exclude", "dtype", "drop_tied", "max_shard_size")
+        config = None if self.config is None else self.config.to_document()
+        return {name: getattr(self, name) for name in names} | {"config": config}
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> ExportForm:
+        """Return the form that `to_document` has made this of."""
+        config = document["config"]
+        return cls(**(document | {"config": None if config is None else HfFiles.from_document(config)}))
+
+
+@dataclass(frozen=True)
+class ExportOptions(ExportForm):
+    """Exports in the background: ``Checkpointer(..., export=ExportOptions("/data/hf", every=1000, format="hf"))``.
+
+    A published step that is a multiple of `every` is exported to ``<directory>/step_<N>``, a directory (a file
+    ``.pt`` with the format "torch"), which appears when it is complete, and replaces an earlier export of the same
+    step, but never a checkpoint. `directory` is created; it is not a checkpoint root. The other arguments are those of
+    `ckpt.export`. An export that takes longer than `timeout` is killed.
+    """
+
+    directory: str | os.PathLike[str]
+    every: int
+    timeout: timedelta = timedelta(hours=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every must be a number of steps, at least 1, not {self.every!r}")
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, but is {self.timeout}")
+        self._set("directory", os.path.abspath(self.directory))
+
+
+def _dtype(dtype: Any) -> str | None:
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    name = DTYPES.get(name, name) if name is not None else None
+    if name is not None and name not in DTYPES.values():
+        raise ValueError(f"dtype must be bf16, fp16 or fp32, or None, which converts nothing; not {dtype!r}")
+    return name

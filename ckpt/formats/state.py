@@ -1,0 +1,113 @@
+"""Checkpoints of other formats, opened and new: named tensors that are read or made box by box, and values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import ConversionError, StateError
+from ckpt.paths import Path, display
+from ckpt.planning.boxes import Box
+from ckpt.storage.dtypes import names, stored
+from ckpt.values.containers import Container
+
+__all__ = ["Blocks", "Bytes", "LazyState", "LazyTensor", "NewTensor", "ReadBox", "UnsafeError", "check_dtype"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+ReadBox = Callable[[Box, Bytes], None]
+"""Fills an array of uint8 with the elements of a box. Its shape is that of the box, then the bytes of an element; its
+strides are any. Raises CheckpointCorruptError or OSError."""
+
+Blocks = Iterator[tuple[Box, np.ndarray[Any, np.dtype[Any]]]]
+"""Boxes of a tensor, one after the other in C order, each with its elements."""
+
+
+class UnsafeError(ConversionError):
+    """Loading would run code that the file names."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor whose elements stay in the file until they are read. `dtype` is torch's name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: ReadBox
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return stored(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor to write, `label` for messages. `keys` lead to it in formats that are nested.
+
+    `blocks` yields a bounded number of bytes at once. `data` is equal for names of the same tensor.
+    """
+
+    label: str
+    name: str
+    keys: Path
+    dtype: str
+    shape: tuple[int, ...]
+    data: object
+    blocks: Callable[[], Blocks]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * stored(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class LazyState:
+    """An opened checkpoint of the format `kind`.
+
+    `aliases` maps further names of tensors to the first; `containers` are those that are not plain dicts; `notes` are
+    messages for the user.
+    """
+
+    kind: str
+    tensors: dict[Path, LazyTensor]
+    values: dict[Path, Any] = field(default_factory=dict)
+    aliases: dict[Path, Path] = field(default_factory=dict)
+    containers: dict[Path, Container] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def under(self, prefix: Path) -> LazyState:
+        """Return the same state with `prefix` before every name."""
+        return replace(
+            self,
+            tensors={(*prefix, *path): tensor for path, tensor in self.tensors.items()},
+            values={(*prefix, *path): value for path, value in self.values.items()},
+            aliases={(*prefix, *path): (*prefix, *target) for path, target in self.aliases.items()},
+            containers={(*prefix, *path): container for path, container in self.containers.items()},
+        )
+
+
+def check_dtype(dtype: str, path: Path, where: str) -> None:
+    """ConversionError, naming the tensor, if a step cannot hold `dtype`."""
+    try:
+        stored(dtype)
+    except StateError:
+        raise ConversionError(
+            f"{where}: {display(path)} is of dtype {dtype}, which a checkpoint cannot hold; it can hold "
+            f"{', '.join(names())}"
+        ) from None

@@ -1,0 +1,62 @@
+"""Read whole tensors of a step into new torch tensors. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from ckpt.errors import CheckpointError
+from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
+from ckpt.loading.fetch import BoxRead, Fetch
+from ckpt.loading.index import CheckpointIndex, StoredTensor
+from ckpt.planning.boxes import Box
+from ckpt.storage.dtypes import torch_dtype
+
+__all__ = ["read_tensor", "read_tensors"]
+
+_MIN_THREADS, _MAX_THREADS = 4, 16
+_K = TypeVar("_K")
+
+
+def read_tensors(
+    index: CheckpointIndex,
+    stored: Mapping[_K, tuple[str, StoredTensor]],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> dict[_K, torch.Tensor]:
+    """Read whole tensors, which have names for messages, into new ones with the keys given."""
+    fetch = Fetch(index, threads=min(max(_MIN_THREADS, torch.get_num_threads()), _MAX_THREADS))
+    made: dict[_K, torch.Tensor] = {}
+    direct: list[BoxRead] = []
+    bounced: list[BouncedRead] = []
+    for key, (name, tensor) in stored.items():
+        as_stored = torch_dtype(tensor.dtype)
+        convert = dtype is not None and as_stored.is_floating_point and as_stored.itemsize > 1
+        try:
+            target = torch.empty(tensor.shape, dtype=dtype if convert else as_stored, device=device)
+        except RuntimeError as error:  # more bytes than there is memory, or a device that is not there
+            raise CheckpointError(f"{name}: no memory for {tensor.dtype}{list(tensor.shape)}: {error}") from error
+        if target.is_meta:
+            raise ValueError("a tensor on the meta device has no elements to read")
+        made[key] = target
+        whole = Box.whole(tensor.shape)
+        if target.is_cpu and target.dtype == as_stored:
+            direct.append(BoxRead(name, tensor, whole, as_numpy(target)))
+        else:
+            bounced.append(BouncedRead(name, tensor, whole, target))
+    fetch.read(direct)
+    read_bounced(fetch, bounced)
+    return made
+
+
+def read_tensor(
+    index: CheckpointIndex,
+    name: str,
+    tensor: StoredTensor,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> torch.Tensor:
+    """Read a whole tensor; a floating-point one as `dtype`, except float8."""
+    return read_tensors(index, {name: (name, tensor)}, dtype, device)[name]

@@ -1,0 +1,231 @@
+"""Background calls as Megatron-LM and nvidia_resiliency_ext make them: requests, finalizing in the loop, closing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CheckpointError, WriterError
+from ckpt.integrations import megatron
+from ckpt.integrations.megatron import AsyncCallsQueue, AsyncRequest
+from tests.ckpt.async_calls import functions
+from tests.ckpt.async_calls.functions import Gate
+from tests.support import LeakCheck, run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class ForeignRequest(NamedTuple):
+    """A request of another package: some fields in another order, and a later one that is unknown here."""
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: Any
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any]
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+    something_new: str = ""
+
+
+class OldRequest(NamedTuple):
+    """As in the first releases."""
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: Mapping[str, Any] = MappingProxyType({})
+    is_frozen: bool = False
+
+
+# What a sharded save does: every rank writes its file in the background; when all have, rank 0 writes the metadata.
+
+
+def write_shard(compress: bool, rank: int, shard: dict[str, Any], answers: Any, folder: Path) -> None:
+    torch.save(shard, folder / f"{rank}.pt")
+    answers.put({"rank": rank, "pid": os.getpid(), "compress": compress})
+
+
+def copy_of(shard: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in shard.items()}
+
+
+def finish(answers: Any, folder: Path) -> None:
+    """Gather what the ranks wrote: a collective, so the ranks must finalize the same calls in the same order."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, answers.get(timeout=30))
+    if dist.get_rank() == 0:
+        assert len({answer["pid"] for answer in gathered} | {os.getpid()}) == 1 + len(gathered)
+        (folder / "metadata").write_text(str(sorted(answer["rank"] for answer in gathered)))
+
+
+def train(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        answers = manager.Queue()
+        queue, seen, finalized = AsyncCallsQueue(persistent=True), [], []
+        weight = torch.zeros(5)
+        for step in range(1, 13):
+            weight += rank + 1
+            finalized += queue.maybe_finalize_async_calls(blocking=step == 9, no_dist=False)
+            if step == 9:
+                assert queue.get_num_unfinalized_calls() == 0
+            if step % 4 == 0:
+                folder = root / str(step)
+                folder.mkdir(exist_ok=True)
+                shard = {"weight": weight}
+                request = AsyncRequest(
+                    partial(write_shard, True),
+                    [rank, shard, answers],  # a list, as Megatron passes it
+                    [partial(finish, answers, folder)],
+                    {"folder": folder},
+                    preload_fn=partial(copy_of, shard),
+                )
+                request.add_finalize_fn(partial(seen.append, step))
+                index = queue.schedule_async_request(request)
+                assert request._replace(call_idx=index).freeze().is_frozen
+                request.add_finalize_fn(partial(seen.append, -step))  # in time: it has not been finalized
+        assert queue.get_num_unfinalized_calls() > 0
+        queue.close()
+        assert (queue.get_num_unfinalized_calls(), queue.maybe_finalize_async_calls(blocking=True)) == (0, [])
+        queue.close()
+    return {"seen": seen, "finalized": finalized, "threads": multiprocessing.active_children()}
+
+
+def test_the_loop_of_a_trainer(tmp_path: Path) -> None:
+    for result in run_ranks(train, 2, tmp_path):
+        assert result.value == {"seen": [4, -4, 8, -8, 12, -12], "finalized": [0, 1], "threads": []}
+    for step in (4, 8, 12):
+        assert (tmp_path / str(step) / "metadata").read_text() == "[0, 1]"
+        for rank in (0, 1):
+            assert torch.load(tmp_path / str(step) / f"{rank}.pt")["weight"].tolist() == [step * (rank + 1.0)] * 5
+
+
+def fail_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise OSError("disk full")
+
+
+def train_with_a_failure(rank: int, world_size: int) -> list[Any]:
+    queue, seen = AsyncCallsQueue(), []
+    queue.schedule_async_request(AsyncRequest(None, (), [partial(seen.append, 0)]))
+    queue.schedule_async_request(AsyncRequest(fail_on_rank_1, (rank,), [partial(seen.append, 1)]))
+    queue.schedule_async_request(AsyncRequest(functions.nothing, (), [dist.barrier, partial(seen.append, 2)]))
+    with pytest.raises(WriterError, match=r"rank 1.*disk full"):
+        queue.close()
+    queue.schedule_async_request(AsyncRequest(functions.nothing, (), [partial(seen.append, 3)]))  # it goes on
+    queue.maybe_finalize_async_calls(blocking=True)
+    with pytest.raises(CheckpointError, match="disk full") if rank == 0 else pytest.raises(OSError, match="disk full"):
+        AsyncRequest(fail_on_rank_1, (rank,), [partial(seen.append, 4)]).execute_sync()
+    AsyncRequest(fail_on_rank_1, (0,), [dist.barrier, partial(seen.append, 5)]).execute_sync()
+    queue.close()
+    return seen
+
+
+def test_a_failure_on_one_rank_is_raised_on_all() -> None:
+    assert [result.value for result in run_ranks(train_with_a_failure, 2)] == [[0, 2, 3, 5]] * 2
+
+
+def call_without_the_queue(rank: int, world_size: int, gate: Gate) -> list[Any]:
+    caller = megatron.PersistentAsyncCaller()
+    alive = caller.sync_all_async_calls(is_alive=rank)
+    fn = functions.stop_at if rank == 1 else functions.nothing
+    seen: list[int] = []
+    caller.schedule_async_call(AsyncRequest(fn, (gate,) if rank == 1 else (), [partial(seen.append, 1)]))
+    if rank == 1:
+        gate.wait_entered()
+    answers = [caller.is_current_async_call_done(), caller.sync_all_async_calls(0)]
+    if rank == 1:
+        gate.open()
+    answers.append(caller.is_current_async_call_done(blocking=True, no_dist=False))
+    caller.close()
+    old = megatron.DistributedAsyncCaller()
+    old.schedule_async_call(functions.ignore, ("message",))
+    answers.append(old.is_current_async_call_done(blocking=True))
+    old.close(abort=True)
+    return [alive, *answers, seen]
+
+
+def test_callers_without_a_queue(tmp_path: Path) -> None:
+    results = run_ranks(call_without_the_queue, 2, Gate.create(tmp_path))
+    assert [result.value for result in results] == [[False, False, True, True, True, []]] * 2
+
+
+@pytest.mark.parametrize("kind", [AsyncRequest, ForeignRequest])
+def test_requests_of_other_packages(kind: Any, tmp_path: Path, leak_check: LeakCheck) -> None:
+    queue, log, seen = AsyncCallsQueue(), tmp_path / "log", []
+    request = kind(functions.write_pid_and, (log, "old"), [partial(seen.append, 1)], {"end": "."}, lambda: os.getpid())
+    assert queue.schedule_async_request(async_request=request) == 0
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    writer, preloaded_in = log.read_text().split()
+    assert (preloaded_in, writer == preloaded_in, seen) == (f"{os.getpid()}.", False, [1])
+    queue.close()
+
+
+def test_requests_of_the_first_releases(tmp_path: Path, leak_check: LeakCheck) -> None:
+    queue = AsyncCallsQueue(persistent=False, is_daemon=True)
+    queue.warmup_persistent_caller(0, mp_mode="spawn")
+    assert queue.schedule_async_request(OldRequest(functions.append, (tmp_path / "log", "x"), [])) == 0
+    queue.close(abort=False)
+    assert (tmp_path / "log").read_text() == "x"
+
+
+def test_a_preload_that_fails_is_raised_at_once(leak_check: LeakCheck) -> None:
+    queue = AsyncCallsQueue()
+    with pytest.raises(ZeroDivisionError):
+        queue.schedule_async_request(AsyncRequest(functions.ignore, (1, 2), [], preload_fn=lambda: 1 // 0))
+    with pytest.raises(ValueError, match="only 1"):
+        queue.schedule_async_request(AsyncRequest(functions.ignore, (1,), [], preload_fn=lambda: 1))
+    assert queue.get_num_unfinalized_calls() == 0
+    queue.close()
+
+
+def test_abort_ends_a_call_that_hangs(tmp_path: Path, leak_check: LeakCheck) -> None:
+    queue, gate, seen = AsyncCallsQueue(persistent=True), Gate.create(tmp_path), []
+    queue.schedule_async_request(AsyncRequest(functions.hang, (gate,), [partial(seen.append, 1)]))
+    gate.wait_entered()
+    assert queue.maybe_finalize_async_calls() == []
+    queue.close(abort=True)
+    assert (seen, queue.get_num_unfinalized_calls()) == ([], 0)
+
+
+def test_what_takes_too_long_is_given_up_at_the_end(tmp_path: Path, leak_check: LeakCheck) -> None:
+    queue, gate = AsyncCallsQueue(timeout_s=0.1), Gate.create(tmp_path)
+    queue.schedule_async_request(AsyncRequest(functions.hang, (gate,), []))
+    gate.wait_entered()
+    with pytest.raises(CheckpointError, match="not done after"):
+        queue.close()
+
+
+def test_a_frozen_request_takes_no_function() -> None:
+    request = AsyncRequest(None, (), [])
+    with pytest.raises(RuntimeError, match="frozen"):
+        request.freeze().add_finalize_fn(functions.nothing)
+
+
+def test_execute_sync_in_one_process() -> None:
+    seen: list[Any] = []
+    AsyncRequest(
+        lambda *args, **more: seen.append((args, more)),
+        [1, "old", 3],
+        [partial(seen.append, "finalized")],
+        {"key": 4},
+        preload_fn=lambda: "new",
+    ).execute_sync()
+    assert seen == [((1, "new", 3), {"key": 4}), "finalized"]
+    assert AsyncRequest(None, (), [partial(seen.append, 5)], call_idx=7).execute_finalize_fns() == 7
+
+
+def test_the_error_names_the_function() -> None:
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(partial(functions.fail, "no space"), (), []))
+    with pytest.raises(WriterError, match=r"fail.*no space"):
+        queue.close()

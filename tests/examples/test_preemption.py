@@ -1,0 +1,110 @@
+"""The example that is asked to stop, under launchers and in its batch script: it saves a step, and continues there."""
+
+import contextlib
+import os
+import re
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ckpt
+from tests.examples.pages import REPOSITORY, assert_page_shows
+from tests.support import RankGroup, free_port, launch_ranks
+
+pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
+
+SCRIPT = REPOSITORY / "examples" / "preemption.py"
+BATCH = REPOSITORY / "examples" / "preemption.sbatch"
+_TORCHRUN = "from torch.distributed.run import main; main()"
+_CKPT_LAUNCHER = "import sys; from inprocess.fault_tolerance.launcher import main; sys.exit(main())"
+_SHELL = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
+
+
+@contextlib.contextmanager
+def _running(code: str, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[RankGroup]:
+    """One process that starts two ranks, which begin to train."""
+    starter = folder / "starter.py"
+    starter.write_text(code)
+    with launch_ranks(starter, 1, *arguments, env=env, init_process_group=False) as group:
+        for rank in range(2):
+            group.wait_for_output(0, rf"rank {rank} begins after step \d+", timeout=60)
+        yield group
+
+
+def _launched(code: str, folder: Path, *arguments: str) -> contextlib.AbstractContextManager[RankGroup]:
+    options = ["--standalone", "--nproc-per-node=2", f"--log-dir={folder / 'logs'}", str(SCRIPT)]
+    return _running(code, folder, *options, "--root", str(folder / "run"), "--step-seconds", "0.02", *arguments)
+
+
+def _workers(group: RankGroup) -> list[psutil.Process]:
+    children = psutil.Process(group.pid(0)).children(recursive=True)
+    return [child for child in children if str(SCRIPT) in child.cmdline()]
+
+
+def _ended(group: RankGroup, folder: Path, code: int) -> int:
+    """Wait; assert that both ranks have stopped after the same step, and that it is published; return it."""
+    (result,) = group.wait(returncodes={0: code}, timeout=60)
+    group.wait_for_no_survivors()
+    stops = re.findall(r"rank \d stops after step (\d+), published: True", result.stdout)
+    assert len(stops) == 2, result.stdout + result.stderr
+    assert stops[0] == stops[1]
+    assert ckpt.Checkpointer(folder / "run", read_only=True).latest_step() == int(stops[0])
+    return int(stops[0])
+
+
+def test_torchrun_passes_sigterm_on_and_the_next_run_continues(tmp_path: Path) -> None:
+    with _launched(_TORCHRUN, tmp_path) as group:
+        group.kill(0, signal.SIGTERM)
+        step = _ended(group, tmp_path, 1)
+    with _launched(_TORCHRUN, tmp_path, "--steps", str(step + 3)) as group:
+        (result,) = group.wait(timeout=60)
+        assert f"rank 1 begins after step {step}\n" in result.stdout
+        assert f"rank 0 done after step {step + 3}\n" in result.stdout
+
+
+def test_torchrun_succeeds_when_a_worker_was_asked_and_the_exit_code_is_0(tmp_path: Path) -> None:
+    with _launched(_TORCHRUN, tmp_path, "--exit-code", "0") as group:
+        _workers(group)[1].send_signal(signal.SIGUSR1)
+        _ended(group, tmp_path, 0)
+
+
+@pytest.mark.parametrize("policy", ["any-failed", "in-process"])
+def test_ckpt_launcher_passes_sigterm_on_and_succeeds(policy: str, tmp_path: Path) -> None:
+    code = _CKPT_LAUNCHER.replace("main())", f"main([{f'--ft-restart-policy={policy}'!r}, *sys.argv[1:]]))")
+    with _launched(code, tmp_path, "--exit-code", "0") as group:
+        group.kill(0, signal.SIGTERM)
+        _ended(group, tmp_path, 0)
+
+
+def test_the_batch_script_requeues_until_done(tmp_path: Path) -> None:
+    commands = {"srun": 'exec "$@"', "scontrol": f'echo "$@" >> {tmp_path}/scontrol.txt', "hostname": "echo 127.0.0.1"}
+    for name, line in commands.items():
+        file = tmp_path / name
+        file.write_text(f"#!/bin/bash\n{line}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    variables = {
+        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NUM_NODES": "1",
+        "RANKS_PER_NODE": "2",
+        "PORT": str(free_port()),
+    }
+    arguments = [str(BATCH), "--step-seconds", "0.02"]
+    with _running(_SHELL, tmp_path, *arguments, env=variables) as group:
+        group.kill(0, signal.SIGUSR1)
+        step = _ended(group, tmp_path, 0)
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
+    with _running(_SHELL, tmp_path, *arguments, "--steps", str(step + 2), env=variables) as group:
+        (result,) = group.wait(timeout=60)
+        assert f"rank 0 begins after step {step}\n" in result.stdout
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
+
+
+def test_the_page_shows_the_batch_script() -> None:
+    assert_page_shows("docs/preemption.md", BATCH)

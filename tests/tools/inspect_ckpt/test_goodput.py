@@ -1,0 +1,230 @@
+"""The time of a job by what it was for, compared with simulated jobs of which the truth is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tools.inspect_ckpt.commands import Commands
+from tools.inspect_ckpt.goodput import Goodput, goodput, read_events
+
+Event = dict[str, Any]
+
+
+def event(name: str, time: float, rank: int = 0, **fields: Any) -> Event:
+    return {"event": name, "time": time, "rank": rank, **fields}
+
+
+def staged(step: int, time: float, stall_s: float, rank: int = 0) -> Event:
+    return event("SaveStaged", time, rank, step=step, bytes=1, wait_s=0.0, stage_s=stall_s, stall_s=stall_s)
+
+
+def restored(step: int, time: float, seconds: float, rank: int = 0) -> Event:
+    return event("Restored", time, rank, step=step, seconds=seconds)
+
+
+def restarted(iteration: int, time: float, seconds: float) -> Event:
+    return event("Restarted", time, iteration=iteration, seconds=seconds, cause="rank 1: boom")
+
+
+def times(found: Goodput) -> dict[str, float]:
+    names = ("training", "lost", "saving", "restarting", "restoring")
+    return {name: pytest.approx(found.seconds(name)) for name in names if found.seconds(name)}
+
+
+def test_a_fault_in_the_process() -> None:
+    events = [
+        event("SaveStarted", 100.0, step=1),
+        staged(1, 101.0, 1.0),
+        event("SavePublished", 103.0, step=1),
+        restored(1, 113.0, 0.5),
+        restarted(1, 113.5, 2.5),  # the fault was at 111
+        event("SavePublished", 120.0, step=2),
+    ]
+    assert times(goodput(events)) == {"saving": 1.0, "lost": 10.0, "restarting": 2.0, "restoring": 0.5, "training": 6.5}
+
+
+def test_a_new_process_counts_from_the_last_event_before_its_restore() -> None:
+    events = [
+        event("SaveStarted", 100.0, step=1),
+        staged(1, 101.0, 1.0),
+        event("SavePublished", 103.0, step=1),
+        restored(1, 200.0, 10.0),
+        staged(2, 211.0, 1.0),
+    ]
+    assert times(goodput(events)) == {
+        "saving": 2.0,
+        "lost": 2.0,
+        "restarting": 87.0,
+        "restoring": 10.0,
+        "training": 10.0,
+    }
+
+
+def test_a_restart_from_scratch_loses_everything() -> None:
+    events = [event("SaveStarted", 10.0, step=1), restarted(1, 21.0, 1.0), event("SaveStarted", 30.0, step=1)]
+    assert times(goodput(events)) == {"lost": 10.0, "restarting": 1.0, "training": 9.0}
+
+
+def test_the_slowest_rank_of_a_save_counts() -> None:
+    events = [event("SaveStarted", 0.0, step=1), staged(1, 1.0, 1.0), staged(1, 3.0, 3.0, rank=1)]
+    events.append(event("SavePublished", 10.0, step=1))
+    assert times(goodput(events)) == {"saving": 3.0, "training": 7.0}
+
+
+def test_a_step_that_is_saved_again_is_another_save() -> None:
+    events = [event("SaveStarted", 0.0, step=1), staged(1, 1.0, 1.0)]  # rank 1 died before it had staged its part
+    events += [restored(0, 10.0, 1.0), staged(1, 20.0, 5.0, rank=1), staged(1, 20.0, 4.0)]
+    assert times(goodput(events))["saving"] == 6.0
+
+
+def test_no_events_are_no_time() -> None:
+    assert goodput([]).document() == dict.fromkeys(
+        ("goodput", "wall_s", "training_s", "lost_s", "saving_s", "restarting_s", "restoring_s"), 0.0
+    )
+
+
+# -- against a simulation ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A job of some ranks that all do the same; keeps its own account of what the time was for."""
+
+    ranks: int
+    now: float = 1000.0
+    events: list[Event] = field(default_factory=list)
+    truth: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("training", "lost", "saving", "restarting", "restoring"), 0.0)
+    )
+    at_risk: float = 0.0  # training since the newest published step was staged or restored
+    unpublished: float = 0.0  # of this, until the newest step was staged that is not published yet
+    silent: float = 0.0  # training since the last event
+    published: int | None = None
+    pending: int | None = None
+    step: int = 0
+    iteration: int = 0
+
+    def tell(self, make: Any, *arguments: Any) -> None:
+        for rank in range(self.ranks):
+            self.events.append({**make(*arguments), "rank": rank})
+        self.silent = 0.0
+
+    def train(self, seconds: float) -> None:
+        self.now += seconds
+        self.at_risk += seconds
+        self.silent += seconds
+
+    def save(self, stall_s: float) -> None:
+        self.step += 1
+        self.tell(lambda: event("SaveStarted", self.now, step=self.step))
+        self.now += stall_s
+        self.truth["saving"] += stall_s
+        self.tell(staged, self.step, self.now, stall_s)
+        self.pending, self.unpublished = self.step, self.at_risk
+
+    def publish(self) -> None:
+        if self.pending is not None:
+            self.tell(lambda: event("SavePublished", self.now, step=self.pending))
+            self.truth["training"] += self.unpublished
+            self.at_risk -= self.unpublished
+            self.published, self.pending, self.unpublished = self.pending, None, 0.0
+
+    def restart(self, restart_s: float, restore_s: float) -> None:
+        """An exception on some rank, and a restart in the processes. What is not published is given up."""
+        begin = self.now
+        self.truth["lost"] += self.at_risk
+        self.now += restart_s
+        self.truth["restarting"] += restart_s
+        self._restored(restore_s)
+        self.iteration += 1
+        self.tell(restarted, self.iteration, self.now, self.now - begin)
+
+    def kill(self, down_s: float, restore_s: float) -> None:
+        """All processes die, and are started again. What they did after the last event is known to nobody."""
+        if self.published is None:
+            return
+        self.truth["lost"] += self.at_risk - self.silent
+        self.truth["restarting"] += self.silent + down_s
+        self.now += down_s
+        self._restored(restore_s)
+
+    def _restored(self, restore_s: float) -> None:
+        self.at_risk, self.pending, self.unpublished = 0.0, None, 0.0
+        if self.published is not None:
+            self.now += restore_s
+            self.truth["restoring"] += restore_s
+            self.tell(restored, self.published, self.now, restore_s)
+            self.step = self.published
+
+    def end(self) -> None:
+        self.save(0.25)
+        self.publish()
+        self.truth["training"] += self.at_risk
+
+
+_SECONDS = st.integers(1, 4000).map(lambda number: number / 8)
+_ACTIONS = st.one_of(
+    st.tuples(st.just("train"), _SECONDS),
+    st.tuples(st.just("save"), _SECONDS),
+    st.tuples(st.just("publish")),
+    st.tuples(st.just("restart"), _SECONDS, _SECONDS),
+    st.tuples(st.just("kill"), _SECONDS, _SECONDS),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 3), st.lists(_ACTIONS, max_size=30), st.randoms(use_true_random=False))
+def test_goodput_is_that_of_the_simulated_job(ranks: int, actions: list[Any], random: Any) -> None:
+    job = Job(ranks)
+    job.save(1.0)
+    for action, *arguments in actions:
+        getattr(job, action)(*arguments)
+        job.train(0.125)  # no two things at the same moment
+    job.end()
+    random.shuffle(job.events)
+    events = sorted(job.events, key=lambda each: float(each["time"]))
+    found = goodput(events)
+    assert found.wall_s == pytest.approx(job.now - 1000.0)
+    assert {name: found.seconds(name) for name in job.truth} == pytest.approx(job.truth)
+    assert found.goodput == pytest.approx(job.truth["training"] / found.wall_s)
+
+
+# -- files and the command ---------------------------------------------------------------------------------------------
+
+
+def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    good = [json.dumps(staged(1, 5.0, 1.0)), json.dumps(event("Other", 6.0))]
+    bad = [
+        '{"event": "SaveStaged", "time": 1.0, "ra',
+        "[1]",
+        '{"event": "SaveStaged", "time": 1.0, "rank": 0}',
+        "[" * 99999,
+    ]
+    bad += ['{"event": "X", "time": NaN, "rank": 0}', '{"event": ["X"], "time": 1, "rank": 0}']
+    file.write_text("\n".join([*bad, *good, ""]))
+    found = read_events([str(file)])
+    assert [each["event"] for each in found.events] == ["SaveStaged", "Other"]
+    assert found.skipped == len(bad)
+
+
+def test_the_command_prints_a_table_or_json(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    lines = [event("SaveStarted", 10.0, step=1), staged(1, 12.0, 2.0), event("SavePublished", 20.0, step=1)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = run("report", saved["two"], "--goodput", "--events", file)
+    assert "80.0%" in text
+    document = run.json("report", saved["two"], "--goodput", "--events", file)
+    assert document["goodput"] == pytest.approx(0.8)
+    assert document["saving_s"] == pytest.approx(2.0)
+    assert "--events" in run.refused("report", saved["two"], "--goodput")
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert "no events" in run.refused("report", saved["two"], "--goodput", "--events", empty)

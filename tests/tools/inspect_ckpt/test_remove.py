@@ -1,0 +1,103 @@
+"""`pin`, `unpin` and `rm`: what is pinned stays, and removing asks and keeps the last whole step."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt.storage.pins import pinned_steps
+from ckpt.storage.root import CheckpointRoot
+from tests.tools.inspect_ckpt.commands import REPOSITORY, Commands
+
+
+@pytest.fixture
+def root(saved: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the root that two ranks saved to, with steps 3 and 4."""
+    return Path(shutil.copytree(saved["two"], tmp_path / "root"))
+
+
+def steps(root: Path) -> list[int]:
+    return CheckpointRoot(str(root)).steps()
+
+
+def on_a_terminal(*arguments: str | Path, answer: str) -> str:
+    """Run a command that asks, give it an answer, and return what it printed."""
+    master, slave = pty.openpty()
+    line = [sys.executable, "-m", "tools.inspect_ckpt", *map(str, arguments)]
+    process = subprocess.Popen(line, cwd=REPOSITORY, stdin=slave, stdout=subprocess.PIPE, stderr=slave, text=True)
+    os.close(slave)
+    os.write(master, answer.encode() + b"\n")
+    out, _ = process.communicate(timeout=50)
+    os.close(master)
+    assert process.returncode == 0
+    return out
+
+
+def test_pin_and_unpin(run: Commands, root: Path) -> None:
+    assert run("pin", root, "3", "4", "3") == "step 3: pinned\nstep 4: pinned\n"
+    assert pinned_steps(str(root)) == {3, 4}
+    assert run.json("pin", root, "3")["pinned"] == [3]
+    assert "no published step 9" in run.refused("pin", root, "4", "9")
+    assert "give --yes" in run.refused("unpin", root, "3")
+    assert run.json("unpin", root, "3", "--yes")["unpinned"] == [3]
+    assert "pinned steps: 4" in run.refused("unpin", root, "3", "--yes")
+    assert pinned_steps(str(root)) == {4}
+
+
+def test_a_pinned_step_is_not_removed_by_the_job(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path, queue=queue, keep_last=1) as checkpointer:
+        checkpointer.save({"w": torch.ones(3)}, 1)
+        run("pin", tmp_path, "1")
+        checkpointer.save({"w": torch.ones(3)}, 2)
+        checkpointer.save({"w": torch.ones(3)}, 3)
+        assert checkpointer.all_steps() == [1, 3]
+        run("unpin", tmp_path, "1", "--yes")
+        checkpointer.save({"w": torch.ones(3)}, 4)
+        assert checkpointer.all_steps() == [4]
+
+
+def test_rm_asks(run: Commands, root: Path) -> None:
+    assert "give --yes" in run.refused("rm", root, "3")
+    assert "nothing was removed" in on_a_terminal("rm", root, "3", answer="n")
+    assert "nothing was removed" in on_a_terminal("rm", root, "3", answer="")
+    assert steps(root) == [3, 4]
+    assert "removed 1 step" in on_a_terminal("rm", root, "3", answer="y")
+    assert steps(root) == [4]
+
+
+def test_rm_refuses_what_is_pinned_even_with_force(run: Commands, root: Path) -> None:
+    run("pin", root, "3")
+    assert "unpin" in run.refused("rm", root, "3", "4", "--yes", "--force")
+    assert steps(root) == [3, 4]
+    run("unpin", root, "3", "--yes")
+    assert run.json("rm", root, "3", "--yes")["removed"] == ["3"]
+
+
+def test_rm_refuses_the_last_whole_step_without_force(run: Commands, root: Path) -> None:
+    (root / "step_00000003" / "state.json").unlink()  # what is left is damaged
+    assert "--force" in run.refused("rm", root, "4", "--yes")
+    assert "--force" in run.refused("rm", root, "3", "4", "--yes")
+    run("rm", root, "3", "--yes")
+    assert "--force" in run.refused("rm", root, "4", "--yes")
+    run("rm", root, "4", "--yes", "--force")
+    assert steps(root) == []
+
+
+def test_rm_removes_all_or_nothing_beside_a_job(run: Commands, root: Path, queue: AsyncCallsQueue) -> None:
+    moved = root / ".superseded" / "step_00000002-o1795423842902-0123456789abcdef"
+    shutil.copytree(root / "step_00000003", moved)
+    with Checkpointer(root, queue=queue) as checkpointer:
+        checkpointer.save({"w": torch.ones(3)}, 5)
+        assert "is alive" in run.refused("rm", root, "3", moved.name, "--yes")
+        assert moved.is_dir()
+        run("rm", root, moved.name, "--yes")
+        assert not moved.is_dir()
+    assert steps(root) == [3, 4, 5]

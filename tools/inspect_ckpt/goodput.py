@@ -1,0 +1,228 @@
+"""How much of the time of a job was training that counted, from the events that `ckpt.observe` has recorded.
+
+Every moment from the first event to the last is one of these. Where several apply, the first of the list does:
+
+    restoring     from the begin of a restore, also one that fails, to its end, on the ranks together
+    restarting    from a fault to the end of the restart in the processes; or, if the processes were started again,
+                  from the last event before a restore to that restore
+    saving        the stall of each save, on the rank that stalled longest
+    lost          from the time at which the restored step was staged to the fault: this work was done again. All work
+                  since the first event, if there is no restore, or the step was staged before
+    training      the rest
+
+    goodput = training / (training + lost + saving + restarting + restoring)
+
+A fault is when it was noticed: until then a hang is lost time. The moment at which killed processes died is in no
+event, so the time between the last event and the kill counts as restarting, not as lost; goodput is the same. The time
+before the first event is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from .output import CannotReadError, duration
+
+__all__ = ["KINDS", "WORDS", "Event", "Events", "Goodput", "Span", "goodput", "read_events"]
+
+Event = Mapping[str, Any]
+
+KINDS = ("restoring", "restarting", "saving", "lost", "training")
+"""What a moment can be, in the order of precedence."""
+
+WORDS = MappingProxyType(
+    {
+        "training": "training",
+        "lost": "lost: done again after a fault",
+        "saving": "saving: stalls",
+        "restarting": "restarting",
+        "restoring": "restoring",
+    }
+)
+"""What to call each of `KINDS`, in the order of a table."""
+
+_SECONDS = {"SaveStaged": "stall_s", "Restored": "seconds", "RestoreFailed": "seconds", "Restarted": "seconds"}
+_MAX_SECONDS = 1e10
+_STEPS = ("SaveStarted", "SaveStaged", "SavePublished", "SaveAbandoned", "Restored")
+
+
+@dataclass(frozen=True)
+class Events:
+    """Events by time. `skipped` counts lines that are no events, such as the last one of a process that was killed."""
+
+    events: tuple[Event, ...]
+    skipped: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """The time from `begin` to `end`, in seconds since 1970, and what it was: one of `KINDS`."""
+
+    kind: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What became of the time of a job: `spans` follow one another without gaps."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def wall_s(self) -> float:
+        """From the first event to the last."""
+        return self.spans[-1].end - self.spans[0].begin if self.spans else 0.0
+
+    def seconds(self, kind: str) -> float:
+        """Return the time of one of `KINDS`."""
+        return math.fsum(span.end - span.begin for span in self.spans if span.kind == kind)
+
+    @property
+    def goodput(self) -> float:
+        """The part of the time that was training which counted, from 0 to 1; 0 if there is no time."""
+        return self.seconds("training") / self.wall_s if self.wall_s else 0.0
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return lines of a table: what the time was for, how much it was, and its share."""
+        return [
+            (about, duration(self.seconds(kind)), f"{100 * self.seconds(kind) / self.wall_s:.1f}%")
+            for kind, about in WORDS.items()
+            if self.wall_s and (self.seconds(kind) or kind == "training")
+        ]
+
+    def document(self) -> dict[str, float]:
+        """Return the figures as JSON."""
+        times = {f"{kind}_s": self.seconds(kind) for kind in reversed(KINDS)}
+        return {"goodput": self.goodput, "wall_s": self.wall_s, **times}
+
+
+def read_events(paths: Iterable[str]) -> Events:
+    """Read files of JSON lines, such as `ckpt.sinks.JsonLines` writes, of all ranks and starts of one job.
+
+    OSError if one cannot be read; CannotReadError if there is no event in any.
+    """
+    events, skipped, files = [], 0, list(paths)
+    for path in files:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            for text in stream:
+                event = _event(text)
+                if event is None:
+                    skipped += bool(text.strip())
+                else:
+                    events.append(event)
+    if not events:
+        raise CannotReadError(f"{', '.join(files)}: there are no events; write them with ckpt.sinks.JsonLines")
+    return Events(tuple(sorted(events, key=lambda event: float(event["time"]))), skipped)
+
+
+def goodput(events: Sequence[Event]) -> Goodput:
+    """Return what became of the time of a job, from the events of all its ranks, by time. See the module."""
+    if not events:
+        return Goodput(())
+    begin = min(_begin(event) for event in events)
+    restarts = _merged([(_begin(event), event["time"]) for event in events if event["event"] == "Restarted"])
+    stalls = _stalls(events)
+    spans = [Span("saving", _begin(event), event["time"]) for event in stalls]
+    spans += [Span("restarting", *restart) for restart in restarts]
+    spans += [Span("restoring", _begin(event), event["time"]) for event in events if event["event"] == "RestoreFailed"]
+    for restored in (event for event in events if event["event"] == "Restored"):
+        at = _begin(restored)
+        spans.append(Span("restoring", at, restored["time"]))
+        fault = next((first for first, last in restarts if first <= at <= last), None)
+        if fault is None:
+            fault = max((event["time"] for event in events if event["time"] <= at), default=begin)
+            spans.append(Span("restarting", fault, at))
+        spans.append(Span("lost", min(_worth_until(stalls, restored["step"], fault, begin), fault), fault))
+    spans += [Span("lost", begin, first) for first, last in restarts if _from_scratch(events, first, last)]
+    return Goodput(tuple(_painted(spans, begin, max(event["time"] for event in events))))
+
+
+def _begin(event: Event) -> float:
+    """Return when what an event reports began."""
+    return float(event["time"]) - float(event.get(_SECONDS.get(event["event"], ""), 0.0))
+
+
+def _stalls(events: Sequence[Event]) -> list[Event]:
+    """Return the SaveStaged of each save on the rank that stalled longest, by time."""
+    saves: list[dict[int, Event]] = []
+    open_saves: dict[int, dict[int, Event]] = {}
+    for event in events:
+        if event["event"] in ("Restored", "Restarted"):
+            open_saves = {}  # the same step may be saved again
+        elif event["event"] == "SaveStaged":
+            save = open_saves.get(event["step"])
+            if save is None or event["rank"] in save:
+                save = open_saves[event["step"]] = {}
+                saves.append(save)
+            save[event["rank"]] = event
+    return sorted((max(save.values(), key=lambda each: float(each["stall_s"])) for save in saves), key=_begin)
+
+
+def _worth_until(stalls: Sequence[Event], step: int, fault: float, begin: float) -> float:
+    """Return when a step that was restored after a fault had been staged: the work until then is in it."""
+    return max((stall["time"] for stall in stalls if stall["step"] == step and stall["time"] <= fault), default=begin)
+
+
+def _from_scratch(events: Sequence[Event], first: float, last: float) -> bool:
+    """Return whether training went on after a restart without a restore in it or before the next save."""
+    for event in events:
+        if event["time"] > first and event["event"] == "Restored":
+            return False
+        if event["time"] > last and event["event"] in ("SaveStarted", "SaveStaged", "Restarted"):
+            return True
+    return True
+
+
+def _merged(ranges: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the union of ranges: those of the ranks of one restart overlap."""
+    merged: list[tuple[float, float]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _painted(spans: list[Span], begin: float, end: float) -> list[Span]:
+    """Return the spans that follow one another from `begin` to `end`: at each moment the first of `KINDS` there."""
+    changes = sorted({begin, end, *(at for span in spans for at in (span.begin, span.end) if begin < at < end)})
+    starts: dict[float, list[tuple[str, int]]] = {at: [] for at in changes}
+    for span in spans:
+        first, last = max(span.begin, begin), min(span.end, end)
+        if first < last:
+            starts[first].append((span.kind, 1))
+            starts[last].append((span.kind, -1))
+    painted: list[Span] = []
+    open_spans = dict.fromkeys(KINDS, 0) | {"training": 1}
+    for at, following in pairwise(changes):
+        for kind, change in starts[at]:
+            open_spans[kind] += change
+        kind = next(kind for kind in KINDS if open_spans[kind])
+        if painted and painted[-1].kind == kind:
+            painted[-1] = Span(kind, painted[-1].begin, following)
+        else:
+            painted.append(Span(kind, at, following))
+    return painted
+
+
+def _event(text: str) -> Event | None:
+    """Return the event of a line; None if it is none, or has not the numbers that are needed of it."""
+    try:
+        event = json.loads(text)
+        name = event["event"]
+        seconds = [event["time"], *([event[_SECONDS[name]]] if name in _SECONDS else [])]
+        whole = [event["rank"], *([event["step"]] if name in _STEPS else [])]
+        possible = all(type(each) in (int, float) and 0 <= each < _MAX_SECONDS for each in seconds)
+        if isinstance(name, str) and possible and all(type(each) is int for each in whole):
+            return dict(event)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None

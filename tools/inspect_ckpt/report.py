@@ -1,0 +1,75 @@
+"""`report`: one page about a root, or only the goodput of its job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+
+from .findings import Limits, find
+from .goodput import Events, goodput, read_events
+from .output import CannotReadError, Exit, Output, duration, size
+from .root import root_of
+from .sections import report_page
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "write a page about a root: saves over time, slow ranks, changes, health, branches, goodput"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
+    parser.add_argument("-o", dest="file", metavar="FILE", default="report.html", help="the page (report.html)")
+    parser.add_argument("--events", nargs="+", default=[], metavar="FILE", help="what ckpt.sinks.JsonLines has written")
+    parser.add_argument("--goodput", action="store_true", help="only print what the time of --events was for")
+    parser.add_argument("--last", type=_positive, default=60, metavar="N", help="show the newest N steps (default 60)")
+    parser.add_argument(
+        "--validate", type=_number, metavar="N", help="read the newest N steps in full (default: up to 3, and 4 GiB)"
+    )
+    parser.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help="compare the tensors of the two newest steps (default: if they have up to 4 GiB)",
+    )
+
+
+def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    root = root_of(arguments.root)
+    if arguments.goodput and not arguments.events:
+        raise CannotReadError("--goodput needs --events FILE, the lines that ckpt.sinks.JsonLines has written")
+    events = read_events(arguments.events) if arguments.events else Events((), 0)
+    times = goodput(events.events)
+    if arguments.goodput:
+        output.table(("", ">time", ">share"), [*times.rows(), ("in all", duration(times.wall_s), "")])
+        output.json(times.document())
+        return Exit.WHOLE
+    if not os.path.isdir(os.path.dirname(os.path.abspath(arguments.file))):
+        raise CannotReadError(f"cannot write {arguments.file}: there is no such directory")
+    found = find(root, Limits(arguments.last, arguments.validate, arguments.compare), output)
+    page = report_page(found, events, times).encode()
+    with open(arguments.file, "wb") as stream:
+        stream.write(page)
+    output.line(f"wrote {arguments.file} ({size(len(page))})", "bold")
+    output.json(
+        {
+            "root": root.path,
+            "file": arguments.file,
+            "steps": [step.step for step in found.steps],
+            "health": [asdict(health) for health in found.health],
+            "goodput": times.document() if events.events else None,
+        }
+    )
+    return Exit.DAMAGED if any(health.state == "damaged" for health in found.health) else Exit.WHOLE
+
+
+def _number(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return number
+
+
+def _positive(text: str) -> int:
+    if not (number := _number(text)):
+        raise argparse.ArgumentTypeError("0 is too few")
+    return number

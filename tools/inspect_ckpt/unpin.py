@@ -1,0 +1,36 @@
+"""`unpin`: let the policy of the job decide about pinned steps again."""
+
+from __future__ import annotations
+
+import argparse
+
+from ckpt.storage.pins import pinned_steps, unpin_step
+
+from .output import CannotReadError, Exit, Output, first_few, plural
+from .root import confirmed, root_of
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "let the job remove pinned steps again, as its policy says"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="a checkpoint root")
+    parser.add_argument("steps", metavar="STEP", nargs="+", type=int, help="the number of a pinned step")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    root = root_of(arguments.root)
+    steps = list(dict.fromkeys(arguments.steps))
+    pinned = pinned_steps(root.path)
+    for step in steps:
+        if step not in pinned:
+            known = first_few([str(each) for each in sorted(pinned)]) if pinned else "none"
+            raise CannotReadError(f"step {step} of {root.path} is not pinned; pinned steps: {known}")
+    done: list[int] = []
+    if arguments.yes or confirmed(f"Unpin {plural(len(steps), 'step')}, which the job may remove then? [y/N] ", output):
+        done = [step for step in steps if unpin_step(root.path, step)]
+    output.line(f"unpinned {plural(len(done), 'step')}")
+    output.json({"root": root.path, "unpinned": done})
+    return Exit.WHOLE
