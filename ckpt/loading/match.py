@@ -113,9 +113,9 @@ def match_state(
             match.separate.append((path, target))
         elif own is None and target not in read and index.tensor(target) is None:
             match.problems.append(Problem(path, f"missing: {display(path)}"))
-    for path, (container, own) in flat.containers.items():
+    for path, (container, of_rank) in flat.containers.items():
         if container.kind == "tensor" and not skipped(path):
-            stored = index.per_rank_containers.get(path, {}).get(rank) if own else index.containers.get(path)
+            stored = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
             _match_subclass(match, index, path, container, stored)
     _leave_out(match, {unit(problem.path) for problem in match.problems} - {None}, unit)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
