@@ -97,7 +97,10 @@ class Optimizers:
         elif list(map(len, stored)) == list(map(len, own)):
             text = f"numbers its parameters {_shortened(stored)} in the checkpoint, {_shortened(own)} in the state"
         else:
-            text = f"has {_group_sizes(stored)} in the checkpoint, {_group_sizes(own)} in the state"
+            text = (
+                f"has {_group_sizes(stored)} in the checkpoint, {_group_sizes(own)} in the state; make it of the same "
+            )
+            text += "parameters, the frozen ones too, or leave it out: restore(..., only=...)"
         self.problems.append(Problem(path, f"parameter groups: {display(path)} {text}"))
         self.ignored.add(path)
         self.not_loaded.add(path)

@@ -255,7 +255,7 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_restored
         assert "\n  parameter groups: optimizer has 1 parameter group with 2 parameter(s) in the checkpoint, " in str(
             caught.value
         )
-        assert "1 parameter group with 3 parameter(s) in the state" in str(caught.value)
+        assert "1 parameter group with 3 parameter(s) in the state; make it of the same parameters" in str(caught.value)
         assert str(caught.value).startswith("1 name(s)"), "what follows from it is not listed"
         assert _content(state) == before
         checkpointer.restore(state, strict=False)
