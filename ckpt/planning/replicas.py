@@ -2,7 +2,8 @@
 
     kind        tensors                                                    written by        if copies differ
     parameter   parameters of modules, state of optimizers; tensors of     any of its ranks  an error
-                more than 64 KiB without such an owner
+                more than 64 KiB without such an owner; parts of tensor
+                subclasses
     buffer      buffers of modules; running statistics, by their names     the lowest rank   expected
     other       all other tensors                                          the lowest rank   a warning
 
@@ -42,7 +43,11 @@ def replica_kinds(flat: FlatState) -> dict[Path, Kind]:
     """Return the kind of each tensor that other ranks may have, too: not per rank, and not only sharded."""
     owners = {owner.path: owner.stateful for owner in flat.owners}
     buffers = {path: _Buffers(owner) for path, owner in owners.items() if isinstance(owner, torch.nn.Module)}
-    return {path: _kind(path, leaf, owners, buffers) for path, leaf in flat.tensors.items() if _has_replicas(leaf.spec)}
+    kinds = {
+        path: _kind(path, leaf, owners, buffers) for path, leaf in flat.tensors.items() if _has_replicas(leaf.spec)
+    }
+    subclasses = {path for path, (container, _) in flat.containers.items() if container.kind == "tensor"}
+    return {path: "parameter" if path[:-1] in subclasses else kind for path, kind in kinds.items()}
 
 
 def _has_replicas(spec: TensorSpec) -> bool:

@@ -271,3 +271,61 @@ def test_nf4_weights_of_torchao(tmp_path: Path) -> None:
         checkpointer.save({"w": saved}, 1)
         checkpointer.restore({"w": other})
     assert torch.equal(saved.get_original_weight(), other.get_original_weight())
+
+
+def _torchao_sharded(kind: str, world_size: int, rank: int, seed: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.manual_seed(seed)
+    whole, rows = torch.randn(512, 512), 512 // world_size
+    own = whole[rank * rows : (rank + 1) * rows].contiguous()
+    if kind == "float8":
+        from torchao.quantization import Float8Tensor, PerRow
+
+        local: Any = Float8Tensor.from_hp(own, granularity=PerRow())
+    else:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        local = (
+            to_nf4(own, 64, 256) if kind == "nf4 of its own" else torch.chunk(to_nf4(whole, 64, 256), world_size)[rank]
+        )
+    mesh = init_device_mesh("cpu", (world_size,))
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _save_torchao(rank: int, world_size: int, root: Path, kind: str) -> str:
+    with Checkpointer(root) as checkpointer:
+        try:
+            checkpointer.save({"w": _torchao_sharded(kind, world_size, rank, seed=1)}, 1)
+        except ckpt.CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def _restore_torchao(rank: int, world_size: int, root: Path, kind: str) -> bool:
+    state = {"w": _torchao_sharded(kind, world_size, rank, seed=2)}
+    saved = parts(_torchao_sharded(kind, world_size, rank, seed=1).to_local())
+    assert parts(state["w"].to_local()) != saved
+    with Checkpointer(root) as checkpointer:
+        checkpointer.restore(state)
+    return parts(state["w"].to_local()) == saved
+
+
+@_WARNS
+@pytest.mark.parametrize("kind", ["float8", "nf4"])
+def test_sharded_weights_of_torchao_on_other_numbers_of_ranks(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    assert [result.value for result in run_ranks(_save_torchao, 2, tmp_path / "root", kind)] == ["", ""]
+    for ranks in (4, 2, 1):
+        assert all(result.value for result in run_ranks(_restore_torchao, ranks, tmp_path / "root", kind))
+
+
+@_WARNS
+def test_a_part_that_all_ranks_share_must_be_the_same_on_all(tmp_path: Path) -> None:
+    """Of weights that each rank quantized for itself: the mean of their scales."""
+    pytest.importorskip("torchao")
+    for result in run_ranks(_save_torchao, 2, tmp_path / "root", "nf4 of its own"):
+        assert "w/scaler_mean (rank 1 unlike rank 0)" in result.value
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        assert checkpointer.all_steps() == []
