@@ -4,8 +4,8 @@ import contextlib
 import os
 import re
 import signal
-import stat
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 import ckpt
 from tests.examples.pages import REPOSITORY, assert_page_shows
 from tests.support import RankGroup, free_port, launch_ranks
+from tests.support.slurm import missing_for_slurm, run_slurm
 
 pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
@@ -22,7 +23,6 @@ SCRIPT = REPOSITORY / "examples" / "preemption.py"
 BATCH = REPOSITORY / "examples" / "preemption.sbatch"
 _TORCHRUN = "from torch.distributed.run import main; main()"
 _CKPT_LAUNCHER = "import sys; from inprocess.fault_tolerance.launcher import main; sys.exit(main())"
-_SHELL = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
 
 
 @contextlib.contextmanager
@@ -81,29 +81,41 @@ def test_ckpt_launcher_passes_sigterm_on_and_succeeds(policy: str, tmp_path: Pat
         _ended(group, tmp_path, 0)
 
 
-def test_the_batch_script_requeues_until_done(tmp_path: Path) -> None:
-    commands = {"srun": 'exec "$@"', "scontrol": f'echo "$@" >> {tmp_path}/scontrol.txt', "hostname": "echo 127.0.0.1"}
-    for name, line in commands.items():
-        file = tmp_path / name
-        file.write_text(f"#!/bin/bash\n{line}\n")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+@pytest.mark.skipif(missing_for_slurm() is not None, reason=str(missing_for_slurm()))
+def test_slurm_requeues_the_batch_script_until_it_is_done(tmp_path: Path) -> None:
     variables = {
-        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NUM_NODES": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(REPOSITORY),
         "RANKS_PER_NODE": "2",
         "PORT": str(free_port()),
     }
-    arguments = [str(BATCH), "--step-seconds", "0.02"]
-    with _running(_SHELL, tmp_path, *arguments, env=variables) as group:
-        group.kill(0, signal.SIGUSR1)
-        step = _ended(group, tmp_path, 0)
-    assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
-    with _running(_SHELL, tmp_path, *arguments, "--steps", str(step + 2), env=variables) as group:
-        (result,) = group.wait(timeout=60)
-        assert f"rank 0 begins after step {step}\n" in result.stdout
-    assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
+    output = tmp_path / "output.txt"
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    with run_slurm(tmp_path / "slurm") as slurm:
+        options = ["--parsable", "--nodes=1", f"--output={output}"]
+        arguments = ["--step-seconds", "0.02", "--steps", "400"]
+        job = slurm.run("sbatch", *options, str(BATCH), *arguments, env=variables, folder=tmp_path).strip()
+        for rank in range(2):
+            _wait_for_line(output, rf"rank {rank} begins after step 0")
+        slurm.run("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1 makes Slurm send
+        stops = [_wait_for_line(output, rf"rank {rank} stops after step (\d+), published: True") for rank in range(2)]
+        assert stops[0] == stops[1]
+        for rank in range(2):
+            _wait_for_line(output, rf"rank {rank} begins after step {stops[0]}")
+            _wait_for_line(output, rf"rank {rank} done after step 400")
+        slurm.wait_for_state(job, "COMPLETED")
+    assert not (tmp_path / f"stop.{job}").exists()
+
+
+def _wait_for_line(file: Path, pattern: str) -> str:
+    """Return the first group of a line that matches, or the line, as soon as there is one."""
+    deadline = time.monotonic() + 60
+    while True:
+        text = file.read_text() if file.exists() else ""
+        if (found := re.search(rf"^{pattern}$", text, re.MULTILINE)) is not None:
+            return found[1] if found.groups() else found[0]
+        assert time.monotonic() < deadline, f"no line {pattern!r}:\n{text[-3000:]}"
+        time.sleep(0.1)
 
 
 def test_the_page_shows_the_batch_script() -> None:
