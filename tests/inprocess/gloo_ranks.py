@@ -26,12 +26,20 @@ class Meeting:
 
         port = int(os.environ["MASTER_PORT"])
         self.store = TCPStore("127.0.0.1", port, None, rank == 0, WAIT, wait_for_workers=False)
+        self.rank = rank
         self.world_size = world_size
 
     def meet(self, name: str) -> None:
+        """Wait for all ranks. Rank 0, which has the store, returns last: it may end at once."""
         if self.store.add(f"meet/{name}", 1) == self.world_size:
             self.store.set(f"met/{name}", "")
         self.store.wait([f"met/{name}"])
+        if self.world_size == 1:
+            return
+        if self.rank == 0:
+            self.store.wait([f"left/{name}"])
+        elif self.store.add(f"leave/{name}", 1) == self.world_size - 1:
+            self.store.set(f"left/{name}", "")
 
 
 class AborterThread:
