@@ -28,7 +28,6 @@ from rich.table import Table
 
 import ckpt
 from tools.bench.processes import free_port
-from tools.demo.operations_job import SCRAPE_S
 from tools.demo.run import DemoError, Settings, TrainingRun
 
 __all__ = ["main", "run"]
@@ -40,6 +39,7 @@ FAULT = "10:exception"
 PREEMPTED_AFTER = 24
 LIMIT_S = 240.0
 PREEMPTED = os.EX_TEMPFAIL
+_SCRAPE_S = 1.0
 _WIDTH = 110  # of tables that do not go to a terminal
 
 
@@ -50,11 +50,11 @@ def run(console: Console, out: Path = OUT, options: tuple[str, ...] = ()) -> Non
     out.mkdir(parents=True)
     ports = [free_port(), free_port()]
     with _prometheus(out, ports, deadline) as url:
-        stop = _until_preempted(_settings(out, "first", ports[0], options), out, deadline)
+        stop = _until_preempted(_settings(out, "first", ports[0], url, options), out, deadline)
         console.print(
             f"one exception; then SIGUSR1 to rank 1: both ranks saved step {stop}, and ended with {PREEMPTED}"
         )
-        second = _to_the_end(_settings(out, "second", ports[1], options), out, deadline)
+        second = _to_the_end(_settings(out, "second", ports[1], url, options), out, deadline)
         begun = second.of("start")[0]["step"]
         if begun != stop:
             raise DemoError(f"the job went on from step {begun}, and not from step {stop}, which it was stopped at")
@@ -75,8 +75,8 @@ def run(console: Console, out: Path = OUT, options: tuple[str, ...] = ()) -> Non
     _report(console, out, own)
 
 
-def _settings(out: Path, name: str, port: int, options: tuple[str, ...]) -> Settings:
-    job = [sys.executable, "-m", "tools.demo.operations_job", str(out), str(port), FAULT, "--"]
+def _settings(out: Path, name: str, port: int, url: str, options: tuple[str, ...]) -> Settings:
+    job = [sys.executable, "-m", "tools.demo.operations_job", str(out), str(port), url, FAULT, "--"]
     launcher = ("tools.demo.launch", "--ranks", "2", "--", *job)
     extra = ("--restart", "--preemptible", "--events", str(out / "events.jsonl"), *options)
     return Settings(name, out / "checkpoints", STEPS, SAVE_EVERY, extra=extra, launcher=launcher)
@@ -178,7 +178,7 @@ def _prometheus(out: Path, ports: list[int], deadline: float) -> Iterator[str]:
     targets = ", ".join(f'"127.0.0.1:{port}"' for port in ports)
     config = out / "prometheus.yml"
     config.write_text(
-        f"global: {{scrape_interval: {SCRAPE_S:g}s, evaluation_interval: {SCRAPE_S:g}s}}\n"
+        f"global: {{scrape_interval: {_SCRAPE_S:g}s, evaluation_interval: {_SCRAPE_S:g}s}}\n"
         f"rule_files: [{json.dumps(str(RULES))}]\n"
         f"scrape_configs: [{{job_name: training, static_configs: [{{targets: [{targets}]}}]}}]\n"
     )
