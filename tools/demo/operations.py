@@ -18,7 +18,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,13 +112,14 @@ def _to_the_end(settings: Settings, out: Path, deadline: float) -> TrainingRun:
 def _own_counts(out: Path) -> dict[str, float]:
     """Return what the ranks have logged themselves, without the events of `ckpt`."""
     records = [json.loads(line) for line in (out / "ranks.jsonl").read_text().splitlines()]
-    count = Counter(record["event"] for record in records)
     restored = [record["restored"] for record in records if record["event"] == "start" and record["restored"]]
     from_memory = sum(each["own_memory_bytes"] + each["neighbour_memory_bytes"] for each in restored)
     faults = (out / "faults.jsonl").read_text().splitlines()
-    saves = count["save"] + count["preempted"]
+    saves = {(record["rank"], record["step"]) for record in records if record["event"] in ("save", "preempted")}
     return {
-        "saves published": saves,  # the exception comes when both ranks have staged the save before it
+        "saves published": len(
+            saves
+        ),  # a stop may come at a step that is saved anyhow; the exception comes when both ranks have staged the save before it
         "saves abandoned": 0,
         "restarts": 2 * len(faults),
         "bytes from memory": from_memory,
