@@ -116,10 +116,9 @@ def _own_counts(out: Path) -> dict[str, float]:
     from_memory = sum(each["own_memory_bytes"] + each["neighbour_memory_bytes"] for each in restored)
     faults = (out / "faults.jsonl").read_text().splitlines()
     saves = {(record["rank"], record["step"]) for record in records if record["event"] in ("save", "preempted")}
+    # A stop may come at a step that is saved anyhow. The exception comes when both ranks have staged the save before it.
     return {
-        "saves published": len(
-            saves
-        ),  # a stop may come at a step that is saved anyhow; the exception comes when both ranks have staged the save before it
+        "saves published": len(saves),
         "saves abandoned": 0,
         "restarts": 2 * len(faults),
         "bytes from memory": from_memory,
