@@ -116,7 +116,7 @@ def _own_counts(out: Path) -> dict[str, float]:
     from_memory = sum(each["own_memory_bytes"] + each["neighbour_memory_bytes"] for each in restored)
     faults = (out / "faults.jsonl").read_text().splitlines()
     saves = {(record["rank"], record["step"]) for record in records if record["event"] in ("save", "preempted")}
-    # A stop may come at a step that is saved anyhow. The exception comes when both ranks have staged the save before it.
+    # A stop may come at a step that is saved anyhow; the exception, when both ranks have staged the save before
     return {
         "saves published": len(saves),
         "saves abandoned": 0,
