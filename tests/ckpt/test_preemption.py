@@ -179,6 +179,31 @@ def test_handlers_that_were_there_still_run(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, earlier)
 
 
+def test_watchers_are_closed_in_any_order(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with _watching(tmp_path / "root") as first, _watching(tmp_path / "root") as second:
+        first.close()
+        others = [os.open(tmp_path / f"other{number}", os.O_RDWR | os.O_CREAT) for number in range(4)]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        _stops(second)
+        for other in others:  # they may have the numbers of the descriptors that the first one had
+            assert os.fstat(other).st_size == 0
+            os.close(other)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_child_of_a_process_with_two_watchers_can_be_ended(tmp_path: Path) -> None:
+    with _watching(tmp_path / "root") as first, _watching(tmp_path / "root") as second:
+        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+        child.start()
+        child.terminate()
+        child.join(_DEADLINE_S)
+        ended, _ = child.exitcode, child.kill()
+        assert ended == -signal.SIGTERM
+        assert (first.requested, second.requested) == (None, None)
+
+
 def test_an_event_loop_gets_its_signals(tmp_path: Path) -> None:
     async def main() -> None:
         got = asyncio.Event()
