@@ -258,11 +258,12 @@ class PreemptionWatcher:
                 return
             try:
                 answer = None if self._poll is None else self._poll()
+                asks = isinstance(answer, timedelta) or bool(answer)
             except Exception:
                 if not failed:
                     _log.exception("the function that says whether to stop has failed; it is called again")
-                failed, answer = True, None
-            if answer is not None and answer is not False:
+                failed, asks = True, False
+            if asks:
                 left_s = answer.total_seconds() if isinstance(answer, timedelta) else self._notice_s
                 self._ask("the function of the program says so", left_s)
                 return
@@ -316,9 +317,12 @@ class PreemptionWatcher:
                 _log.warning("rank %d was asked to stop: %s; %.1f s are left", self._asked_rank, self._why, left_s)
             try:
                 self._look()
-            except (RuntimeError, ValueError) as error:  # PyTorch's stores raise many kinds
-                _log.debug("the store of the process group failed: %s", error)
+            except Exception as error:  # PyTorch's stores raise many kinds, and groups that are being destroyed others
+                _log.debug("the store of the process group failed: %r", error)
             (self._asked if self._why is None else self._closing).wait(self._pause_s())
+        with contextlib.suppress(Exception):  # this watcher counts on all ranks, also if it was closed before it looked
+            if (member := self._current_member()) is not None:
+                self._store(member)
 
     def _pause_s(self) -> float:
         """Return the time between two looks at the store."""

@@ -96,10 +96,11 @@ class SignalPipe:
                 os.close(fd)
 
     def _catch(self, number: int) -> None:
-        if signal.getsignal(number) is None:
+        earlier = signal.getsignal(number)
+        if earlier is None or (not callable(earlier) and _is_caught(number)):
             raise ValueError(
-                f"{signal_name(number)} has a handler that was not installed by Python and could not be put back: "
-                "do not name this signal"
+                f"{signal_name(number)} has a handler that was not installed by Python (faulthandler.register does "
+                "that, too) and could not be put back: do not name this signal"
             )
         self._earlier[number] = signal.signal(number, self._handler)
 
@@ -148,6 +149,16 @@ def _protect_from_children(pipe: Callable[[], SignalPipe | None]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, forks.mask)
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether this process has a handler for a signal, as far as the kernel tells (see proc(5))."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
+    except OSError:
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def signal_name(number: int) -> str:

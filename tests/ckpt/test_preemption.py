@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ _SHORT = timedelta(seconds=4)
 _LONG = timedelta(seconds=40)
 _INTERVAL = timedelta(seconds=0.1)
 _DEADLINE_S = 30.0
+
+_default_store = dist.distributed_c10d._get_default_store
 
 AtStep = Callable[[int, ckpt.PreemptionWatcher], object]
 
@@ -136,7 +140,7 @@ def test_a_file_that_appears(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer", [True, timedelta(seconds=30)])
 def test_a_function_that_is_polled(answer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    answers: list[Any] = [False, None, OSError("no metadata"), answer]
+    answers: list[Any] = [False, None, 0, "", numpy.False_, OSError("no metadata"), answer]
 
     def poll() -> Any:
         answer = answers.pop(0)
@@ -287,6 +291,22 @@ def test_what_is_refused(tmp_path: Path, leak_check: LeakCheck) -> None:
         thread.start()
         thread.join(_DEADLINE_S)
         assert "main thread" in str(errors[0])
+
+
+def test_a_handler_that_python_does_not_know_is_not_replaced(tmp_path: Path) -> None:
+    """Replaced, it would write no stacks any more, and the signal would end the process later."""
+    with open(tmp_path / "stacks", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        try:
+            with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+                with pytest.raises(ValueError, match=r"SIGUSR1 has a handler .*faulthandler"):
+                    ckpt.PreemptionWatcher(checkpointer)
+                with ckpt.PreemptionWatcher(checkpointer, signals=[signal.SIGTERM]):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert (tmp_path / "stacks").read_text().count("most recent call first") >= 2
 
 
 def test_the_process_ends_when_the_grace_is_over(tmp_path: Path) -> None:
@@ -445,6 +465,64 @@ def test_what_all_ranks_have_staged_is_published_even_if_one_dies_then(tmp_path:
     _, step, published = results[0].stdout.split()
     assert published == "True"
     _assert_newest(root, int(step))
+
+
+def test_a_watcher_that_was_closed_before_it_looked_counts(tmp_path: Path) -> None:
+    """Watchers of several ranks belong together by their number, one after the other."""
+
+    def main(rank: int, world_size: int) -> int:
+        interval = timedelta(seconds=60 if rank == 0 else 0.01)  # rank 0 does not look before it closes the first one
+        with _watching(tmp_path / "root", interval=interval):
+            dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+            if rank == 1:
+                store = dist.PrefixStore(f"ckpt/{dist.group.WORLD.group_name}/stop", _default_store())
+                _wait_until(lambda: store.check(["watchers/1"]))
+            dist.barrier()
+        with _watching(tmp_path / "root") as watcher:
+            if rank == 0:
+                watcher.request("one rank asks")
+            for step in range(1, 1_000_000):
+                dist.all_reduce(torch.ones(()))
+                if watcher.should_stop(step):
+                    return step
+        return 0
+
+    results = run_ranks(main, 2, init_process_group=False)
+    assert results[0].value == results[1].value > 0
+
+
+def test_a_look_while_the_groups_are_being_destroyed(tmp_path: Path) -> None:
+    """Torch forgets the store of a group after the group, so there is a moment when it finds none."""
+
+    class Torn(dict[Any, Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.looked = threading.Event()
+
+        def __getitem__(self, key: Any) -> Any:
+            self.looked.set()
+            raise KeyError(key)
+
+    def main(rank: int, world_size: int) -> int:
+        groups = dist.distributed_c10d._world
+        with _watching(tmp_path / "root") as watcher:
+            whole = dict(groups.pg_map)
+            torn = Torn()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist.distributed_c10d, "_pg_map", torn)
+                assert groups.pg_map is torn
+                assert torn.looked.wait(_DEADLINE_S)
+            assert groups.pg_map == whole
+            if rank == 0:
+                watcher.request("one rank asks")
+            for step in range(1, 1_000_000):
+                dist.all_reduce(torch.ones(()))
+                if watcher.should_stop(step):
+                    return step
+        return 0
+
+    results = run_ranks(main, 2)
+    assert results[0].value == results[1].value > 0
 
 
 def test_one_watcher_after_the_other_and_one_group_after_the_other(tmp_path: Path) -> None:
