@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import json
 import logging
+import multiprocessing
 import os
+import resource
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -152,6 +156,61 @@ def test_ranks_share_a_file_of_json_lines(tmp_path: Path) -> None:
     assert all(json.loads(line)["rank"] == rank for rank in range(2) for line in own[rank])
 
 
+def _steps(path: Path) -> list[Any]:
+    """The steps of the lines that are events, and None for every other line."""
+    found: list[Any] = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line)["step"])
+        except ValueError:
+            found.append(None)
+    return found
+
+
+def test_a_full_disk_costs_json_lines_only_what_did_not_fit(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sink = JsonLines(path)
+        sink(_started(1))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+        for step in (2, 3):
+            with pytest.raises(OSError, match="part|large"):
+                sink(_started(step))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sink(_started(4))
+        sink(_started(5))
+
+    path = tmp_path / "lines"
+    child = multiprocessing.get_context("fork").Process(target=write, args=(path,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert _steps(path) == [1, None, 4, 5]
+
+
+def test_json_lines_go_on_behind_a_line_without_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"event": "Save')
+    for step in (1, 2):  # two starts of a job
+        sink = JsonLines(path)
+        sink(_started(step))
+        sink.close()
+    assert _steps(path) == [None, 1, 2]
+
+
+def test_a_file_of_json_lines_that_is_rotated_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    sink = JsonLines(path)
+    sink(_started(1))
+    path.rename(tmp_path / "lines.1")
+    sink(_started(2))
+    path.unlink()
+    sink(_started(3))
+    sink.close()
+    assert (_steps(tmp_path / "lines.1"), _steps(path)) == ([1], [3])
+
+
 # -- sinks that misbehave ----------------------------------------------------------------------------------------------
 
 
@@ -209,6 +268,40 @@ def test_a_sink_that_raises_is_called_again_and_closed_once(caplog: pytest.LogCa
     failures = [record for record in caplog.records if "failed" in record.message]
     assert len(failures) == 1
     assert failures[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_sink_that_raises_what_ends_threads_is_called_again(kind: type[BaseException]) -> None:
+    seen: list[events.Event] = []
+
+    def sink(event: events.Event) -> None:
+        seen.append(event)
+        if len(seen) == 1:
+            raise kind
+
+    with ckpt.observe(sink) as handle:
+        emit(_started(0))
+        emit(_started(1))
+    assert (len(seen), handle.failed, handle.dropped) == (2, 1, 0)
+
+
+def test_a_sink_closes_itself(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[events.Event] = []
+    begun = threading.Event()
+
+    def sink(event: events.Event) -> None:
+        assert begun.wait(30)
+        seen.append(event)
+        handle.close()
+
+    handle = ckpt.observe(sink)
+    emit(_started(0))
+    emit(_started(1))
+    begun.set()
+    handle._thread.join(30)
+    assert not handle._thread.is_alive()
+    emit(_started(2))
+    assert (len(seen), caplog.records) == (2, [])
 
 
 def test_a_sink_runs_in_the_context_of_the_event() -> None:
