@@ -175,7 +175,7 @@ def test_a_full_disk_costs_json_lines_only_what_did_not_fit(tmp_path: Path) -> N
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
         for step in (2, 3):
-            with pytest.raises(OSError, match="part|large"):
+            with pytest.raises(OSError, match=r"part|large"):
                 sink(_started(step))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         sink(_started(4))
