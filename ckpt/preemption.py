@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
 from ckpt.distributed import torch_distributed
-from ckpt.errors import CheckpointError, CheckpointExistsError
+from ckpt.errors import CheckpointError
 from ckpt.signal_pipe import SignalPipe, signal_name
 from ckpt.stop_agreement import Outcome, StopAgreement, StopRequest
 from inprocess.ipc.threads import JoinableThread
@@ -56,8 +56,9 @@ class _Member:
 class Saves(Protocol):
     """What the watcher uses of a `Checkpointer`."""
 
+    @property
+    def current_step(self) -> int | None: ...
     def maybe_finalize(self, blocking: bool = False) -> list[int]: ...
-    def latest_step(self) -> int | None: ...
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> None: ...
 
 
@@ -171,18 +172,20 @@ class PreemptionWatcher:
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Publish `state` as `step`, with all earlier saves, and return whether it is published. All ranks.
 
-        A step that is published already is not saved again. An error of a save is logged: the process is about to end.
+        A step that this job has published already is not saved again. An error of a save is logged: the process is
+        about to end.
         """
         try:
             self._checkpointer.maybe_finalize(blocking=True)
         except CheckpointError as error:
             _log.error("an earlier save has failed: %s", error)
+        if self._checkpointer.current_step == step:
+            return True
         try:
-            if self._checkpointer.latest_step() != step:
-                self._checkpointer.save(state, step, metrics=metrics)
-        except CheckpointExistsError:
-            pass
+            self._checkpointer.save(state, step, metrics=metrics)
         except CheckpointError as error:
+            if self._checkpointer.current_step == step:
+                return True  # it was in flight behind one that had failed
             _log.error("step %d cannot be saved before the end; the newest published step stands: %s", step, error)
             return False
         return True

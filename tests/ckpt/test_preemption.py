@@ -131,6 +131,44 @@ def test_a_signal(number: int, tmp_path: Path, leak_check: LeakCheck) -> None:
     _assert_newest(tmp_path / "root", 7)
 
 
+def test_a_step_of_another_branch_is_not_taken_for_the_own_one(tmp_path: Path) -> None:
+    """After a rollback, the stop may come at the step at which the earlier branch has ended."""
+    root = tmp_path / "root"
+    state = {"weight": torch.zeros(1000)}
+    with ckpt.Checkpointer(root) as checkpointer:
+        for step in (2, 5):
+            checkpointer.save({"weight": torch.full((1000,), step / 10)}, step)
+    with ckpt.Checkpointer(root) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+        assert checkpointer.restore(state, step=2) == 2
+        state["weight"].fill_(5.0)
+        assert watcher.save(state, 5)
+        assert watcher.save({"weight": torch.full((1000,), 9.0)}, 5), "it is published already"
+    _assert_newest(root, 5)
+
+
+def test_a_step_that_is_there_already_is_not_called_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training began anew in a root with steps."""
+    state = {"weight": torch.full((1000,), 5.0)}
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(state, 5)
+    with _watching(tmp_path / "root") as watcher:
+        assert not watcher.save({"weight": torch.zeros(1000)}, 5)
+    assert "step 5 is already published" in caplog.text
+    _assert_newest(tmp_path / "root", 5)
+
+
+def test_a_step_in_flight_behind_one_that_failed_is_not_saved_again(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    state = {"weight": torch.full((1000,), 7.0)}
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save(state, 5)
+    with ckpt.Checkpointer(root) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+        checkpointer.async_save(state, 5)  # is refused, as it is there already
+        checkpointer.async_save(state, 7)
+        assert watcher.save({"weight": torch.zeros(1000)}, 7)
+    _assert_newest(root, 7)
+
+
 def test_a_file_that_appears(tmp_path: Path) -> None:
     with _watching(tmp_path / "root", stop_file=tmp_path / "stop") as watcher:
         assert not watcher.should_stop(1)
