@@ -42,6 +42,7 @@ _END_TIME = "SLURM_JOB_END_TIME"
 _LEAVING_PAUSES = 4  # between looks: so long before its end a process tells the others, and waits half of it
 _LAST_WORDS_S = 1.0  # to log and flush before the process is ended
 _JOIN_S = 5.0
+_MOST_FAILURES = 16  # of saves in flight; a Checkpointer that is closed raises without end
 
 
 @dataclass(slots=True)
@@ -175,17 +176,17 @@ class PreemptionWatcher:
         A step that this job has published already is not saved again. An error of a save is logged: the process is
         about to end.
         """
-        try:
-            self._checkpointer.maybe_finalize(blocking=True)
-        except CheckpointError as error:
-            _log.error("an earlier save has failed: %s", error)
+        for _ in range(_MOST_FAILURES):
+            try:
+                self._checkpointer.maybe_finalize(blocking=True)
+                break
+            except CheckpointError as error:  # of one save; there may be others behind it
+                _log.error("an earlier save has failed: %s", error)
         if self._checkpointer.current_step == step:
             return True
         try:
             self._checkpointer.save(state, step, metrics=metrics)
         except CheckpointError as error:
-            if self._checkpointer.current_step == step:
-                return True  # it was in flight behind one that had failed
             _log.error("step %d cannot be saved before the end; the newest published step stands: %s", step, error)
             return False
         return True

@@ -157,15 +157,18 @@ def test_a_step_that_is_there_already_is_not_called_saved(tmp_path: Path, caplog
     _assert_newest(tmp_path / "root", 5)
 
 
-def test_a_step_in_flight_behind_one_that_failed_is_not_saved_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_earlier_saves_that_failed_do_not_count(in_flight: bool, tmp_path: Path) -> None:
     root = tmp_path / "root"
     state = {"weight": torch.full((1000,), 7.0)}
     with ckpt.Checkpointer(root) as checkpointer:
-        checkpointer.save(state, 5)
-    with ckpt.Checkpointer(root) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
-        checkpointer.async_save(state, 5)  # is refused, as it is there already
-        checkpointer.async_save(state, 7)
-        assert watcher.save({"weight": torch.zeros(1000)}, 7)
+        for step in (4, 5):
+            checkpointer.save(state, step)
+    with ckpt.Checkpointer(root, slots=3) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+        for step in (4, 5, 7) if in_flight else (4, 5):
+            checkpointer.async_save(state, step)  # the first two are refused, as they are there already
+        assert watcher.save({"weight": torch.zeros(1000)} if in_flight else state, 7)
+        assert checkpointer.latest_step() == 7
     _assert_newest(root, 7)
 
 
