@@ -678,7 +678,7 @@ def test_in_the_restart_wrapper(fault: str | None, tmp_path: Path) -> None:
 def test_a_rank_that_hangs_in_the_restart_wrapper(tmp_path: Path) -> None:
     """The grace is shorter than the soft timeout: all ranks leave, and leave nothing behind.
 
-    They do not end at the same instant. In the tenth of a second between them, a rank may begin another iteration.
+    Each leaves when its own time is over; one that sees another leave first begins to restart, and leaves then.
     """
 
     def main(rank: int, world_size: int) -> None:
@@ -704,6 +704,6 @@ def test_a_rank_that_hangs_in_the_restart_wrapper(tmp_path: Path) -> None:
         train()
 
     results = run_ranks(main, 2, init_process_group=False, returncodes={0: _ASKED, 1: _ASKED}, survivors_timeout=30.0)
-    assert min(result.stdout for result in results) == "iteration 0\n", "the first one that ends"
-    assert max(result.stdout for result in results) in ("iteration 0\n", "iteration 0\niteration 1\n")
+    for result in results:
+        assert result.stdout in ("iteration 0\n", "iteration 0\niteration 1\n")
     _assert_newest(tmp_path / "root", 5)
