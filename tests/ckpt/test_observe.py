@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,22 @@ def test_a_run_and_its_events(tmp_path: Path) -> None:
     assert (retained.kept, retained.removed) == (1, (1,))
     (restored,) = _of(seen, events.Restored)
     assert (restored.step, restored.own_memory_bytes, restored.damaged) == (2, 4000, ())
+
+
+@pytest.mark.parametrize("by_s", [1000, -1000])
+def test_durations_do_not_change_when_the_clock_is_set(
+    by_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[events.Event] = []
+    now = time.time
+    with ckpt.observe(seen.append), ckpt.Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: now() + by_s)
+            checkpointer.async_save(_STATE, 1)
+        checkpointer.maybe_finalize(blocking=True)
+    (published,) = _of(seen, events.SavePublished)
+    assert abs(published.time - _of(seen, events.SaveStarted)[0].time) > 500
+    assert 0 < published.write_s + published.sync_s <= published.seconds < 500
 
 
 def test_what_fails_is_seen_with_its_cause(tmp_path: Path) -> None:
