@@ -137,6 +137,7 @@ class Checkpointer:
         self._registered: dict[str, Any] = {}
         self._phases: list[Phase] = []
         self._resume_step: int | None = None
+        self._current_step: int | None = None
         self._last_restore: RestoreReport | None = None
         self._interrupted_at: float | None = None
         self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
@@ -341,6 +342,14 @@ class Checkpointer:
         return self._resume_step
 
     @property
+    def current_step(self) -> int | None:
+        """The step that was published or restored last by this Checkpointer; None if none was. Without storage access.
+
+        Unlike `latest_step` it is never a step of another branch or job. A save counts when it is finalized.
+        """
+        return self._current_step
+
+    @property
     def last_restore(self) -> RestoreReport | None:
         """Where the bytes of the last restore came from, and what became of each name."""
         return self._last_restore
@@ -411,12 +420,13 @@ class Checkpointer:
 
     def _note_published(self, step: int) -> None:
         self._finalized.append(step)
+        self._current_step = step
         if self._exports is not None and self._saver.last_rank == 0:
             self._exports.published(step)
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report
-        self._resume_step = None if report is None else report.step
+        self._resume_step = self._current_step = None if report is None else report.step
 
     def latest_step(self) -> int | None:
         """Return the newest published step; None if there is none."""

@@ -15,6 +15,7 @@ import contextvars
 import logging
 import os
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,8 +49,8 @@ def observe(sink: Sink, *, limit: int = 10_000) -> Observation:
 
     Neither a slow sink nor one that raises disturbs training or another sink: at most `limit` events wait for it, those
     that come then are dropped and counted (see `EventsDropped`); the first that is dropped, and the first exception,
-    are logged. A process
-    forked from this one has no sinks. What waits when the interpreter exits is still delivered, for at most 5 s.
+    are logged. A process forked from this one has no sinks. What waits when the interpreter exits is still delivered,
+    for at most 5 s.
     """
     return Observation(sink, limit)
 
@@ -83,7 +84,10 @@ class Observation:
         return self._failed
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Deliver what waits, close the sink and end its thread; after `timeout_s` leave it behind. Idempotent."""
+        """Deliver what waits, close the sink and end its thread; after `timeout_s` leave it behind. Idempotent.
+
+        The sink itself may call it, and does not wait then.
+        """
         if self._closing or not self._is_ours():
             return
         self._closing = True
@@ -91,6 +95,8 @@ class Observation:
             _observations.remove(self)
         atexit.unregister(self.close)
         self._queue.put(None)
+        if threading.current_thread() is self._thread:  # called by the sink: the rest is delivered when it returns
+            return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _log.warning(
@@ -137,7 +143,7 @@ class Observation:
     def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:  # also what ends threads: SystemExit, or a CancelledError of asyncio
             self._failed += 1
             if self._failed == 1:
                 _log.warning("the sink %r failed; what it raises later is not logged", self._sink, exc_info=error)

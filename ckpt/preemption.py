@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
 from ckpt.distributed import torch_distributed
-from ckpt.errors import CheckpointError, CheckpointExistsError
+from ckpt.errors import CheckpointError
 from ckpt.signal_pipe import SignalPipe, signal_name
 from ckpt.stop_agreement import Outcome, StopAgreement, StopRequest
 from inprocess.ipc.threads import JoinableThread
@@ -42,6 +42,7 @@ _END_TIME = "SLURM_JOB_END_TIME"
 _LEAVING_PAUSES = 4  # between looks: so long before its end a process tells the others, and waits half of it
 _LAST_WORDS_S = 1.0  # to log and flush before the process is ended
 _JOIN_S = 5.0
+_MOST_FAILURES = 16  # of saves in flight; a Checkpointer that is closed raises without end
 
 
 @dataclass(slots=True)
@@ -56,8 +57,9 @@ class _Member:
 class Saves(Protocol):
     """What the watcher uses of a `Checkpointer`."""
 
+    @property
+    def current_step(self) -> int | None: ...
     def maybe_finalize(self, blocking: bool = False) -> list[int]: ...
-    def latest_step(self) -> int | None: ...
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> None: ...
 
 
@@ -171,17 +173,19 @@ class PreemptionWatcher:
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Publish `state` as `step`, with all earlier saves, and return whether it is published. All ranks.
 
-        A step that is published already is not saved again. An error of a save is logged: the process is about to end.
+        A step that this job has published already is not saved again. An error of a save is logged: the process is
+        about to end.
         """
+        for _ in range(_MOST_FAILURES):
+            try:
+                self._checkpointer.maybe_finalize(blocking=True)
+                break
+            except CheckpointError as error:  # of one save; there may be others behind it
+                _log.error("an earlier save has failed: %s", error)
+        if self._checkpointer.current_step == step:
+            return True
         try:
-            self._checkpointer.maybe_finalize(blocking=True)
-        except CheckpointError as error:
-            _log.error("an earlier save has failed: %s", error)
-        try:
-            if self._checkpointer.latest_step() != step:
-                self._checkpointer.save(state, step, metrics=metrics)
-        except CheckpointExistsError:
-            pass
+            self._checkpointer.save(state, step, metrics=metrics)
         except CheckpointError as error:
             _log.error("step %d cannot be saved before the end; the newest published step stands: %s", step, error)
             return False
@@ -258,11 +262,12 @@ class PreemptionWatcher:
                 return
             try:
                 answer = None if self._poll is None else self._poll()
+                asks = isinstance(answer, timedelta) or bool(answer)
             except Exception:
                 if not failed:
                     _log.exception("the function that says whether to stop has failed; it is called again")
-                failed, answer = True, None
-            if answer is not None and answer is not False:
+                failed, asks = True, False
+            if asks:
                 left_s = answer.total_seconds() if isinstance(answer, timedelta) else self._notice_s
                 self._ask("the function of the program says so", left_s)
                 return
@@ -316,9 +321,12 @@ class PreemptionWatcher:
                 _log.warning("rank %d was asked to stop: %s; %.1f s are left", self._asked_rank, self._why, left_s)
             try:
                 self._look()
-            except (RuntimeError, ValueError) as error:  # PyTorch's stores raise many kinds
-                _log.debug("the store of the process group failed: %s", error)
+            except Exception as error:  # PyTorch's stores raise many kinds, and groups that are being destroyed others
+                _log.debug("the store of the process group failed: %r", error)
             (self._asked if self._why is None else self._closing).wait(self._pause_s())
+        with contextlib.suppress(Exception):  # this watcher counts on all ranks, also if it was closed before it looked
+            if (member := self._current_member()) is not None:
+                self._store(member)
 
     def _pause_s(self) -> float:
         """Return the time between two looks at the store."""

@@ -33,11 +33,15 @@ class SignalPipe:
     def __init__(self, numbers: Iterable[int]) -> None:
         """Install the handlers. ValueError outside the main thread, and for a handler that Python did not install."""
         self._earlier: dict[int, Any] = {}
-        self._earlier_fd = -1
+        self._earlier_fd = self._earlier_file = -1  # its number, and our own descriptor of the same file
+        self._is_released = False
         self._handler = self._receive  # one object, to be recognized
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             self._earlier_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+            if self._earlier_fd >= 0:
+                with contextlib.suppress(OSError):  # it was closed without being replaced
+                    self._earlier_file = os.dup(self._earlier_fd)
             for number in numbers:
                 self._catch(number)
         except BaseException:
@@ -61,37 +65,57 @@ class SignalPipe:
         except OSError:
             return set()
         passed_on = bytes(number for number in data if _NUDGE < number < _IN_PYTHON)
-        if passed_on and self._earlier_fd >= 0:
+        if passed_on and self._earlier_file >= 0:
             with contextlib.suppress(OSError):
-                os.write(self._earlier_fd, passed_on)
+                os.write(self._earlier_file, passed_on)
         return {number % _IN_PYTHON for number in data} & self._earlier.keys()
 
     def release(self) -> None:
-        """Put back the handlers and the wakeup descriptor, unless they were replaced. Idempotent; main thread."""
-        for number, handler in self._earlier.items():
+        """Put back the handlers and the wakeup descriptor, unless they were replaced. Idempotent; main thread.
+
+        Several pipes can be released in any order: what one that is released already had replaced is put back.
+        """
+        self._is_released = True
+        for number in self._earlier:
             if signal.getsignal(number) is self._handler:
-                signal.signal(number, handler)
+                signal.signal(number, self._before(number))
         current = signal.set_wakeup_fd(-1)
-        wanted = self._earlier_fd if current == self._write_fd >= 0 else current
+        wanted = current
+        if current == self._write_fd >= 0:
+            wanted = self._earlier_fd if self._is_earlier_open() else -1
         if wanted >= 0:
             with contextlib.suppress(ValueError, OSError):  # it was closed meanwhile
                 signal.set_wakeup_fd(wanted, warn_on_full_buffer=False)
 
     def close(self) -> None:
         """Close the pipe, after `release`, when no thread takes from it any more. Idempotent."""
-        fds = self._read_fd, self._write_fd
-        self._read_fd = self._write_fd = -1
+        fds = self._read_fd, self._write_fd, self._earlier_file
+        self._read_fd = self._write_fd = self._earlier_file = -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
 
     def _catch(self, number: int) -> None:
-        if signal.getsignal(number) is None:
+        earlier = signal.getsignal(number)
+        if earlier is None or (not callable(earlier) and _is_caught(number)):
             raise ValueError(
-                f"{signal_name(number)} has a handler that was not installed by Python and could not be put back: "
-                "do not name this signal"
+                f"{signal_name(number)} has a handler that was not installed by Python (faulthandler.register does "
+                "that, too) and could not be put back: do not name this signal"
             )
         self._earlier[number] = signal.signal(number, self._handler)
+
+    def _before(self, number: int) -> Any:
+        """Return the handler that a signal had before this pipe and those below it that are released."""
+        earlier = self._earlier[number]
+        pipe = getattr(earlier, "__self__", None)
+        return pipe._before(number) if isinstance(pipe, SignalPipe) and pipe._is_released else earlier
+
+    def _is_earlier_open(self) -> bool:
+        """Return whether the number of the earlier wakeup descriptor stands for the same file as then."""
+        try:
+            return os.path.sameopenfile(self._earlier_fd, self._earlier_file)
+        except OSError:
+            return False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """The handler in Python. It takes no lock: it runs between any two instructions of the main thread."""
@@ -125,6 +149,16 @@ def _protect_from_children(pipe: Callable[[], SignalPipe | None]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, forks.mask)
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether this process has a handler for a signal, as far as the kernel tells (see proc(5))."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
+    except OSError:
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def signal_name(number: int) -> str:

@@ -27,7 +27,9 @@ class ObservedSave:
         self._step = step
         self._rank = rank
         self._begin = time.time() - waited_s
+        self._begin_monotonic = time.monotonic() - waited_s
         self._staged_at = self._begin
+        self._stall_s = 0.0
         self._nbytes = 0
         self._end: SavePublished | SaveAbandoned | None = None  # the one that is emitted
         self._ended = False
@@ -42,7 +44,8 @@ class ObservedSave:
 
     def staged(self, times: dict[str, float], nbytes: Callable[[], int]) -> None:
         """The share of this rank is staged."""
-        self._staged_at = times["begin"] + times["stall_s"]
+        self._stall_s = times["stall_s"]
+        self._staged_at = times["begin"] + self._stall_s
         if is_observed():
             self._nbytes = nbytes()
             stall = times["wait_s"], times["stage_s"], times["stall_s"]
@@ -58,9 +61,9 @@ class ObservedSave:
             nbytes, write_s, sync_s = share.nbytes, share.write_s, share.sync_s
             queue_s = max(0.0, share.write_begin - self._staged_at)
             rate = share.batch_nbytes / max(write_s + sync_s, 1e-6)
-        self._emit(
-            SavePublished(at, self._rank, self._step, nbytes, at - self._begin, queue_s, write_s, sync_s, rate, durable)
-        )
+        seconds = max(at - self._begin, self._stall_s + write_s + sync_s)  # the clock may have been set meanwhile
+        seconds = min(seconds, time.monotonic() - self._begin_monotonic)
+        self._emit(SavePublished(at, self._rank, self._step, nbytes, seconds, queue_s, write_s, sync_s, rate, durable))
 
     def abandoned(self, by_rank: int | None, kind: str, cause: str) -> None:
         """The save was given up."""

@@ -112,7 +112,10 @@ class Every(Keep):
 
 @dataclass(frozen=True)
 class EverySeconds(Keep):
-    """Keeps the oldest step, and from then on each that was published at least `seconds` after the last one kept."""
+    """Keeps the oldest step, and from then on each that was published at least `seconds` after the last one kept.
+
+    Or so long before it: then the clock was set back, and the interval begins there.
+    """
 
     seconds: float
 
@@ -126,7 +129,7 @@ class EverySeconds(Keep):
         """See `Keep.kept`."""
         kept, last = set(), -math.inf
         for each in steps:
-            if each.published_s - last >= self.seconds:
+            if abs(each.published_s - last) >= self.seconds:
                 kept.add(each.step)
                 last = each.published_s
         return kept

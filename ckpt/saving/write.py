@@ -242,7 +242,7 @@ class ShareWriter:
 
     def _write(self) -> tuple[list[WrittenFile], dict[str, float]]:
         """Write the files of the batch and make them durable; return what was written, and how long that took."""
-        begin = time.time()
+        begin, started = time.time(), time.perf_counter()  # the second clock is never set
         plan, task = self.plan, self.task
         writer = PackWriter(
             self.pending.path, task.rank, threads=task.options.threads, reuse=task.options.retention.reuse_files
@@ -258,10 +258,10 @@ class ShareWriter:
             written = list(pool.map(write_one, (file for file in plan.files if file.batch == task.batch)))
         if plan.index and task.last:
             writer.write_documents({INDEX: plan.index, REFERENCES: _references(plan.index, plan.world_size)})
-        end = time.time()
+        end = time.perf_counter()
         writer.finish()
         self._progress()
-        return written, {"write_begin": begin, "write_s": end - begin, "sync_s": time.time() - end}
+        return written, {"write_begin": begin, "write_s": end - started, "sync_s": time.perf_counter() - end}
 
     def _file_job(self, file: PlannedFile, checksummed: np.ndarray[Any, np.dtype[np.int64]]) -> FileJob:
         starts, sizes = self.plan.inner_chunks.each(file.first, file.end)

@@ -58,7 +58,9 @@ class NodeSocket:
         self._socket.setblocking(False)
 
     def try_lead(self) -> Leadership | None:
-        """Become the leader; None if another process is. A process must not do so twice."""
+        """Become the leader; None if a process is, also if it is this one. One thread of a process at a time."""
+        if self._is_led():  # this process would lose its lock with the first descriptor of it that it closes
+            return None
         fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,6 +71,15 @@ class NodeSocket:
             os.close(fd)
             raise
         return Leadership(self._path, self._short_path, fd)
+
+    def _is_led(self) -> bool:
+        """Return whether a process receives."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(self._short_path)
+            except OSError:
+                return False
+            return True
 
     @property
     def _short_path(self) -> str:

@@ -5,7 +5,7 @@
     ckpt.write               ├──────────────────┤                  the writer process: files written, and durable
     ckpt.publish                                └─────────────┤   until all ranks have written, and the step is renamed
 
-The spans are made when a save ends, with the times of its events.
+The spans have the times of the events. If the clock was set back meanwhile they have no length, not a negative one.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class OpenTelemetry:
                 self._count_save(1, labels | {"outcome": "abandoned"})
                 if (abandoned := self._ended(event.rank, event.step)) is not None:
                     self._fail(abandoned.span, event.kind, event.cause)
-                    abandoned.span.end(_ns(event.time))
+                    abandoned.span.end(_ns(max(event.time, abandoned.begin)))
             case Restored():
                 self._restored(event, labels)
             case RestoreFailed():
@@ -147,7 +147,7 @@ class OpenTelemetry:
             self._child(save, "ckpt.write", begin, end, {"ckpt.bytes": event.bytes, "ckpt.sync_s": event.sync_s})
             self._child(save, "ckpt.publish", end, event.time, {})
         save.span.set_attribute("ckpt.durable", event.durable)
-        save.span.end(_ns(event.time))
+        save.span.end(_ns(max(event.time, save.begin)))
 
     def _restored(self, event: Restored, labels: dict[str, Any]) -> None:
         self._count_restore(1, labels | {"outcome": "restored"})
@@ -187,7 +187,9 @@ class OpenTelemetry:
 
     def _child(self, save: _Save, name: str, begin: float, end: float, attributes: dict[str, Any]) -> None:
         context = self._trace.set_span_in_context(save.span, self._context())
-        self._tracer.start_span(name, context=context, start_time=_ns(begin), attributes=attributes).end(_ns(end))
+        self._tracer.start_span(name, context=context, start_time=_ns(begin), attributes=attributes).end(
+            _ns(max(begin, end))
+        )
 
     def _fail(self, span: Any, kind: str, cause: str) -> None:
         span.set_attribute("error.type", kind)

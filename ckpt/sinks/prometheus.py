@@ -50,14 +50,14 @@ _EXPORTING_RANK = 0  # which alone exports and removes steps
 class Prometheus:
     """Serves metrics of all ranks of this node at ``http://ADDRESS:PORT/metrics``.
 
-    Every rank makes one, with the same arguments. The first process of the node serves, the others send it their
-    events; if it ends, another one takes over at its next event, and its counters begin at 0, as after any restart of a
-    program. `run` is the label of all series, next to ``rank`` and what docs/operations/metrics.md lists; it also says
-    which processes of a node belong together. `port` 0 takes a free one: see `port`. The `address` is that of this host
-    alone by default: to be scraped from another, give "0.0.0.0" or the address of a network that only Prometheus
-    reaches, as there is no password. `registry` is a ``prometheus_client.CollectorRegistry`` to add to; by default
-    there is nothing else. `directory` is where the processes meet, by default one for this user in that for temporary
-    files.
+    Every rank makes one, with the same arguments: one only, outside of a function that restarts, as two would count
+    each event twice. The first process of the node serves, the others send it their events; if it ends, another one
+    takes over at its next event, and its counters begin at 0, as after any restart of a program. `run` is the label of
+    all series, next to ``rank`` and what docs/operations/metrics.md lists; it also says which processes of a node
+    belong together. `port` 0 takes a free one: see `port`. The `address` is that of this host alone by default: to be
+    scraped from another, give "0.0.0.0" or the address of a network that only Prometheus reaches, as there is no
+    password. `registry` is a ``prometheus_client.CollectorRegistry`` to add to; by default there is nothing else.
+    `directory` is where the processes meet, by default one for this user in that for temporary files.
 
     ImportError without prometheus_client. OSError, saying which, if the port is in use, or if the directory is not
     this user's alone.

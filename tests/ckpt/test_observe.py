@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import json
 import logging
+import multiprocessing
 import os
+import resource
+import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -58,6 +63,22 @@ def test_a_run_and_its_events(tmp_path: Path) -> None:
     assert (retained.kept, retained.removed) == (1, (1,))
     (restored,) = _of(seen, events.Restored)
     assert (restored.step, restored.own_memory_bytes, restored.damaged) == (2, 4000, ())
+
+
+@pytest.mark.parametrize("by_s", [1000, -1000])
+def test_durations_do_not_change_when_the_clock_is_set(
+    by_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[events.Event] = []
+    now = time.time
+    with ckpt.observe(seen.append), ckpt.Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: now() + by_s)
+            checkpointer.async_save(_STATE, 1)
+        checkpointer.maybe_finalize(blocking=True)
+    (published,) = _of(seen, events.SavePublished)
+    assert abs(published.time - _of(seen, events.SaveStarted)[0].time) > 500
+    assert 0 < published.write_s + published.sync_s <= published.seconds < 500
 
 
 def test_what_fails_is_seen_with_its_cause(tmp_path: Path) -> None:
@@ -152,6 +173,61 @@ def test_ranks_share_a_file_of_json_lines(tmp_path: Path) -> None:
     assert all(json.loads(line)["rank"] == rank for rank in range(2) for line in own[rank])
 
 
+def _steps(path: Path) -> list[Any]:
+    """The steps of the lines that are events, and None for every other line."""
+    found: list[Any] = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line)["step"])
+        except ValueError:
+            found.append(None)
+    return found
+
+
+def test_a_full_disk_costs_json_lines_only_what_did_not_fit(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sink = JsonLines(path)
+        sink(_started(1))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+        for step in (2, 3):
+            with pytest.raises(OSError, match=r"part|large"):
+                sink(_started(step))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sink(_started(4))
+        sink(_started(5))
+
+    path = tmp_path / "lines"
+    child = multiprocessing.get_context("fork").Process(target=write, args=(path,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert _steps(path) == [1, None, 4, 5]
+
+
+def test_json_lines_go_on_behind_a_line_without_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"event": "Save')
+    for step in (1, 2):  # two starts of a job
+        sink = JsonLines(path)
+        sink(_started(step))
+        sink.close()
+    assert _steps(path) == [None, 1, 2]
+
+
+def test_a_file_of_json_lines_that_is_rotated_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    sink = JsonLines(path)
+    sink(_started(1))
+    path.rename(tmp_path / "lines.1")
+    sink(_started(2))
+    path.unlink()
+    sink(_started(3))
+    sink.close()
+    assert (_steps(tmp_path / "lines.1"), _steps(path)) == ([1], [3])
+
+
 # -- sinks that misbehave ----------------------------------------------------------------------------------------------
 
 
@@ -209,6 +285,40 @@ def test_a_sink_that_raises_is_called_again_and_closed_once(caplog: pytest.LogCa
     failures = [record for record in caplog.records if "failed" in record.message]
     assert len(failures) == 1
     assert failures[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_sink_that_raises_what_ends_threads_is_called_again(kind: type[BaseException]) -> None:
+    seen: list[events.Event] = []
+
+    def sink(event: events.Event) -> None:
+        seen.append(event)
+        if len(seen) == 1:
+            raise kind
+
+    with ckpt.observe(sink) as handle:
+        emit(_started(0))
+        emit(_started(1))
+    assert (len(seen), handle.failed, handle.dropped) == (2, 1, 0)
+
+
+def test_a_sink_closes_itself(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[events.Event] = []
+    begun = threading.Event()
+
+    def sink(event: events.Event) -> None:
+        assert begun.wait(30)
+        seen.append(event)
+        handle.close()
+
+    handle = ckpt.observe(sink)
+    emit(_started(0))
+    emit(_started(1))
+    begun.set()
+    handle._thread.join(30)
+    assert not handle._thread.is_alive()
+    emit(_started(2))
+    assert (len(seen), caplog.records) == (2, [])
 
 
 def test_a_sink_runs_in_the_context_of_the_event() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ _SHORT = timedelta(seconds=4)
 _LONG = timedelta(seconds=40)
 _INTERVAL = timedelta(seconds=0.1)
 _DEADLINE_S = 30.0
+
+_default_store = dist.distributed_c10d._get_default_store
 
 AtStep = Callable[[int, ckpt.PreemptionWatcher], object]
 
@@ -127,6 +131,47 @@ def test_a_signal(number: int, tmp_path: Path, leak_check: LeakCheck) -> None:
     _assert_newest(tmp_path / "root", 7)
 
 
+def test_a_step_of_another_branch_is_not_taken_for_the_own_one(tmp_path: Path) -> None:
+    """After a rollback, the stop may come at the step at which the earlier branch has ended."""
+    root = tmp_path / "root"
+    state = {"weight": torch.zeros(1000)}
+    with ckpt.Checkpointer(root) as checkpointer:
+        for step in (2, 5):
+            checkpointer.save({"weight": torch.full((1000,), step / 10)}, step)
+    with ckpt.Checkpointer(root) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+        assert checkpointer.restore(state, step=2) == 2
+        state["weight"].fill_(5.0)
+        assert watcher.save(state, 5)
+        assert watcher.save({"weight": torch.full((1000,), 9.0)}, 5), "it is published already"
+    _assert_newest(root, 5)
+
+
+def test_a_step_that_is_there_already_is_not_called_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training began anew in a root with steps."""
+    state = {"weight": torch.full((1000,), 5.0)}
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(state, 5)
+    with _watching(tmp_path / "root") as watcher:
+        assert not watcher.save({"weight": torch.zeros(1000)}, 5)
+    assert "step 5 is already published" in caplog.text
+    _assert_newest(tmp_path / "root", 5)
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_earlier_saves_that_failed_do_not_count(in_flight: bool, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    state = {"weight": torch.full((1000,), 7.0)}
+    with ckpt.Checkpointer(root) as checkpointer:
+        for step in (4, 5):
+            checkpointer.save(state, step)
+    with ckpt.Checkpointer(root, slots=3) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+        for step in (4, 5, 7) if in_flight else (4, 5):
+            checkpointer.async_save(state, step)  # the first two are refused, as they are there already
+        assert watcher.save({"weight": torch.zeros(1000)} if in_flight else state, 7)
+        assert checkpointer.latest_step() == 7
+    _assert_newest(root, 7)
+
+
 def test_a_file_that_appears(tmp_path: Path) -> None:
     with _watching(tmp_path / "root", stop_file=tmp_path / "stop") as watcher:
         assert not watcher.should_stop(1)
@@ -136,7 +181,7 @@ def test_a_file_that_appears(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer", [True, timedelta(seconds=30)])
 def test_a_function_that_is_polled(answer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    answers: list[Any] = [False, None, OSError("no metadata"), answer]
+    answers: list[Any] = [False, None, 0, "", numpy.False_, OSError("no metadata"), answer]
 
     def poll() -> Any:
         answer = answers.pop(0)
@@ -177,6 +222,31 @@ def test_handlers_that_were_there_still_run(tmp_path: Path) -> None:
         _wait_until(lambda: len(seen) == 4)
     finally:
         signal.signal(signal.SIGUSR1, earlier)
+
+
+def test_watchers_are_closed_in_any_order(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with _watching(tmp_path / "root") as first, _watching(tmp_path / "root") as second:
+        first.close()
+        others = [os.open(tmp_path / f"other{number}", os.O_RDWR | os.O_CREAT) for number in range(4)]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        _stops(second)
+        for other in others:  # they may have the numbers of the descriptors that the first one had
+            assert os.fstat(other).st_size == 0
+            os.close(other)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_child_of_a_process_with_two_watchers_can_be_ended(tmp_path: Path) -> None:
+    with _watching(tmp_path / "root") as first, _watching(tmp_path / "root") as second:
+        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+        child.start()
+        child.terminate()
+        child.join(_DEADLINE_S)
+        ended, _ = child.exitcode, child.kill()
+        assert ended == -signal.SIGTERM
+        assert (first.requested, second.requested) == (None, None)
 
 
 def test_an_event_loop_gets_its_signals(tmp_path: Path) -> None:
@@ -262,6 +332,22 @@ def test_what_is_refused(tmp_path: Path, leak_check: LeakCheck) -> None:
         thread.start()
         thread.join(_DEADLINE_S)
         assert "main thread" in str(errors[0])
+
+
+def test_a_handler_that_python_does_not_know_is_not_replaced(tmp_path: Path) -> None:
+    """Replaced, it would write no stacks any more, and the signal would end the process later."""
+    with open(tmp_path / "stacks", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        try:
+            with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+                with pytest.raises(ValueError, match=r"SIGUSR1 has a handler .*faulthandler"):
+                    ckpt.PreemptionWatcher(checkpointer)
+                with ckpt.PreemptionWatcher(checkpointer, signals=[signal.SIGTERM]):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert (tmp_path / "stacks").read_text().count("most recent call first") >= 2
 
 
 def test_the_process_ends_when_the_grace_is_over(tmp_path: Path) -> None:
@@ -420,6 +506,64 @@ def test_what_all_ranks_have_staged_is_published_even_if_one_dies_then(tmp_path:
     _, step, published = results[0].stdout.split()
     assert published == "True"
     _assert_newest(root, int(step))
+
+
+def test_a_watcher_that_was_closed_before_it_looked_counts(tmp_path: Path) -> None:
+    """Watchers of several ranks belong together by their number, one after the other."""
+
+    def main(rank: int, world_size: int) -> int:
+        interval = timedelta(seconds=60 if rank == 0 else 0.01)  # rank 0 does not look before it closes the first one
+        with _watching(tmp_path / "root", interval=interval):
+            dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+            if rank == 1:
+                store = dist.PrefixStore(f"ckpt/{dist.group.WORLD.group_name}/stop", _default_store())
+                _wait_until(lambda: store.check(["watchers/1"]))
+            dist.barrier()
+        with _watching(tmp_path / "root") as watcher:
+            if rank == 0:
+                watcher.request("one rank asks")
+            for step in range(1, 1_000_000):
+                dist.all_reduce(torch.ones(()))
+                if watcher.should_stop(step):
+                    return step
+        return 0
+
+    results = run_ranks(main, 2, init_process_group=False)
+    assert results[0].value == results[1].value > 0
+
+
+def test_a_look_while_the_groups_are_being_destroyed(tmp_path: Path) -> None:
+    """Torch forgets the store of a group after the group, so there is a moment when it finds none."""
+
+    class Torn(dict[Any, Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.looked = threading.Event()
+
+        def __getitem__(self, key: Any) -> Any:
+            self.looked.set()
+            raise KeyError(key)
+
+    def main(rank: int, world_size: int) -> int:
+        groups = dist.distributed_c10d._world
+        with _watching(tmp_path / "root") as watcher:
+            whole = dict(groups.pg_map)
+            torn = Torn()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist.distributed_c10d, "_pg_map", torn)
+                assert groups.pg_map is torn
+                assert torn.looked.wait(_DEADLINE_S)
+            assert groups.pg_map == whole
+            if rank == 0:
+                watcher.request("one rank asks")
+            for step in range(1, 1_000_000):
+                dist.all_reduce(torch.ones(()))
+                if watcher.should_stop(step):
+                    return step
+        return 0
+
+    results = run_ranks(main, 2)
+    assert results[0].value == results[1].value > 0
 
 
 def test_one_watcher_after_the_other_and_one_group_after_the_other(tmp_path: Path) -> None:

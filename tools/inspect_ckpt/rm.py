@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     if not arguments.yes and not confirmed(f"Remove {plural(len(chosen), 'step')}, {size(total)}? [y/N] ", output):
         output.line("nothing was removed")
     else:
-        removed = _remove(root, chosen)
+        removed = _remove(root, chosen, arguments.force)
         output.line(f"removed {plural(len(removed), 'step')}, {size(total)}")
     output.json({"root": root.path, "removed": removed, "freed_bytes": total if removed else 0})
     return Exit.WHOLE
@@ -73,15 +73,17 @@ def _check_one_is_left(root: CheckpointRoot, removed: list[int]) -> None:
     raise CannotReadError(f"{root.path} would have no whole step left; --force removes it all the same")
 
 
-def _remove(root: CheckpointRoot, chosen: list[_Chosen]) -> list[str]:
+def _remove(root: CheckpointRoot, chosen: list[_Chosen], force: bool) -> list[str]:
     """Remove the steps and return their names. Only removing a published one needs ownership of the root.
 
-    Published ones are removed first: that can be refused.
+    Published ones are removed first: that can be refused, also because others were removed during the question.
     """
     removed = []
     published = [one for one in chosen if one.moved is None]
     if published:
         with owned(root) as token:
+            if not force:
+                _check_one_is_left(root, [one.step for one in published])
             for one in published:
                 root.ownership.check(token)
                 if not root.remove_step(one.step, token):

@@ -51,6 +51,16 @@ def test_one_in_so_many_seconds(tmp_path: Path) -> None:
         assert checkpointer.all_steps() == [1, 4, 6, 7]
 
 
+def test_one_in_so_many_seconds_when_the_clock_goes_back(tmp_path: Path) -> None:
+    """A node had a clock that was years ahead, and was repaired."""
+    with Checkpointer(tmp_path, keep=EverySeconds(60)) as checkpointer:
+        for step, seconds in {1: 10**9, 2: 1000, 3: 1030, 4: 1060, 5: 1119, 6: 1120}.items():
+            _save(checkpointer, step)
+            _published_at(tmp_path, step, seconds)
+        _save(checkpointer, 7)
+        assert checkpointer.all_steps() == [1, 2, 4, 6, 7]
+
+
 def test_pinned_steps_stay_until_they_are_unpinned(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep=Latest(1) | Pinned(2)) as checkpointer:
         for step in range(1, 4):

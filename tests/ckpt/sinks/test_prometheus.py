@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -160,6 +161,28 @@ def test_a_registry_of_the_program_gets_the_metrics(tmp_path: Path) -> None:
     assert b'ckpt_saves_started_total{rank="0",run="lm"} 1.0' in generate_latest(registry)
     sink.close()
     assert b"ckpt" not in generate_latest(registry)
+
+
+def _lead(rank: int, world_size: int, folder: Path) -> int | None:
+    sink = Prometheus("lm", port=0, directory=folder)
+    port: int | None = sink.port
+    sink.close()
+    return port
+
+
+def test_a_second_sink_of_a_process_leaves_the_first_one_in_place(tmp_path: Path) -> None:
+    """A function that is called again after a restart makes one again."""
+    with contextlib.closing(Prometheus("lm", port=0, directory=tmp_path)) as first:
+        second = Prometheus("lm", port=0, directory=tmp_path)
+        assert second.port is None
+        second(_saved(1)[0])
+        second.close()
+        (result,) = run_ranks(_lead, 1, tmp_path, init_process_group=False)
+        assert result.value is None, "another process does not lead"
+        deadline = time.monotonic() + 20
+        while value_of(scrape(first.port), "saves_started_total", 0) != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def _save_on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

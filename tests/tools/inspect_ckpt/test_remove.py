@@ -7,6 +7,7 @@ import pty
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,26 @@ def steps(root: Path) -> list[int]:
     return CheckpointRoot(str(root)).steps()
 
 
-def on_a_terminal(*arguments: str | Path, answer: str) -> str:
-    """Run a command that asks, give it an answer, and return what it printed."""
+def on_a_terminal(
+    *arguments: str | Path, answer: str, before: Callable[[], object] = lambda: None, code: int = 0
+) -> str:
+    """Run a command that asks, call `before`, give it an answer, and return what it printed."""
     master, slave = pty.openpty()
     line = [sys.executable, "-m", "tools.inspect_ckpt", *map(str, arguments)]
     process = subprocess.Popen(line, cwd=REPOSITORY, stdin=slave, stdout=subprocess.PIPE, stderr=slave, text=True)
     os.close(slave)
+    out = ""
+    assert process.stdout is not None
+    while not out.endswith("[y/N] "):
+        character = process.stdout.read(1)
+        assert character, out
+        out += character
+    before()
     os.write(master, answer.encode() + b"\n")
-    out, _ = process.communicate(timeout=50)
+    rest, _ = process.communicate(timeout=50)
     os.close(master)
-    assert process.returncode == 0
-    return out
+    assert process.returncode == code
+    return out + rest
 
 
 def test_pin_and_unpin(run: Commands, root: Path) -> None:
@@ -71,6 +81,12 @@ def test_rm_asks(run: Commands, root: Path) -> None:
     assert steps(root) == [3, 4]
     assert "removed 1 step" in on_a_terminal("rm", root, "3", answer="y")
     assert steps(root) == [4]
+
+
+def test_rm_looks_again_after_the_answer(run: Commands, root: Path) -> None:
+    """Two people remove a step each, and the questions stand for a while: one whole step is left."""
+    on_a_terminal("rm", root, "3", answer="y", before=lambda: run("rm", root, "4", "--yes"), code=2)
+    assert steps(root) == [3]
 
 
 def test_rm_refuses_what_is_pinned_even_with_force(run: Commands, root: Path) -> None:
