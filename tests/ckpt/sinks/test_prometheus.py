@@ -185,6 +185,22 @@ def test_a_second_sink_of_a_process_leaves_the_first_one_in_place(tmp_path: Path
             time.sleep(0.05)
 
 
+def test_the_files_of_a_long_job_are_not_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd-tmpfiles removes what is older than ten days; without the socket other ranks would lose their events."""
+    monkeypatch.setattr("ckpt.sinks.node._TOUCH_S", 0.02)
+    folder = tmp_path / "sinks"
+    folder.mkdir()
+    with contextlib.closing(Prometheus("lm", port=0, directory=folder)):
+        files = [folder, *folder.iterdir()]
+        assert len(files) == 3, "a directory, a lock and a socket"
+        for file in files:
+            os.utime(file, (1000, 1000))
+        deadline = time.monotonic() + 20
+        while min(file.stat().st_mtime for file in files) <= 1000:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def _save_on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
