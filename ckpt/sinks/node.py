@@ -140,6 +140,10 @@ class Leadership:
         os.close(self._lock_fd)
         self._lock_fd = -1
 
+    def close_in_child(self) -> None:
+        """Close the socket in a forked process, which would keep it alive. The lock is not inherited."""
+        self._socket.close()
+
     def _run(self, take: Callable[[dict[str, Any]], None]) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
