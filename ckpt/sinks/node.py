@@ -30,6 +30,7 @@ _log = logging.getLogger("ckpt")
 _MAX_BYTES = 64 << 10
 _PAUSE_S = 0.02
 _CLOSE_S = 5.0
+_TOUCH_S = 3600.0  # much less than the age at which systemd-tmpfiles removes temporary files
 
 
 def private_directory(name: str) -> str:
@@ -139,13 +140,23 @@ class Leadership:
         os.close(self._lock_fd)
         self._lock_fd = -1
 
+    def close_in_child(self) -> None:
+        """Close the socket in a forked process, which would keep it alive. The lock is not inherited."""
+        self._socket.close()
+
     def _run(self, take: Callable[[dict[str, Any]], None]) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.register(self._woken_fd, select.POLLHUP)
         failed = False
+        touched = time.monotonic()
         while True:
-            ready = {fd for fd, _ in poll.poll()}
+            ready = {fd for fd, _ in poll.poll(1000 * _TOUCH_S)}
+            if time.monotonic() - touched >= _TOUCH_S:
+                touched = time.monotonic()
+                self._touch()
+            if not ready:
+                continue
             if self._socket.fileno() not in ready:
                 return
             try:
@@ -154,3 +165,9 @@ class Leadership:
                 if not failed:
                     _log.warning("an event of another process of this node was not understood: %s", error)
                 failed = True
+
+    def _touch(self) -> None:
+        """Make the files new, so that nothing removes them because they are old."""
+        for file in (self._lock_fd, self._path, os.path.dirname(self._path)):
+            with contextlib.suppress(OSError):
+                os.utime(file)

@@ -11,6 +11,8 @@ import logging
 import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +172,13 @@ class _Server:
         except BaseException:
             self._close_http()
             raise
+        _close_in_children(weakref.ref(self))
         _log.info("metrics of run %s: http://%s:%d/metrics", run, address, self.port)
+
+    def close_in_child(self) -> None:
+        """Close what a forked process has inherited: as long as it has them open, no other process can serve."""
+        self._leadership.close_in_child()
+        self._http.socket.close()
 
     def close(self) -> None:
         self._leadership.close()
@@ -181,6 +189,15 @@ class _Server:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join(_SERVER_CLOSE_S)
+
+
+def _close_in_children(server: Callable[[], _Server | None]) -> None:
+    def in_child() -> None:
+        found = server()
+        if found is not None:
+            found.close_in_child()
+
+    os.register_at_fork(after_in_child=in_child)
 
 
 @dataclass

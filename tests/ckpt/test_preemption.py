@@ -390,6 +390,39 @@ def test_a_rank_is_asked_while_its_main_thread_is_in_a_collective(tmp_path: Path
         _ends_alike(group, root)
 
 
+def test_a_rank_is_asked_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """It is noticed at once, and that save is published, too."""
+
+    def main(rank: int, world_size: int) -> int:
+        with _watching(tmp_path / "root") as watcher:
+            checkpointer = watcher._checkpointer
+            module = torch.nn.Linear(1, 1)
+            state = {"weight": torch.zeros(1000), "module": module}
+
+            def ask(*args: Any) -> None:
+                if rank == 1 and watcher.requested is None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    _wait_until(lambda: watcher.requested)
+
+            for step in range(1, 1_000_000):
+                dist.all_reduce(torch.ones(()))
+                state["weight"].fill_(step)
+                if step == 6:
+                    hook = module.register_state_dict_pre_hook(ask)
+                    checkpointer.async_save(state, step)  # type: ignore[attr-defined]
+                    hook.remove()
+                    assert rank == 0 or watcher.requested
+                if watcher.should_stop(step):
+                    assert watcher.save(state, step)
+                    return step
+        return 0
+
+    first, second = (result.value for result in run_ranks(main, 2))
+    assert first == second > 6
+    assert 6 in ckpt.Checkpointer(tmp_path / "root", read_only=True).all_steps()
+    _assert_newest(tmp_path / "root", first)
+
+
 def test_a_request_during_evaluation_waits_for_its_end(tmp_path: Path) -> None:
     """No call of should_stop for long, on no rank; then all stop at the first one."""
 

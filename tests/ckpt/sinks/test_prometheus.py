@@ -17,7 +17,7 @@ import torch
 
 import ckpt
 from ckpt import events
-from tests.support import launch_ranks, run_ranks
+from tests.support import free_port, launch_ranks, run_ranks
 
 pytest.importorskip("prometheus_client")
 
@@ -185,6 +185,22 @@ def test_a_second_sink_of_a_process_leaves_the_first_one_in_place(tmp_path: Path
             time.sleep(0.05)
 
 
+def test_the_files_of_a_long_job_are_not_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd-tmpfiles removes what is older than ten days; without the socket other ranks would lose their events."""
+    monkeypatch.setattr("ckpt.sinks.node._TOUCH_S", 0.02)
+    folder = tmp_path / "sinks"
+    folder.mkdir()
+    with contextlib.closing(Prometheus("lm", port=0, directory=folder)):
+        files = [folder, *folder.iterdir()]
+        assert len(files) == 3, "a directory, a lock and a socket"
+        for file in files:
+            os.utime(file, (1000, 1000))
+        deadline = time.monotonic() + 20
+        while min(file.stat().st_mtime for file in files) <= 1000:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def _save_on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -250,4 +266,36 @@ def test_if_the_process_that_serves_is_killed_another_one_does(tmp_path: Path) -
         port = int(group.wait_for_output(other, r"step 1: (\d+)")[1])
         found = scrape(port)
         assert value_of(found, "saves_started_total", other) == 1
+        group.kill(other)
+
+
+def _lead_and_fork(rank: int, world_size: int, folder: Path, port: int) -> None:
+    sink = Prometheus("lm", port=port, directory=folder)
+    if sink.port is not None and os.fork() == 0:  # like a worker of a data loader
+        deadline = time.monotonic() + 60
+        while not (folder / "end").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os._exit(0)
+    print(f"leads {sink.port is not None}", flush=True)
+    while not (folder / "go").exists():
+        time.sleep(0.02)
+    sink(events.SaveStarted(1000.0, rank, 1))
+    print(f"serves {sink.port}", flush=True)
+    time.sleep(60)
+
+
+def test_a_child_of_the_process_that_served_does_not_keep_another_one_from_it(tmp_path: Path) -> None:
+    port = free_port()
+    with launch_ranks(_lead_and_fork, 2, tmp_path, port) as group:
+        led = [group.wait_for_output(rank, r"leads (\w+)")[1] == "True" for rank in range(2)]
+        leader, other = led.index(True), led.index(False)
+        pidfd = os.pidfd_open(group.pid(leader))
+        group.kill(leader)
+        with open(pidfd, "rb"):
+            assert select.select([pidfd], [], [], 30)[0]
+        (tmp_path / "go").touch()
+        serves = group.wait_for_output(other, r"serves (\w+)")[1]
+        (tmp_path / "end").touch()
+        assert serves == str(port)
+        assert value_of(scrape(port), "saves_started_total", other) == 1
         group.kill(other)
