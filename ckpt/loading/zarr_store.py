@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from ckpt.storage.chunk_layout import checksum_to_bytes
 from ckpt.storage.documents import canonical_json
 from ckpt.storage.files import storage_errors
 from ckpt.storage.pack_index import ChunkPlace, StoredArray
-from ckpt.storage.regular_files import DamagedFileError, open_regular
+from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.zarr_names import (
     array_document,
     array_names,
@@ -248,11 +249,8 @@ class ZarrStore(Store):
         start, stop = _bounds(byte_range, place.nbytes)
         path = os.path.join(self._checkpoint.path, place.file)
         try:
-            with (
-                storage_errors("read", path),
-                open(open_regular(self._checkpoint.path, place.file), "rb", buffering=0) as file,
-            ):
-                data = os.pread(file.fileno(), stop - start, place.offset + start)
+            with storage_errors("read", path), closing(self._checkpoint.index.source.open(place.file)) as file:
+                data = bytes(file.read(place.offset + start, stop - start))
             if len(data) != stop - start:
                 raise DamagedFileError(f"ends at offset {place.offset + start + len(data)}")
         except DamagedFileError as damage:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointTimeoutError, StorageError
 from ckpt.saving.task import COORDINATOR, WriteTask
-from ckpt.storage.commit import PendingSave
+from ckpt.storage.interface import Pending
 from ckpt.storage.leases import HostWatch, Leases
 from ckpt.storage.node_lock import NodeLock
 
@@ -129,7 +129,7 @@ class Waiting:
         awaited: Callable[[], Iterable[int]] = lambda: (),
         schedule: LookSchedule | None = None,
         *,
-        pending: PendingSave,
+        pending: Pending,
         begin: float | None = None,
     ) -> None:
         """`schedule` None: what is awaited is in memory, and there is always time for a look."""
@@ -206,7 +206,7 @@ class Waiting:
             claimer = ownership.claimer(owner)  # rank 0 has claimed the root
             if claimer is None:
                 return leases.alive_ranks()
-            self._host = HostWatch(leases, claimer.host)
+            self._host = leases.watch_host(claimer.host)
         return self._host.alive_ranks()
 
     def _timeout(self) -> CheckpointTimeoutError:
