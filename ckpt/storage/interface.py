@@ -338,6 +338,10 @@ class Root(ABC):
         """Return the saves that are neither published nor abandoned, lowest step first."""
 
     @abstractmethod
+    def abandoned(self) -> list[SaveId]:
+        """Return the abandoned saves of which there is a record."""
+
+    @abstractmethod
     def pending_save(self, save: SaveId, token: int | None = None) -> Pending:
         """Return a save, to act on it with the owner's `token` (that of the save by default)."""
 

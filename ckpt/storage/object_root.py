@@ -166,6 +166,10 @@ class ObjectRoot(Root):
         left = [save for save in saves if save.name not in decided]
         return sorted(left, key=lambda save: (save.step, save.owner, save.nonce))
 
+    def abandoned(self) -> list[SaveId]:
+        """See `Root.abandoned`."""
+        return [record.save for record in self._records.all() if record.state == "abandoned"]
+
     def _saves(self) -> list[SaveId]:
         """Return all saves that have objects."""
         return [save for name in self._store.names("saves/")[0] if (save := parse_save_name(name)) is not None]
