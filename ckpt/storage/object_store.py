@@ -42,7 +42,7 @@ _CLIENT_OPTIONS = frozenset({"allow_http", "allow_invalid_certificates", "proxy_
 
 _HINTS = {
     "NoSuchBucket": "the bucket does not exist; make it, or correct the URL",
-    "NoSuchContainer": "the container does not exist; make it, or correct the URL",
+    "ContainerNotFound": "the container does not exist; make it, or correct the URL",
     "ExpiredToken": "the credentials have expired; renew them",
     "ExpiredTokenException": "the credentials have expired; renew them",
     "InvalidAccessKeyId": "the access key is unknown; check the credentials",
@@ -241,7 +241,7 @@ class ObjectStore:
 
     def _is_missing(self, error: Exception) -> bool:
         """Return whether an object does not exist. A bucket that does not exist is another matter."""
-        return isinstance(error, FileNotFoundError) and _code(error) not in ("NoSuchBucket", "NoSuchContainer")
+        return isinstance(error, FileNotFoundError) and _code(error) not in ("NoSuchBucket", "ContainerNotFound")
 
     def _failed(self, action: str, key: str, error: Exception) -> StorageError:
         code = _code(error)
