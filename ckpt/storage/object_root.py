@@ -29,6 +29,7 @@ from ckpt.storage.object_step import HeldObjects, ObjectStep, has_readers, remov
 from ckpt.storage.object_store import ObjectStore, object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
+from ckpt.storage.step_documents import INTENT
 
 __all__ = ["ObjectRoot", "object_root"]
 
@@ -235,10 +236,13 @@ class ObjectRoot(Root):
             remove_stale_readers(self._store)
 
     def _abandon_late(self) -> None:
-        """Decide what processes of earlier owners have put since this one has decided about their saves."""
+        """Abandon what late writers of earlier owners have put of saves that never began.
+
+        Any process may do this, also one of an earlier owner: nothing without an intent can be published.
+        """
         newest = self.ownership.newest()
         for save in self.pending():
-            if save.owner < newest:
+            if save.owner < newest and self._store.about(f"saves/{save.name}/{INTENT}") is None:
                 reason = Reason(None, "SaveAbandonedError", "a process of an earlier owner came too late")
                 self._records.create(Record.abandoned(save, reason))
 

@@ -269,6 +269,8 @@ def _about(meta: Any) -> ObjectAbout:
 
 def object_store(url: str, options: StorageOptions) -> ObjectStore:
     """Return the store of a URL, the same for each call of one process. StorageError if it cannot be opened."""
+    if url.startswith("memory:"):  # one for the process, whatever the options
+        options = StorageOptions()
     return _opened(url.rstrip("/"), options, os.getpid())
 
 
