@@ -182,7 +182,8 @@ class ObjectSave(Pending):
         return self._decide(Record.abandoned(self.save, reason))
 
     def _decide(self, record: Record) -> Published | Abandoned:
-        self._records.create(record)
+        if self._records.create(record):
+            return record.outcome
         outcome = self.outcome()
         if outcome is None:
             raise StorageError(f"{self.path}: the record of the save was deleted by hand while it was decided")

@@ -228,8 +228,8 @@ class ObjectStore:
         if not honoured:
             raise StorageError(
                 f"{self.url}: the store ignores conditions of puts (If-None-Match, If-Match), so two jobs could both "
-                "publish a step; use a store that honours them (AWS S3, GCS, Azure, MinIO, Ceph from 19 on), or a "
-                "newer version of this one"
+                "publish a step; use a store that honours them (AWS S3, GCS, Azure, MinIO), or a newer version of "
+                "this one"
             )
 
     def _holds(self, key: str, data: bytes) -> bool:

@@ -19,6 +19,7 @@ from ckpt.storage.outcomes import Abandoned, Published, Reason
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.roots import open_root
 from inprocess.ipc.process import Process
+from tests.support.object_server import Bucket
 
 _REASON = Reason(1, "StorageError", "for a reason")
 
@@ -304,3 +305,22 @@ def test_saves_in_this_process(root: Root) -> None:
     assert torch.equal(restored["w"], state(3.0)["w"])
     assert restored["value"] == 3.0
     assert torch.equal(ckpt.load(root.path, 2)["w"], state(2.0)["w"])
+
+
+def test_records_of_what_is_gone_are_deleted_after_an_hour(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = open_root(bucket.url)
+    token = root.ownership.claim(0)
+    _published(root, token, 1)
+    _published(root, token, 2)
+    kept, abandoned = _save(root, token, 3), _save(root, token, 4)
+    abandoned.abandon(_REASON)
+    assert root.remove_step(1, token)
+    root.clean()
+    assert [save.step for save in root.abandoned()] == [4]
+    assert len(root._records.all()) == 3  # type: ignore[attr-defined]
+    real = root._store.now()  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(root._store), "now", lambda store: real + 3700)  # type: ignore[attr-defined]
+    root.clean_records()
+    assert [each.save.step for each in root._records.all()] == [2]  # type: ignore[attr-defined]
+    assert root.steps() == [2]
+    assert root.pending() == [kept.save]
