@@ -45,8 +45,9 @@ test-faults: $(INSTALLED)
 	$(PYTEST) -v -rA tests/ckpt/native/test_sanitizers.py tests/ckpt/fuzz $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/tools $(PYTEST_ARGS)
 
+# With ROOT=s3://BUCKET/PREFIX the checkpoints go there; the environment says how (docs/object_stores.md).
 demo: $(INSTALLED)
-	$(BIN)/python -m tools.demo
+	$(BIN)/python -m tools.demo $(if $(ROOT),--root $(ROOT))
 
 # Needs Prometheus (Debian's package `prometheus`); a minute.
 demo-operations: $(VENV)/.installed-prometheus
