@@ -171,7 +171,23 @@ class ObjectSave(Pending):
             return outcome
         if self.root.save_of(self.save.step) not in (None, self.save.name):
             raise self.already_published()
-        return self._decide(Record.published(self.save))
+        outcome = self._decide(Record.published(self.save))
+        if outcome == Published() and self._store.about(self._key(INTENT)) is None:
+            return self._take_back()
+        return outcome
+
+    def _take_back(self) -> Abandoned:
+        """Withdraw the record of a save whose objects are gone.
+
+        This process was stopped for so long before it put the record that a later owner had abandoned the save, deleted
+        its objects, and, an hour later, the record of that.
+        """
+        record = self._records.of(self.save)
+        if record is not None and record.state == "published":
+            self._records.change(record, "removed")
+        return Abandoned(
+            Reason(None, "SaveAbandonedError", "the objects of the save were deleted before it was decided")
+        )
 
     def confirm(self) -> None:
         """See `Pending.confirm`: a record that can be read is durable."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.storage.object_store import object_store
+from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from tests.support.object_server import Bucket, Request
 
@@ -106,3 +108,24 @@ def test_what_a_late_writer_has_put_is_deleted(bucket: Bucket) -> None:
     assert save in root.abandoned()
     assert root.pending() == []
     assert [name for name, _ in root.removed()] == []
+
+
+def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(bucket: Bucket) -> None:
+    """The earlier owner was stopped for more than an hour, with the request that publishes already on its way."""
+    with ckpt.Checkpointer(bucket.url, keep_last=1) as later:
+        earlier = ckpt.Checkpointer(bucket.url)
+        held = _Held(bucket, "/records/")
+        earlier.async_save(_state(2), 2)
+        assert held.arrived.wait(20)
+        later.save(_state(4), 4)  # publishes the complete save of the earlier owner, and removes it
+        assert later.all_steps() == [4]
+        store = object_store(bucket.url, StorageOptions.of(bucket.options, 20.0))
+        # What the owner does: first the objects, an hour later the record.
+        for prefix in ("saves/", "records/"):
+            store.delete([each.key for each in store.below(prefix) if "step_00000002-" in each.key])
+        held.release()
+        with pytest.raises(ckpt.CheckpointError):
+            earlier.maybe_finalize(blocking=True)
+        earlier.close()
+        assert later.all_steps() == [4]
+        assert later.restore(_state(0)) == 4
