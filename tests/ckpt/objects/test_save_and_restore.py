@@ -227,23 +227,6 @@ def test_zarr_reads_where_the_chunks_lie(bucket: Bucket) -> None:
         store.close()
 
 
-def test_what_a_save_costs(bucket: Bucket) -> None:
-    """Requests of a save of one rank: its packs and its part, and a constant number for the whole job."""
-    state = {f"w{n}": torch.zeros(250_000) for n in range(12)}
-    with ckpt.Checkpointer(bucket.url, file_bytes=2_000_000) as checkpointer:
-        checkpointer.save(state, 1)
-        checkpointer.save(state, 2)
-        before, first = bucket.proxy.counts.copy(), len(bucket.proxy.requests)
-        checkpointer.save(state, 3)
-        counts = bucket.proxy.counts - before
-    requests = bucket.proxy.requests[first : first + sum(counts.values())]
-    packs = [request for request in requests if request.method == "PUT" and "/packs/" in request.path]
-    assert len(packs) == 6
-    assert sum(request.nbytes for request in packs) < 12.1e6
-    assert counts["PUT"] <= len(packs) + 8, requests
-    assert counts["GET"] <= 25, "\n".join(f"{request.method} {request.path}" for request in requests)
-
-
 def test_after_a_fault_what_is_staged_is_published(bucket: Bucket) -> None:
     state = {"weights": _state(1)["weights"], "small": torch.tensor([1, 1])}
     with ckpt.Checkpointer(bucket.url) as checkpointer:
