@@ -257,3 +257,14 @@ def test_a_put_copies_nothing(s3_server: S3Server) -> None:
 def _peak_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def test_every_put_asks_for_encryption(bucket: Bucket) -> None:
+    options = {"server_side_encryption": "aws:kms", "sse_kms_key_id": "arn:aws:kms:us-east-1:111122223333:key/k"}
+    with ckpt.Checkpointer(bucket.url, storage_options=options) as checkpointer:
+        checkpointer.save(_state(1), 1)
+    puts = [request.headers for request in bucket.proxy.requests if request.method == "PUT"]
+    assert len(puts) > 6
+    for headers in puts:
+        assert headers["x-amz-server-side-encryption"] == "aws:kms"
+        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == options["sse_kms_key_id"]
