@@ -15,6 +15,8 @@ EXTRAS ?= test,tools
 # So many tests at a time. Most of them wait for processes more than they compute.
 TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
+# Object stores that only tests use. Without npm, or if it fails, their tests are skipped.
+SERVERS := build/servers
 
 .DEFAULT_GOAL := test
 .PHONY: test lint pytest test-faults demo demo-operations bench bench-full docs wheel test-oldest clean
@@ -26,7 +28,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-pytest: $(INSTALLED)
+pytest: $(INSTALLED) $(SERVERS)/.installed
 	$(PYTEST) $(PYTEST_ARGS)
 
 # The crash matrix, 64 real ranks, the fault matrix, the C code and the readers with random input, the laboratory of nodes, unchanged
@@ -43,8 +45,9 @@ test-faults: $(INSTALLED)
 	$(PYTEST) -v -rA tests/ckpt/native/test_sanitizers.py tests/ckpt/fuzz $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/tools $(PYTEST_ARGS)
 
+# With ROOT=s3://BUCKET/PREFIX the checkpoints go there; the environment says how (docs/object_stores.md).
 demo: $(INSTALLED)
-	$(BIN)/python -m tools.demo
+	$(BIN)/python -m tools.demo $(if $(ROOT),--root $(ROOT))
 
 # Needs Prometheus (Debian's package `prometheus`); a minute.
 demo-operations: $(VENV)/.installed-prometheus
@@ -89,6 +92,10 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
+
+$(SERVERS)/.installed: Makefile
+	mkdir -p $(SERVERS)
+	-npm install --silent --no-audit --no-fund --no-save --prefix $(SERVERS) azurite@3.35.0 s3rver@3.7.1 && touch $@
 
 clean:
 	rm -rf $(VENV) $(OLDEST) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

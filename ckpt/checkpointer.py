@@ -29,10 +29,8 @@ from ckpt.saving.retention import Keep, Retention, keep_policy
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
-from ckpt.storage import directories
-from ckpt.storage.pins import pin_step, pinned_steps, unpin_step
-from ckpt.storage.recycled import discard_recycled
-from ckpt.storage.root import CheckpointRoot, local_path
+from ckpt.storage.options import StorageOptions
+from ckpt.storage.roots import open_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,14 +78,17 @@ class Checkpointer:
         read_only: bool = False,
         replicas: Literal["error", "warn", "ignore"] = "error",
         export: ExportOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Start and write nothing yet.
 
-        `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: `close`
-        leaves it open. `keep` says which steps are kept, such as ``ckpt.Latest(3) | ckpt.Every(1000)``; None keeps all.
-        `keep_last` and `keep_every` are short for these two. The newest step is always kept, and so are pinned ones
-        (see `pin`). When a save is finalized on rank 0, the other steps are gone; the writers delete their files
-        afterwards, between the saves.
+        `root` is a directory (made by the first save), a ``file://`` URL, or that of an object store, such as
+        ``s3://bucket/run7`` (see docs/object_stores.md). `storage_options` are for object stores: endpoint, region and
+        credentials, where they are not in the environment (``AWS_...``); they get into no log and no file. A `queue`
+        that is given is shared: `close` leaves it open. `keep` says which steps are kept, such as ``ckpt.Latest(3) |
+        ckpt.Every(1000)``; None keeps all. `keep_last` and `keep_every` are short for these two. The newest step is
+        always kept, and so are pinned ones (see `pin`). When a save is finalized on rank 0, the other steps are gone;
+        the writers delete their files afterwards, between the saves.
         `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
         of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the
         optimizers in the state wait for them before their next step. `compression` is None or "zstd". `threads` write
@@ -115,23 +116,24 @@ class Checkpointer:
         """
         warn_if_portable()
         policy = keep_policy(keep, keep_last, keep_every)
-        can_reuse = policy is not None and compression is None
+        root_at = open_root(root, StorageOptions.of(storage_options, timeout.total_seconds() / 2))
+        can_reuse = policy is not None and compression is None and root_at.reuses_files
         reuse_files = can_reuse if reuse_files is None else reuse_files
         if reuse_files and not can_reuse:
             raise ValueError(
-                "reuse_files writes over the files of steps that are removed: it needs keep or keep_last, and no "
-                f"compression (the policy is {policy}, compression={compression!r})"
+                "reuse_files writes over the files of steps that are removed: it needs keep or keep_last, no "
+                f"compression, and a local root (the policy is {policy}, compression={compression!r})"
             )
         self._timeout_s = timeout.total_seconds()
         options = SaveOptions(threads, self._timeout_s, Retention(policy, reuse_files))
         grid = GridOptions(file_bytes, inner_bytes)
         staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
-        self._root = CheckpointRoot(local_path(root))
+        self._root = root_at
         self._ranks = Ranks(process_group, self._timeout_s)
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
-        self._exports = None if export is None else BackgroundExports(self._root.path, export)
-        self._saver = Saver(self._root.path, self._ranks, self._queue, staging, options)
+        self._exports = None if export is None else BackgroundExports(self._root, export)
+        self._saver = Saver(self._root, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
         self._read_only = read_only
         self._registered: dict[str, Any] = {}
@@ -145,7 +147,7 @@ class Checkpointer:
 
     @property
     def root(self) -> str:
-        """The absolute path of the root."""
+        """The absolute path of the root, or its URL."""
         return self._root.path
 
     @property
@@ -296,7 +298,7 @@ class Checkpointer:
                 f"{self._root.path} has no published step {step}; it has {self._root.steps() or 'none'}", step=step
             )
         if not self._root.remove_step(step, self._saver.own()):
-            if step in pinned_steps(self._root.path):
+            if step in self._root.pinned_steps():
                 raise StorageError(f"step {step} of {self._root.path} is pinned: unpin it first")
             raise StorageError(f"step {step} of {self._root.path} is being read: delete it when its readers are done")
 
@@ -306,12 +308,12 @@ class Checkpointer:
         Durable on return. CheckpointNotFoundError if the step is not there.
         """
         self._check_writable()
-        pin_step(self._root.path, operator.index(step))
+        self._root.pin_step(operator.index(step))
 
     def unpin(self, step: int) -> bool:
         """Let `keep` decide about a step again; False if it was not pinned. Any rank."""
         self._check_writable()
-        return unpin_step(self._root.path, operator.index(step))
+        return self._root.unpin_step(operator.index(step))
 
     def warmup(self, state: Any) -> None:
         """Plan, map the staging memory and start the writers, so that the first save costs no more than later ones.
@@ -454,8 +456,8 @@ class Checkpointer:
             if self._exports is not None:
                 self._exports.close(self._timeout_s)
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
-            for path in discard_recycled(self._root):
-                directories.remove_tree(path)
+            for path in self._root.discard_recycled():
+                self._root.delete_contents(path, lambda: None, is_record=False)
 
     def _drain(self) -> None:
         """Finalize all calls of a queue that stays open."""

@@ -34,7 +34,8 @@ def main() -> None:
         raise StorageError(f"{target} is a checkpoint, which no export replaces: give ExportOptions another directory")
     os.makedirs(folder, exist_ok=True)
     written, replaced = hidden_name(folder), hidden_name(folder)
-    export_as(ExportForm.from_document(request["form"]), request["root"], written, step=request["step"])
+    form, options = ExportForm.from_document(request["form"]), request.get("storage_options")
+    export_as(form, request["root"], written, step=request["step"], storage_options=options)
     with contextlib.suppress(FileNotFoundError):
         os.rename(target, replaced)
     os.rename(written, target)

@@ -22,8 +22,7 @@ from ckpt.events import ExportDone, ExportFailed
 from ckpt.exporting.options import ExportOptions
 from ckpt.formats.files import remove_left
 from ckpt.observing import emit, is_observed, shortened
-from ckpt.storage.names import step_name
-from ckpt.storage.step_reader import StepReader
+from ckpt.storage.interface import HeldStep, Root
 from inprocess.ipc.process import start_module
 
 __all__ = ["BackgroundExports"]
@@ -42,7 +41,7 @@ class _Running:
 
     step: int
     target: str
-    held: StepReader
+    held: HeldStep
     process: subprocess.Popen[bytes]
     messages: IO[bytes]
     began: float
@@ -56,16 +55,17 @@ class BackgroundExports:
     with the cause, and never raised. For the thread that trains.
     """
 
-    def __init__(self, root: str, options: ExportOptions) -> None:
+    def __init__(self, root: Root, options: ExportOptions) -> None:
         directory = os.fspath(options.directory)
-        if os.path.realpath(directory) == os.path.realpath(root):
+        if os.path.realpath(directory) == os.path.realpath(root.path):
             raise ValueError(
-                f"the exports would have the names of the checkpoints in {root}: give ExportOptions another directory"
+                f"the exports would have the names of the checkpoints in {root.path}: give ExportOptions another "
+                "directory"
             )
         self._root = root
         self._options = options
         self._running: _Running | None = None
-        self._waiting: tuple[int, StepReader] | None = None
+        self._waiting: tuple[int, HeldStep] | None = None
         self._was_killed = False  # an export, so that it may have left hidden files
 
     def published(self, step: int) -> None:
@@ -73,7 +73,7 @@ class BackgroundExports:
         if step % self._options.every != 0:
             return
         try:
-            held = StepReader(os.path.join(self._root, step_name(step)), self._root)
+            held = self._root.hold_step(step, lease=True)
         except CheckpointError as error:
             self._failed(step, self._target(step), str(error))
             return
@@ -141,14 +141,16 @@ class BackgroundExports:
         name = f"step_{step:08d}" + (".pt" if self._options.format == "torch" else "")
         return os.path.join(os.fspath(self._options.directory), name)
 
-    def _start(self, step: int, held: StepReader) -> None:
+    def _start(self, step: int, held: HeldStep) -> None:
         options, target = self._options, self._target(step)
         timeout_s = options.timeout.total_seconds()
-        request = {"root": self._root, "step": step, "target": target, "timeout_s": timeout_s}
+        request = {"root": self._root.path, "step": step, "target": target, "timeout_s": timeout_s}
+        if self._root.options is not None:
+            request["storage_options"] = dict(self._root.options.given)
         messages = None
         try:
             messages = tempfile.TemporaryFile()  # noqa: SIM115
-            with tempfile.TemporaryFile() as stream:  # not a pipe: the trainer never waits for the process
+            with open(os.memfd_create("ckpt-export"), "wb+") as stream:  # no pipe: the trainer never waits for it
                 stream.write(json.dumps(request | {"form": options.to_document()}).encode())
                 stream.seek(0)
                 process = start_module("ckpt.exporting", env=_ONE_THREAD, stdin=stream, stderr=messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,10 +108,11 @@ def export_as(
     step: int | None = None,
     verify: bool = False,
     progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Do what `export` does, with its arguments in one object."""
     where = os.fspath(target)
-    with open_checkpoint(path, step) as checkpoint:
+    with open_checkpoint(path, step, storage_options=storage_options) as checkpoint:
         check_outside(where, checkpoint.path)
         check_new(where, "file" if form.format == "torch" else "directory")
         selection = select(checkpoint.index, form)

@@ -28,8 +28,9 @@ from ckpt.saving.layout import RankLayout, make_layout
 from ckpt.saving.task import BatchWritten, Report, SaveOptions, WriteTask
 from ckpt.saving.write import write_share
 from ckpt.staging.copy_table import CopyOp
-from ckpt.storage.commit import Abandoned, PendingSave, Reason
+from ckpt.storage.interface import Pending
 from ckpt.storage.names import SaveId
+from ckpt.storage.outcomes import Abandoned, Reason
 from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.root import CheckpointRoot
 from ckpt.values.codec import encode_value
@@ -53,7 +54,7 @@ def write_step(state: LazyState, root: CheckpointRoot, step: int, token: int, pr
     begin = time.time()
     layout = _layout(state)
     with SharedMemory.create("ckpt-convert", layout.plan.slot_bytes + _FLAG_BYTES) as region:
-        pending = PendingSave(root, SaveId(step, token, secrets.token_hex(8)))
+        pending = root.pending_save(SaveId(step, token, secrets.token_hex(8)))
         try:
             _write_batches(state, layout, pending, region, begin, progress)
         except SaveAbandonedError as error:
@@ -79,7 +80,7 @@ def _layout(state: LazyState) -> RankLayout:
 def _write_batches(
     state: LazyState,
     layout: RankLayout,
-    pending: PendingSave,
+    pending: Pending,
     region: SharedMemory,
     begin: float,
     progress: Callable[[int], None],

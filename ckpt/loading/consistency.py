@@ -12,12 +12,13 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, tile_exactly
 from ckpt.storage.names import INDEX
 from ckpt.storage.pack_index import StoredArray
+from ckpt.storage.step_source import StepSource
 
 __all__ = ["Inconsistency", "all_tensors", "array_name", "find_inconsistencies", "read_index"]
 
 
-def read_index(path: str) -> CheckpointIndex:
-    """Read the metadata of the published step in directory `path`, and check that they are consistent.
+def read_index(step: str | StepSource) -> CheckpointIndex:
+    """Read the metadata of a published step, a source or a directory, and check that they are consistent.
 
     Every element of every tensor is then in exactly one box, and every alias has a target; only the bytes of the arrays
     remain to be checked. Nothing but three regular files of the step is opened.
@@ -25,10 +26,10 @@ def read_index(path: str) -> CheckpointIndex:
     Raises CheckpointNotFoundError, FormatVersionError (before anything else is checked), CheckpointCorruptError,
     StorageError.
     """
-    index = parse_index(path)
+    index = parse_index(step)
     for problem in find_inconsistencies(index):
         what = "" if problem.tensor is None else f"tensor {problem.tensor}: "
-        where = os.path.join(path, problem.file)
+        where = os.path.join(index.path, problem.file)
         raise CheckpointCorruptError(f"{where} is damaged: {what}{problem.message}; restore from another step or copy")
     return index
 

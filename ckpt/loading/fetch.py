@@ -39,7 +39,7 @@ class Fetch:
 
     def __init__(self, index: CheckpointIndex, *, threads: int = 4, timeout_s: float = 1800.0) -> None:
         self._index = index
-        self._reader = ChunkReader(index.path, index.packs, threads=threads, timeout_s=timeout_s)
+        self._reader = ChunkReader(index.source, index.packs, threads=threads, timeout_s=timeout_s)
         self.bytes_read = 0
 
     @property

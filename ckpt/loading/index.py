@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,9 @@ from ckpt.paths import Path, display
 from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, decode_document, decode_root, well_formed
 from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.pack_index import PackIndex, StoredArray, Table
-from ckpt.storage.regular_files import DamagedFileError, MissingFileError, read_regular
+from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.root import FORMAT_VERSION
+from ckpt.storage.step_source import StepSource, step_source
 from ckpt.values.codec import decode_value
 from ckpt.values.containers import Container
 
@@ -54,7 +54,7 @@ class StoredTensor:
 class CheckpointIndex:
     """The content of a published step by path. `per_rank_...` are keyed by path, then by rank."""
 
-    path: str
+    source: StepSource
     summary: dict[str, Any]
     packs: PackIndex
     tensors: dict[Path, StoredTensor] = field(default_factory=dict)
@@ -64,6 +64,11 @@ class CheckpointIndex:
     aliases: dict[Path, Path] = field(default_factory=dict)
     containers: dict[Path, Container] = field(default_factory=dict)
     per_rank_containers: dict[Path, dict[int, Container]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Where the step is."""
+        return self.source.path
 
     @property
     def step(self) -> int:
@@ -89,10 +94,12 @@ class CheckpointIndex:
         return self.tensors.get(path) if rank is None else self.per_rank_tensors.get(path, {}).get(rank)
 
 
-def parse_index(path: str) -> CheckpointIndex:
+def parse_index(step: str | StepSource) -> CheckpointIndex:
     """Read the metadata as `read_index` does, without the check of consistency: see `find_inconsistencies`."""
+    source = step_source(step)
+    path = source.path
     root_path = os.path.join(path, "zarr.json")
-    data = _read(path, "zarr.json", MAX_DOCUMENT_BYTES)
+    data = _read(source, "zarr.json", MAX_DOCUMENT_BYTES)
     try:
         document = decode_root(data, root_path)
     except CheckpointCorruptError:
@@ -101,37 +108,38 @@ def parse_index(path: str) -> CheckpointIndex:
     with well_formed(root_path):
         summary = checked_summary(document["attributes"]["ckpt"], root_path)
     with well_formed(os.path.join(path, INDEX)):
-        packs = _read_packs(path, summary)
-        index = CheckpointIndex(path, summary, packs)
+        packs = _read_packs(source, summary)
+        index = CheckpointIndex(source, summary, packs)
         for array in packs.arrays:
             _tensor(index, array).boxes.append(array)
     with well_formed(os.path.join(path, "state.json")):
-        _add_state(index, read_vouched(path, "state.json", summary["state"]))
+        _add_state(index, read_vouched(source, "state.json", summary["state"]))
     return index
 
 
-def read_vouched(path: str, name: str, expected: dict[str, Any]) -> dict[str, Any]:
-    """Return a document of the step at `path` of which the root records `bytes` and `crc32c`.
+def read_vouched(step: str | StepSource, name: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of a step, a source or a directory, of which the root records `bytes` and `crc32c`.
 
     CheckpointCorruptError if it is another one, or damaged; StorageError if it cannot be read.
     """
-    where = os.path.join(path, name)
-    data = _read(path, name, whole_number(expected["bytes"]))
+    source = step_source(step)
+    where = os.path.join(source.path, name)
+    data = _read(source, name, whole_number(expected["bytes"]))
     if expected != {"bytes": len(data), "crc32c": crc32c(data)}:
         raise CheckpointCorruptError(f"{where} is not the one that belongs to this step")
     return decode_document(data, where)
 
 
-def _read_packs(path: str, summary: dict[str, Any]) -> PackIndex:
-    document = read_vouched(path, INDEX, summary["index"])
-    return PackIndex.from_document(document, summary["world_size"], _Tables(path, summary["parts"]).of_rank)
+def _read_packs(source: StepSource, summary: dict[str, Any]) -> PackIndex:
+    document = read_vouched(source, INDEX, summary["index"])
+    return PackIndex.from_document(document, summary["world_size"], _Tables(source, summary["parts"]).of_rank)
 
 
 class _Tables:
     """Where the compressed chunks are, read from the part manifest of a rank when it is needed. Any thread."""
 
-    def __init__(self, path: str, checksums: list[int]) -> None:
-        self._path = path
+    def __init__(self, source: StepSource, checksums: list[int]) -> None:
+        self._source = source
         self._checksums = checksums
         self._known: dict[int, Table] = {}
 
@@ -139,8 +147,8 @@ class _Tables:
         """Return the places of the compressed chunks of a rank. CheckpointCorruptError if its part is damaged."""
         if rank not in self._known:
             name = part_name(rank)
-            data = _read(self._path, name, MAX_DOCUMENT_BYTES)
-            where = os.path.join(self._path, name)
+            data = _read(self._source, name, MAX_DOCUMENT_BYTES)
+            where = os.path.join(self._source.path, name)
             if crc32c(data) != self._checksums[rank]:
                 raise CheckpointCorruptError(f"{where} is not the one that belongs to this step")
             with well_formed(where):
@@ -158,15 +166,14 @@ def chunk_table(part: dict[str, Any]) -> Table:
     return table
 
 
-def _read(step: str, name: str, most_bytes: int) -> bytes:
-    path = os.path.join(step, name)
+def _read(source: StepSource, name: str, most_bytes: int) -> bytes:
+    path = os.path.join(source.path, name)
     try:
-        return read_regular(step, name, most_bytes)
+        return source.read(name, most_bytes)
     except MissingFileError:
-        is_step = re.fullmatch(r"step_\d{8,18}", os.path.basename(os.path.abspath(step)))
-        if os.path.isdir(step) and (is_step or os.path.lexists(os.path.join(step, "intent.json"))):
+        if source.looks_like_step:
             raise CheckpointCorruptError(f"{path} is missing; restore from another step") from None
-        raise CheckpointNotFoundError(f"{step} is not a published checkpoint: it has no {name}") from None
+        raise CheckpointNotFoundError(f"{source.path} is not a published checkpoint: it has no {name}") from None
     except DamagedFileError as damage:
         raise CheckpointCorruptError(f"{path} {damage}; restore from another step") from None
     except OSError as error:

@@ -19,8 +19,9 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
-from ckpt.storage.root import CheckpointRoot, local_path
-from ckpt.storage.step_reader import StepReader
+from ckpt.storage.interface import HeldStep
+from ckpt.storage.options import StorageOptions
+from ckpt.storage.roots import open_root
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint"]
 
 _ATTEMPTS = 20
+_TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _BLOCK_BYTES = 4 << 20
 
 
@@ -40,7 +42,7 @@ class LazyTensor:
     shape: tuple[int, ...]
     _index: CheckpointIndex
     _stored: StoredTensor
-    _reader: StepReader
+    _reader: HeldStep
     _held: Any = None  # keeps the step from being removed while the tensor is in use
 
     _CPU: ClassVar[tuple[int, int]] = (1, 0)  # of DLPack
@@ -122,7 +124,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     it as a context manager, or drop it.
     """
 
-    def __init__(self, index: CheckpointIndex, reader: StepReader) -> None:
+    def __init__(self, index: CheckpointIndex, reader: HeldStep) -> None:
         self._reader = reader
         self._finalizer = weakref.finalize(self, reader.close)
         self.index = index
@@ -171,37 +173,35 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.close()
 
 
-def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """Open a published step: `path` is its directory, or a checkpoint root (then `step`, or the newest one).
 
-    It may be a ``file://`` URL. Reads metadata only. Needs no write permission; with it, a lease is made if `path` is a
-    checkpoint root.
+    It may be a URL, as `Checkpointer` takes them, with its `storage_options`. Reads metadata only. Needs no write
+    permission; with it, a lease is made if `path` is a checkpoint root.
     Raises CheckpointNotFoundError, CheckpointCorruptError, FormatVersionError.
     """
-    where = os.fspath(path)
-    if "://" in where:
-        where = local_path(where)
-    root = CheckpointRoot(where)
+    root = open_root(path, StorageOptions.of(storage_options, _TIMEOUT_S))
     for attempt in range(_ATTEMPTS):
         steps = root.steps()
         if step is None and not steps:
-            return _opened(where, None)
+            return _opened(root.hold_itself())
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
-            raise CheckpointNotFoundError(f"{where} has no published step {chosen}; it has {steps}", step=chosen)
+            raise CheckpointNotFoundError(f"{root.path} has no published step {chosen}; it has {steps}", step=chosen)
         try:
-            return _opened(root.step_path(chosen), where)
+            return _opened(root.hold_step(chosen, lease=True))
         except CheckpointNotFoundError:
             if step is not None or attempt == _ATTEMPTS - 1:
                 raise  # else the newest step was just removed, because there is a newer one
     raise AssertionError("unreachable")
 
 
-def _opened(path: str, root: str | None) -> Checkpoint:
-    reader = StepReader(path, root)
+def _opened(reader: HeldStep) -> Checkpoint:
     try:
         try:
-            return Checkpoint(read_index(path), reader)
+            return Checkpoint(read_index(reader.source), reader)
         finally:
             reader.check()
     except BaseException:

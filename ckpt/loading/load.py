@@ -31,10 +31,12 @@ def load(
     device: torch.device | str | None = None,
     rank: int | None = None,
     lazy: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the state of a published step, nested as it was saved, with new torch tensors. Needs no template.
 
-    `path` is a checkpoint root (then `step`, or the newest one), or the directory of a step. With `prefix`, keys joined
+    `path` is a checkpoint root (then `step`, or the newest one), or the directory of a step; it may be a URL, with the
+    `storage_options` of `Checkpointer`. With `prefix`, keys joined
     by "/", what is there is returned: ``prefix="model"`` gives the state dict of a model. `dtype` is that of
     floating-point tensors, except float8 ones and parts of quantized tensors; `device` is where the tensors are put.
     What belongs to single ranks (`PerRank`, `RngState`) is left out, unless `rank` says whose to take.
@@ -52,7 +54,7 @@ def load(
     """
     if lazy and (dtype is not None or device is not None):
         raise ValueError("a lazy tensor is read as it was saved; give dtype and device to its torch()")
-    checkpoint = open_checkpoint(path, step)
+    checkpoint = open_checkpoint(path, step, storage_options=storage_options)
     try:
         return _load(checkpoint, prefix, dtype, device, rank, lazy)
     finally:

@@ -26,7 +26,7 @@ from ckpt.loading.all_or_none import Alone, Group, error_class
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore_step import MemorySource, RestoreReport, StepHold, restore_step
 from ckpt.observing import emit, is_observed, shortened
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.interface import Root
 
 __all__ = ["candidate_steps", "restore"]
 
@@ -35,7 +35,7 @@ _MAX_REMOVED = 20  # steps that are removed while they are read, before giving u
 
 
 def restore(
-    root: CheckpointRoot,
+    root: Root,
     state: Any,
     step: int | None,
     options: RestoreOptions,
@@ -67,7 +67,7 @@ def restore(
 
 
 def _restore(
-    root: CheckpointRoot,
+    root: Root,
     state: Any,
     step: int | None,
     options: RestoreOptions,
@@ -110,9 +110,7 @@ class _RemovedError(Exception):
     """The step was removed while it was read; raised on all ranks."""
 
 
-def candidate_steps(
-    root: CheckpointRoot, step: int | None, ranks: Group, before: Callable[[], object] | None
-) -> list[int]:
+def candidate_steps(root: Root, step: int | None, ranks: Group, before: Callable[[], object] | None) -> list[int]:
     """Return the steps to try, newest first, as seen by the coordinator, so that all ranks try the same. Collective.
 
     The coordinator calls `before` first. CheckpointNotFoundError if `step` is not there.
@@ -135,7 +133,7 @@ def candidate_steps(
     return [step]
 
 
-def _steps(root: CheckpointRoot) -> list[int]:
+def _steps(root: Root) -> list[int]:
     """Return the published steps.
 
     CheckpointNotFoundError if all steps were superseded: then training must not silently start from scratch.
@@ -152,7 +150,7 @@ def _steps(root: CheckpointRoot) -> list[int]:
 
 
 @contextlib.contextmanager
-def _held(root: CheckpointRoot, step: int, ranks: Group, read_only: bool) -> Iterator[StepHold]:
+def _held(root: Root, step: int, ranks: Group, read_only: bool) -> Iterator[StepHold]:
     """Hold a step on all ranks, and raise `_RemovedError` on all of them for an error caused by its removal."""
     hold = StepHold(root, step, ranks, read_only)
     try:

@@ -34,8 +34,8 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
 from ckpt.storage.dtypes import torch_dtype_name
-from ckpt.storage.root import CheckpointRoot
-from ckpt.storage.step_reader import StepReader
+from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.step_source import StepSource
 
 __all__ = ["FilledTensors", "MemorySource", "RestoreReport", "StepHold", "restore_step"]
 
@@ -98,7 +98,7 @@ class MemorySource(Protocol):
     """Memory that may hold tensors of a published step."""
 
     def fill(
-        self, step_path: str, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int
+        self, source: StepSource, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int
     ) -> FilledTensors:
         """Fill those of `leaves` that are in memory."""
         ...
@@ -107,16 +107,17 @@ class MemorySource(Protocol):
 class StepHold:
     """Holds one step on all ranks while it is read. The coordinator makes the lease, for all, and releases it last."""
 
-    def __init__(self, root: CheckpointRoot, step: int, ranks: Group, read_only: bool) -> None:
+    def __init__(self, root: Root, step: int, ranks: Group, read_only: bool) -> None:
         self.root = root
-        self.path = root.step_path(step)
+        self._step = step
         self._ranks = ranks
         self._leads = not read_only and ranks.rank == 0 and not isinstance(ranks, Alone)
-        self._reader: StepReader | None = None
+        self._reader: HeldStep | None = None
 
-    def open(self) -> None:
-        """Begin to read. CheckpointNotFoundError if the step does not exist any more."""
-        self._reader = StepReader(self.path, self.root.path if self._leads else None, renewing=True)
+    def open(self) -> StepSource:
+        """Begin to read, and return the files. CheckpointNotFoundError if the step does not exist any more."""
+        self._reader = self.root.hold_step(self._step, lease=self._leads, renewing=True)
+        return self._reader.source
 
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless everything that this rank has read is of this step."""
@@ -142,8 +143,7 @@ def restore_step(
     begin = time.perf_counter()
     attempt = _Attempt(ranks, step, options, memory)
     with attempt.phase("open"), without_collection():
-        hold.open()
-        attempt.open(hold.path)
+        attempt.open(hold.open())
     with attempt.phase("match"), without_collection():
         attempt.match(state)
     with attempt.phase("match"):
@@ -182,9 +182,9 @@ class _Attempt:
         """Run one phase of the attempt; see `all_or_none`."""
         return all_or_none(self._ranks, self._step, action)
 
-    def open(self, path: str) -> None:
+    def open(self, source: StepSource) -> None:
         """Read the index of the step."""
-        self.index = read_index(path)
+        self.index = read_index(source)
         if self._options.rename:
             self.index = renamed(self.index, self._options.rename)
 
@@ -320,7 +320,7 @@ class _Attempt:
         changed = {*self._match.cast, *self._match.resized}
         leaves = {path: leaf for path, _, leaf in self._match.reads if path not in changed}
         with without_collection():
-            filled = self._memory.fill(self.index.path, self.index.summary, leaves, self._ranks.rank)
+            filled = self._memory.fill(self.index.source, self.index.summary, leaves, self._ranks.rank)
         self.report = replace(
             self.report, own_memory_bytes=filled.own_bytes, neighbour_memory_bytes=filled.neighbour_bytes
         )

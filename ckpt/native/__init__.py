@@ -21,6 +21,7 @@ __all__ = [
     "CHECKSUM_BYTES",
     "RUN",
     "SEGMENT",
+    "check_pieces",
     "choose",
     "copy_runs",
     "crc32c",
@@ -93,13 +94,23 @@ def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
     blocks near each other with one call of the system. Returns whether all these blocks are complete and match their
     checksums. If not, some of the memory may have been written. OSError if the file cannot be read.
     """
+    _check_segments(segments)
+    return bool(_engine.read_checked(fd, segments))
+
+
+def check_pieces(data: bytes | memoryview, start: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    """Take `segments` out of `data`, bytes of a file of which the first is at `start`; otherwise as `read_checked`."""
+    _check_segments(segments)
+    return bool(_engine.check_pieces(np.frombuffer(data, np.uint8), start, segments))
+
+
+def _check_segments(segments: np.ndarray[Any, np.dtype[Any]]) -> None:
     if segments.dtype != SEGMENT or segments.ndim != 1 or not segments.flags.c_contiguous:
         raise ValueError("segments must be a contiguous 1-d array of SEGMENT")
     if not segments["block_bytes"].all():
         raise ValueError("the blocks of a segment must have bytes")
     if not in_order(segments):
         raise ValueError("segments must be in order and not overlap")
-    return bool(_engine.read_checked(fd, segments))
 
 
 def in_order(segments: np.ndarray[Any, np.dtype[Any]]) -> bool:

@@ -13,6 +13,8 @@ from ckpt.native.records import RUN, SEGMENT
 
 __all__ = ["Compiled", "load"]
 
+Array = np.ndarray[Any, np.dtype[Any]]
+
 _OLD = "was compiled from another version of its source; install the package again (`pip install .`)"
 _BUFFER_BYTES = 256 << 10  # stays in a core's cache
 
@@ -48,6 +50,7 @@ class Compiled:
             ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
             ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
             ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, pointer, size, pointer, size),
+            ("ckpt_check_pieces", ctypes.c_int, pointer, size, size, pointer, size),
             ("ckpt_record_bytes", size),
         ):
             function = getattr(library, str(name), None)
@@ -79,6 +82,10 @@ class Compiled:
         if error > 0:
             raise OSError(error, os.strerror(error))
         return error == 0
+
+    def check_pieces(self, data: np.ndarray[Any, np.dtype[np.uint8]], start: int, segments: Array) -> bool:
+        found = self._library.ckpt_check_pieces(_address(data), start, data.nbytes, _address(segments), len(segments))
+        return int(found) == 0
 
 
 def _address(array: np.ndarray[Any, np.dtype[Any]]) -> int:

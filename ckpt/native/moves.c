@@ -101,7 +101,7 @@ static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, u
 
 /* The part of the file that is in the buffer. */
 struct window {
-    int fd;
+    int fd, in_memory;
     uint8_t *buffer;
     uint64_t buffer_bytes, start, bytes;
 };
@@ -123,6 +123,7 @@ static int fill(struct window *window, uint64_t offset, uint64_t needed, const s
         if (end > needed) needed = end;
         if (apart) break;
     }
+    if (window->in_memory) return BLOCK_ENDS; /* all there is of the file is in the buffer */
     for (;;) {
         ssize_t got = pread(window->fd, window->buffer, least(most, needed) - offset, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
@@ -163,7 +164,16 @@ static int read_block(struct window *window, struct segments *left) {
  * as 32 KiB, and allocating it for each call takes longer than a small read. */
 int ckpt_read_pieces(int fd, const struct segment *segments, uint64_t count, uint8_t *buffer, uint64_t buffer_bytes) {
     struct segments left = {segments, segments + count, 0, 0};
-    struct window window = {fd, buffer, buffer_bytes, 0, 0};
+    struct window window = {fd, 0, buffer, buffer_bytes, 0, 0};
+    int error = 0;
+    for (skip_empty(&left); !error && left.next < left.end;) error = read_block(&window, &left);
+    return error;
+}
+
+/* The same for `bytes` bytes of a file that are in memory, the first of them at `start` of the file. */
+int ckpt_check_pieces(uint8_t *data, uint64_t start, uint64_t bytes, const struct segment *segment, uint64_t count) {
+    struct segments left = {segment, segment + count, 0, 0};
+    struct window window = {-1, 1, data, bytes, start, bytes};
     int error = 0;
     for (skip_empty(&left); !error && left.next < left.end;) error = read_block(&window, &left);
     return error;

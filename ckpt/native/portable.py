@@ -7,7 +7,7 @@ checksum are two passes over the memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ import numpy as np
 
 from ckpt.native.records import CHECKSUM_BYTES
 
-__all__ = ["copy_runs", "crc32c", "crc32c_joined", "read_checked"]
+__all__ = ["check_pieces", "copy_runs", "crc32c", "crc32c_joined", "read_checked"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_Read = Callable[[int, int], np.ndarray[Any, np.dtype[np.uint8]] | None]
 
 _STRIDE = 256 << 10  # bytes that stay in a core's cache between the copy and the checksum
 _NEAR_BYTES = 4096  # blocks that are so near each other are read with one call
@@ -99,9 +102,23 @@ def _copy(to: int, source: int, nbytes: int, crc: int) -> int:
 
 def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
     """Read `segments` of a file of checksummed blocks, as `ckpt.native.read_checked`."""
+    return _checked(segments, lambda offset, nbytes: _read(fd, offset, nbytes))
+
+
+def check_pieces(data: np.ndarray[Any, np.dtype[np.uint8]], start: int, segments: Array) -> bool:
+    """Take `segments` out of bytes of a file, as `ckpt.native.check_pieces`."""
+
+    def read(offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        part = data[offset - start :][:nbytes]
+        return part if start <= offset and len(part) == nbytes else None
+
+    return _checked(segments, read)
+
+
+def _checked(segments: Array, read: _Read) -> bool:
     for blocks in _near_blocks(_by_block(segments)):
         first, last = blocks[0], blocks[-1]
-        data = _read(fd, first.start, last.end - first.start)
+        data = read(first.start, last.end - first.start)
         if data is None:
             return False
         for block in blocks:

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from ckpt.errors import CheckpointError
 from ckpt.meeting import named
 from ckpt.saving.publish import publish
-from ckpt.storage.commit import Abandoned, PendingSave, Reason, SaveOutcome
+from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.outcomes import Abandoned, Reason, SaveOutcome
 
 __all__ = ["InFlight", "refuse_others", "settle"]
 
@@ -46,18 +46,16 @@ class InFlight:
     scheduled: bool = False
 
 
-def settle(
-    root: CheckpointRoot, in_flight: InFlight, rank: int, deadline: float, pump: Callable[[float], None]
-) -> SaveOutcome:
+def settle(root: Root, in_flight: InFlight, rank: int, deadline: float, pump: Callable[[float], None]) -> SaveOutcome:
     """Wait until the save is decided, at the latest soon after `deadline` (monotonic), and return the outcome.
 
     `pump(seconds)` waits so long, and takes in messages of writers. StorageError when nothing can be decided.
     """
-    pending = PendingSave(root, in_flight.save)
+    pending = root.pending_save(in_flight.save)
     problem: str | None = None
     since = check_at = time.monotonic()
     pause_s = _FIRST_PAUSE_S
-    longest_s = max(_LONGEST_PAUSE_S, min(in_flight.world_size / _LOOKS_PER_S, _LONGEST_OF_MANY_S))
+    longest_s = max(_LONGEST_PAUSE_S, root.least_look_s, min(in_flight.world_size / _LOOKS_PER_S, _LONGEST_OF_MANY_S))
     while (outcome := pending.outcome()) is None:
         now = time.monotonic()
         if now >= deadline:
@@ -78,16 +76,16 @@ def settle(
     return outcome
 
 
-def refuse_others(root: CheckpointRoot, owner: int, own: Iterable[SaveId], rank: int) -> None:
+def refuse_others(root: Root, owner: int, own: Iterable[SaveId], rank: int) -> None:
     """Give up all undecided saves of this `owner` but `own`: this rank will never write its parts of them."""
     for save in {save for save in root.pending() if save.owner == owner} - set(own):
-        _give_up(PendingSave(root, save), rank, f"after a fault rank {rank} has no part in it")
+        _give_up(root.pending_save(save), rank, f"after a fault rank {rank} has no part in it")
 
 
 _NO_COORDINATOR = "the coordinator's writer is dead"
 
 
-def _problem(pending: PendingSave, world_size: int) -> str | None:
+def _problem(pending: Pending, world_size: int) -> str | None:
     """Return why the save makes no progress at the moment; None if it does, or if that is unknown."""
     if not pending.has_begun():
         return "it had not begun"
@@ -98,14 +96,14 @@ def _problem(pending: PendingSave, world_size: int) -> str | None:
     return _NO_COORDINATOR if not missing and _COORDINATOR not in alive else None
 
 
-def _give_up(pending: PendingSave, rank: int, why: str) -> SaveOutcome:
+def _give_up(pending: Pending, rank: int, why: str) -> SaveOutcome:
     outcome = pending.abandon(Reason(rank, "SaveAbandonedError", why))
     if isinstance(outcome, Abandoned):
         _log.warning("rank %d: the save of step %d was given up: %s", rank, pending.save.step, outcome.reason.message)
     return outcome
 
 
-def _publish_in_its_place(pending: PendingSave, rank: int) -> None:
+def _publish_in_its_place(pending: Pending, rank: int) -> None:
     """Publish the save. Other survivors may do the same; on each host only one does the work."""
     try:
         lock = pending.try_lock()

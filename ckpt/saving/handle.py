@@ -23,9 +23,9 @@ from ckpt.saving.task import (
 )
 from ckpt.saving.write import Fenced, error_for, give_up, reason_for, write_share
 from ckpt.staging.arena import Slot
-from ckpt.storage.commit import Abandoned, NotDurableError, PendingSave, Published
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.pack_writers import WrittenFile
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import open_root
 
 __all__ = ["SaveHandle"]
 
@@ -114,7 +114,7 @@ class SaveHandle:
         if isinstance(self._reported, NotDurable):
             return self._reported
         reason = self._reported.reason if self._reported is not None else reason_for(self.task.rank, error)
-        outcome = give_up(PendingSave(CheckpointRoot(self.task.root), self.task.save), reason)
+        outcome = give_up(open_root(self.task.root, self.task.storage).pending_save(self.task.save), reason)
         if self._reported is not None and isinstance(outcome, Published):
             return NotDurable(
                 reason.message

@@ -9,7 +9,7 @@ from ckpt.errors import CheckpointError
 from ckpt.events import SaveAbandoned, SavePublished, SaveStaged, SaveStarted
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.task import SharePublished
-from ckpt.storage.commit import Abandoned, Published, SaveOutcome
+from ckpt.storage.outcomes import Abandoned, Published, SaveOutcome
 
 __all__ = ["ObservedSave"]
 

@@ -14,13 +14,12 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError
 from ckpt.native import crc32c
 from ckpt.saving.replicas import Warn, check_replicas
-from ckpt.storage import files
 from ckpt.storage.array_metadata import root_document
-from ckpt.storage.commit import Abandoned, PendingSave, Published
 from ckpt.storage.documents import decode_document, encode_document, encode_root, well_formed
+from ckpt.storage.interface import Pending
 from ckpt.storage.names import INDEX, part_name
+from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.pack_index import PackIndex
-from ckpt.storage.root import read_bytes
 
 __all__ = ["PartFile", "publish"]
 
@@ -34,7 +33,7 @@ PartFile = tuple[dict[str, Any], int]
 
 
 def publish(
-    pending: PendingSave,
+    pending: Pending,
     tick: Callable[[], None],
     written: Mapping[int, PartFile] | None = None,
     *,
@@ -62,22 +61,17 @@ def publish(
     state_bytes = encode_document(state)
     summary["state"] = {"bytes": len(state_bytes), "crc32c": crc32c(state_bytes)}
     documents = {"state.json": state_bytes, "zarr.json": encode_root(root_document(summary))}
-    for name, data in documents.items():
-        path = os.path.join(pending.path, name)
-        if not files.holds(path, data):  # those of recycled files hold it already
-            files.write_document(path, data, pending.root.pending_path)
-    parts = [os.path.join(pending.path, "parts"), *pending.parts_directories()]
-    files.sync_files([os.path.join(pending.path, name) for name in documents], [*parts, pending.path])
+    pending.write_documents(documents)
     tick()
     before_commit()
     return pending.publish()
 
 
 def _merge(
-    pending: PendingSave, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
+    pending: Pending, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the summary for the root, and the state document, from the index and all parts."""
-    documents = {name: _read(pending, f"{name}.json") for name in ("index", "references")}
+    documents = {name: pending.read_document(f"{name}.json") for name in ("index", "references")}
     where = os.path.join(pending.path, INDEX)
     with well_formed(where):
         index = PackIndex.from_document(decode_document(documents["index"], where), intent["world_size"])
@@ -112,7 +106,7 @@ def _merge(
     return summary, state
 
 
-def _all_parts(pending: PendingSave, world_size: int, known: Mapping[int, PartFile]) -> Iterator[PartFile]:
+def _all_parts(pending: Pending, world_size: int, known: Mapping[int, PartFile]) -> Iterator[PartFile]:
     """Yield the parts of all ranks, in order, of which a few hundred at most are in memory.
 
     Several are read at once, as each waits for a network file system.
@@ -121,11 +115,3 @@ def _all_parts(pending: PendingSave, world_size: int, known: Mapping[int, PartFi
         for first in range(0, world_size, _READ_AHEAD):
             ranks = range(first, min(first + _READ_AHEAD, world_size))
             yield from pool.map(lambda rank: known[rank] if rank in known else pending.read_part(rank), ranks)
-
-
-def _read(pending: PendingSave, name: str) -> bytes:
-    path = os.path.join(pending.path, name)
-    data = read_bytes(path)
-    if data is None:
-        raise CheckpointCorruptError(f"{path} is missing")
-    return data

@@ -15,10 +15,10 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
 from ckpt.saving.publish import publish
-from ckpt.storage import directories
-from ckpt.storage.commit import NotDurableError, PendingSave, Reason
+from ckpt.storage.interface import Aside, Pending, Root
+from ckpt.storage.outcomes import NotDurableError, Reason
 from ckpt.storage.ownership import OwnerState
-from ckpt.storage.root import FORMAT_VERSION, CheckpointRoot, owner_of_step
+from ckpt.storage.step_documents import FORMAT_VERSION
 
 __all__ = ["Branch", "recover_for_restore", "supersede", "superseded", "take_over"]
 
@@ -37,20 +37,18 @@ class Branch:
     save: str | None = None
     damaged: tuple[int, ...] = ()
 
-    def before(self, root: CheckpointRoot, token: int) -> dict[str, Any] | None:
+    def before(self, root: Root, token: int) -> dict[str, Any] | None:
         """Return what the next save of the owner with `token` continues: a step, and its save; None for nothing.
 
         That is its own newest step, also if the trainer does not know yet that this is published.
         """
         tip = root.tip()
-        if self.step is None or (tip is not None and owner_of_step(root.step_path(tip["step"])) == token):
+        if self.step is None or (tip is not None and root.owner_of(tip["step"]) == token):
             return tip
         return {"step": self.step, "save": self.save} if self.step >= 0 else None
 
 
-def recover_for_restore(
-    root: CheckpointRoot, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]
-) -> int:
+def recover_for_restore(root: Root, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]) -> int:
     """Decide the saves of a dead owner; return the newest token, for a later claim.
 
     While a trainer of the owner is alive nothing is touched; writers that finish what was staged are waited for, at
@@ -65,7 +63,7 @@ def recover_for_restore(
         raise
 
 
-def _recover(root: CheckpointRoot, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]) -> int:
+def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]) -> int:
     ownership = root.ownership
     newest = ownership.newest()
     if newest == own:
@@ -85,26 +83,26 @@ def _recover(root: CheckpointRoot, seen: int, own: int | None, timeout_s: float,
     return token
 
 
-def take_over(root: CheckpointRoot, token: int, branch: Branch, timeout_s: float, warn: Callable[[str], None]) -> None:
+def take_over(root: Root, token: int, branch: Branch, timeout_s: float, warn: Callable[[str], None]) -> None:
     """Decide the saves of earlier owners, then move damaged steps aside. Before the first save of a token's owner.
 
     Waits at most `timeout_s` for writers that outlived their trainers. Whatever is done already is not done again.
     """
     _decide_pending(root, token, timeout_s, warn)
     for step in branch.damaged:
-        if owner_of_step(root.step_path(step)) < token:
-            _move_aside(root, token, step, root.damaged_path, "is damaged", warn)
+        if root.owner_of(step) < token:
+            _move_aside(root, token, step, "damaged", "is damaged", warn)
 
 
-def superseded(root: CheckpointRoot, token: int, branch: Branch) -> list[int]:
+def superseded(root: Root, token: int, branch: Branch) -> list[int]:
     """Return the steps of earlier owners that are newer than the one the owner with `token` continues."""
     if branch.step is None:
         return []
     newer = [step for step in root.steps() if step > branch.step]
-    return [step for step in newer if owner_of_step(root.step_path(step)) < token]
+    return [step for step in newer if root.owner_of(step) < token]
 
 
-def supersede(root: CheckpointRoot, token: int, branch: Branch, warn: Callable[[str], None]) -> None:
+def supersede(root: Root, token: int, branch: Branch, warn: Callable[[str], None]) -> None:
     """Move the `superseded` steps aside.
 
     Not before the first save of the owner is about to be published: an earlier owner may have removed what it
@@ -112,20 +110,16 @@ def supersede(root: CheckpointRoot, token: int, branch: Branch, warn: Callable[[
     """
     for step in superseded(root, token, branch):
         why = f"is of another branch: training went on from step {branch.step}"
-        _move_aside(root, token, step, root.superseded_path, why, warn)
+        _move_aside(root, token, step, "superseded", why, warn)
 
 
-def _move_aside(root: CheckpointRoot, token: int, step: int, where: str, why: str, warn: Callable[[str], None]) -> None:
-    root.ownership.check(token)
-    target = root.set_aside(step, where)
-    if target is not None and owner_of_step(target) > token:  # meanwhile a later owner has saved this step
-        directories.rename_directory(target, root.step_path(step))
-        root.ownership.check(token)
-    elif target is not None:
+def _move_aside(root: Root, token: int, step: int, aside: Aside, why: str, warn: Callable[[str], None]) -> None:
+    target = root.move_aside(step, token, aside)
+    if target is not None:
         warn(f"step {step} {why}; moved to {target}. `inspect_ckpt ls --all` lists it, `inspect_ckpt rm` removes it")
 
 
-def _when_finished(root: CheckpointRoot, token: int, deadline: float) -> OwnerState:
+def _when_finished(root: Root, token: int, deadline: float) -> OwnerState:
     """Wait while an owner is FINISHING, until `deadline`, and return its state."""
     pause_s = _FIRST_PAUSE_S
     while (state := root.ownership.state(token)) is OwnerState.FINISHING and time.monotonic() < deadline:
@@ -134,21 +128,21 @@ def _when_finished(root: CheckpointRoot, token: int, deadline: float) -> OwnerSt
     return state
 
 
-def _decide_pending(root: CheckpointRoot, token: int, timeout_s: float, warn: Callable[[str], None]) -> None:
+def _decide_pending(root: Root, token: int, timeout_s: float, warn: Callable[[str], None]) -> None:
     deadline = time.monotonic() + timeout_s
-    directories.fresh_names(root.pending_path)  # a network file system then shows what was begun before the claim
+    root.refresh()
     for save in root.pending():
         if save.owner >= token:
             continue
         _when_finished(root, save.owner, deadline)
-        pending = PendingSave(root, save, token)
+        pending = root.pending_save(save, token)
         if pending.outcome() is None:
             _adopt(pending, warn)
     root.ownership.check(token)
     root.clean_records()  # the files of abandoned saves are deleted after the next save
 
 
-def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:
+def _adopt(pending: Pending, warn: Callable[[str], None]) -> None:
     """Publish a complete save; abandon one that is not."""
     world_size = _world_size(pending)
     missing: Iterable[int] = ()
@@ -172,7 +166,7 @@ def _adopt(pending: PendingSave, warn: Callable[[str], None]) -> None:
         warn(f"abandoned the unfinished save of step {pending.save.step} of an earlier run: {problem}")
 
 
-def _world_size(pending: PendingSave) -> int | None:
+def _world_size(pending: Pending) -> int | None:
     """Return the world size of a save; None if it has not begun, or is of another format."""
     try:
         intent = pending.intent()

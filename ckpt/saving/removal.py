@@ -18,8 +18,7 @@ from collections.abc import Iterator
 
 from ckpt.errors import CheckpointError
 from ckpt.saving.task import COORDINATOR
-from ckpt.storage.removal import remove_contents, remove_share
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.interface import Root
 
 __all__ = ["REMOVALS_PER_S", "Remover"]
 
@@ -39,11 +38,11 @@ class Remover:
     Only `close` does, for some seconds at most.
     """
 
-    def __init__(self, root: str, rank: int, world_size: int) -> None:
-        self._root = CheckpointRoot(root)
+    def __init__(self, root: Root, rank: int, world_size: int) -> None:
+        self._root = root
         self._rank = rank
         self._pause_s = world_size / REMOVALS_PER_S
-        self._alone = world_size == 1
+        self._alone = world_size == 1 or not root.removed_by_all
         self._left: set[str] = set()  # by the coordinator in an earlier round, for the other ranks to delete
         self._backlog = 0
         self._may_run = threading.Event()
@@ -55,6 +54,8 @@ class Remover:
 
     def start(self) -> None:
         """Begin to delete what is there to delete, or do so once more after that."""
+        if self._rank != COORDINATOR and not self._root.removed_by_all:
+            return
         self._again.set()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="ckpt-remove", daemon=True)
@@ -96,7 +97,7 @@ class Remover:
         removed = self._root.removed()
         self._backlog = sum(not is_record for _, is_record in removed)
         for path, _ in removed:
-            remove_share(path, self._rank, self._before_each)
+            self._root.delete_share(path, self._rank, self._before_each)
         if self._rank != COORDINATOR:
             return
         left = set()
@@ -105,7 +106,7 @@ class Remover:
                 left.add(path)
                 continue
             with contextlib.suppress(CheckpointError):  # a late writer writes there: in the next round
-                remove_contents(path, self._before_each, keep_files=is_record)
+                self._root.delete_contents(path, self._before_each, is_record=is_record)
         self._left = left
         self._root.clean_records()
 

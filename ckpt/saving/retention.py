@@ -19,11 +19,8 @@ from typing import Any, Literal
 
 from ckpt.errors import CheckpointError
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_root
-from ckpt.storage.files import storage_errors
-from ckpt.storage.pins import pinned_steps
-from ckpt.storage.recycled import discard_recycled, recycle_step
-from ckpt.storage.regular_files import DamagedFileError, read_regular
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.interface import Root
+from ckpt.storage.regular_files import DamagedFileError
 
 __all__ = [
     "Best",
@@ -215,7 +212,7 @@ class Retention:
     reuse_files: bool = False
 
 
-def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, plan: str, facts: Facts) -> list[int]:
+def retain(root: Root, retention: Retention, token: int, newest: int, plan: str, facts: Facts) -> list[int]:
     """Remove superfluous steps, and return them: they are renamed, and their files deleted later (see `removal`).
 
     Never removes a step that is pinned or being read, nor anything from `newest` on. `plan` is the digest of the plan
@@ -232,33 +229,27 @@ def retain(root: CheckpointRoot, retention: Retention, token: int, newest: int, 
         found = {step: PublishedStep(step, {}, 0.0) for step in published}
     known = [each for each in found.values() if each is not None]
     kept = retention.keep.kept(known) | {step for step, each in found.items() if each is None}
-    kept |= {newest, *pinned_steps(root.path)}
+    kept |= {newest, *root.pinned_steps()}
     superfluous = [step for step in published if step not in kept]
     if superfluous and retention.reuse_files:
-        discard_recycled(root)  # the save has taken from there what it could use
+        root.discard_recycled()  # the save has taken from there what it could use
     removed = []
     for step in superfluous:
-        if retention.reuse_files:
-            gone = recycle_step(root, step, plan, token)
-        else:
-            gone = root.move_step(step, root.abandoned_path, token) is not None
-        if gone:
+        if root.retire_step(step, token, plan if retention.reuse_files else None):
             removed.append(step)
     return removed
 
 
-def _facts_of(root: CheckpointRoot, step: int, known: Facts) -> PublishedStep | None:
+def _facts_of(root: Root, step: int, known: Facts) -> PublishedStep | None:
     """Return what is known of a step; None if it cannot be read."""
-    path = root.step_path(step)
-    where = os.path.join(path, "zarr.json")
     try:
-        with storage_errors("read", where):
-            published_s = os.stat(where).st_mtime
-        key = step, published_s
+        key = step, root.published_s(step)
         if key not in known:
-            summary = decode_root(read_regular(path, "zarr.json", MAX_DOCUMENT_BYTES), where)["attributes"]["ckpt"]
+            source = root.source_of(step)
+            where = os.path.join(source.path, "zarr.json")
+            summary = decode_root(source.read("zarr.json", MAX_DOCUMENT_BYTES), where)["attributes"]["ckpt"]
             metrics = summary["metrics"]
-            known[key] = PublishedStep(step, metrics if isinstance(metrics, dict) else {}, published_s)
+            known[key] = PublishedStep(step, metrics if isinstance(metrics, dict) else {}, key[1])
     except (CheckpointError, DamagedFileError, OSError, KeyError, TypeError):
         return None
     return known[key]

@@ -30,11 +30,11 @@ from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, StepsRemoved, WriteTask, pack_offsets
 from ckpt.saving.timers import Timers
-from ckpt.storage.commit import PendingSave, Reason
+from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
+from ckpt.storage.outcomes import Reason
 from ckpt.storage.ownership import ClaimLease
 from ckpt.storage.pack_writers import WrittenFile
-from ckpt.storage.root import CheckpointRoot
 from inprocess.ipc.process import Process
 from inprocess.ipc.restart_index import current_restart_index
 
@@ -61,13 +61,13 @@ class Saver:
 
     def __init__(
         self,
-        root: str,
+        root: Root,
         ranks: Ranks,
         queue: AsyncCallsQueue,
         staging: StagingOptions,
         options: SaveOptions,
     ) -> None:
-        self._root = CheckpointRoot(root)
+        self._root = root
         self._ranks = ranks
         self._queue = queue
         self._slot_timeout_s = staging.slot_timeout_s
@@ -275,7 +275,7 @@ class Saver:
         for save, undecided in self._in_flight.items():
             if not undecided.observed.ended:
                 with contextlib.suppress(CheckpointError):
-                    undecided.observed.outcome = PendingSave(self._root, save).outcome()
+                    undecided.observed.outcome = self._root.pending_save(save).outcome()
         for observed in self._observed:
             observed.left("Left", "the Checkpointer was closed before the save was decided; it may still be published")
 
@@ -288,7 +288,7 @@ class Saver:
         text = "".join(traceback.format_exception(error))
         with contextlib.suppress(CheckpointError):  # then their own wait times out
             reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
-            PendingSave(self._root, save).abandon(reason)
+            self._root.pending_save(save).abandon(reason)
 
     def _release(self, *, done: bool) -> None:
         """Record in the root that this trainer does not use it any more; nor do its writers, if all is `done`."""
@@ -388,6 +388,7 @@ class Saver:
             checksummed=pack_offsets(staged.checksummed),
             earlier=earlier,
             replicas=staged.replicas,
+            storage=self._root.options,
         )
 
     def _on_begun(self, at_ns: int) -> CallTimer | None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
@@ -35,8 +35,10 @@ from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.copy_table import Copies
 from ckpt.staging.neighbors import SlotExchange
 from ckpt.staging.runs import checksums_of
-from ckpt.storage.names import SaveId
-from ckpt.storage.root import read_part_of_step
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.names import SaveId, part_name
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.step_source import StepSource
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "StagedMemory"]
@@ -103,7 +105,9 @@ class StagedMemory:
         header[_NAME_OFFSET : _NAME_OFFSET + len(name) + 1] = name + b"\0"
         header[8:16] = struct.pack("<Q", generation)
 
-    def fill(self, step_path: str, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int) -> Filled:
+    def fill(
+        self, source: StepSource, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int
+    ) -> Filled:
         """Copy what memory holds of a published step into `leaves`; return which of them are complete now.
 
         The others have undefined contents, and must be read from storage. `summary` is that of the step. Of what each
@@ -121,7 +125,7 @@ class StagedMemory:
             layout = plan.layout_of(holder, boxes, rank)
             if layout.plan.batches > 1 or not layout.copies[0].ops:
                 continue
-            by_path = _verify_and_copy(step_path, layout, region, tensors)
+            by_path = _verify_and_copy(source, layout, region, tensors)
             # A neighbour that has not noticed the fault yet may have begun to stage over it.
             if by_path is not None and self._holds(region, save_name):
                 copied[holder] = by_path
@@ -157,7 +161,7 @@ class StagedMemory:
 
 
 def _verify_and_copy(
-    step_path: str, layout: RankLayout, region: SharedMemory, tensors: Mapping[Path, torch.Tensor]
+    source: StepSource, layout: RankLayout, region: SharedMemory, tensors: Mapping[Path, torch.Tensor]
 ) -> dict[Path, int] | None:
     """Copy the slot into the tensors, and return how many bytes of each were copied.
 
@@ -167,7 +171,7 @@ def _verify_and_copy(
     slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
     unstaged = unstage(layout.copies[0], tensors, slot)
     try:  # while bytes are on their way to a GPU
-        chunks = _inner_chunks(layout.plan, region, _recorded(step_path, rank))
+        chunks = _inner_chunks(layout.plan, region, _recorded(source, rank))
         sound = chunks is not None and _are_sound(chunks, unstaged, slot)
     except CheckpointError as error:
         _log.warning("the staging memory of rank %d is not used: %s", rank, error)
@@ -176,7 +180,7 @@ def _verify_and_copy(
         unstaged.wait()
     if not sound:
         _log.warning(
-            "%s: the staging memory of rank %d does not hold what was written; reading from storage", step_path, rank
+            "%s: the staging memory of rank %d does not hold what was written; reading from storage", source.path, rank
         )
         return None
     return unstaged.nbytes
@@ -231,7 +235,12 @@ def _complete(copied: Iterable[Copies], leaves: Mapping[Path, TensorLeaf]) -> se
     }
 
 
-def _recorded(step_path: str, rank: int) -> dict[int, tuple[int, int]]:
+def _recorded(source: StepSource, rank: int) -> dict[int, tuple[int, int]]:
     """Return size and checksum of each file that a rank wrote, by number, as its part manifest says."""
-    part = read_part_of_step(step_path, rank)
+    name = part_name(rank)
+    try:
+        data = source.read(name, MAX_DOCUMENT_BYTES)
+    except DamagedFileError as damage:
+        raise CheckpointCorruptError(f"{source.path}/{name} {damage}") from None
+    part = decode_document(data, f"{source.path}/{name}")
     return {int(number): (int(nbytes), int(checksum)) for number, nbytes, checksum in part["files"]}

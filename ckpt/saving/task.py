@@ -24,8 +24,9 @@ from ckpt.saving.lineage import Lineage
 from ckpt.saving.recover import Branch
 from ckpt.saving.replicas import Digests
 from ckpt.saving.retention import Retention
-from ckpt.storage.commit import Abandoned, Reason
 from ckpt.storage.names import SaveId
+from ckpt.storage.options import StorageOptions
+from ckpt.storage.outcomes import Abandoned, Reason
 from ckpt.storage.pack_writers import ChunkToCompress, WrittenFile
 from ckpt.values.containers import Container
 from inprocess.ipc.process import Process
@@ -164,6 +165,7 @@ class WriteTask:
     (encoded) leaves that are not tensors, `times` what the trainer measured, `replicas` the digests of what other
     ranks have, too. `earlier` are the files that were written with earlier batches. `lineage` is what the
     coordinator records of the save; with a `branch` it first takes over what earlier owners of the root left.
+    `storage` is what else is needed to open the `root`.
     """
 
     root: str
@@ -184,6 +186,7 @@ class WriteTask:
     checksummed: bytes = b""
     earlier: tuple[WrittenFile, ...] = ()
     replicas: Digests | None = None
+    storage: StorageOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointTimeoutError, StorageError
 from ckpt.saving.task import COORDINATOR, WriteTask
-from ckpt.storage.commit import PendingSave
+from ckpt.storage.interface import Pending
 from ckpt.storage.leases import HostWatch, Leases
 from ckpt.storage.node_lock import NodeLock
 
@@ -101,15 +101,18 @@ class LookSchedule:
             self._lock.release()
 
 
-def look_schedule(rank: int, world_size: int, ranks_here: int, lock: NodeLock, looks_per_s: float) -> LookSchedule:
-    """Return when a rank looks for the outcome, `ranks_here` being those that share the lock.
+def look_schedule(
+    rank: int, world_size: int, ranks_here: int, lock: NodeLock, looks_per_s: float, least_s: float = 0.0
+) -> LookSchedule:
+    """Return when a rank looks for the outcome, `ranks_here` being those that share the lock; at most every `least_s`.
 
     The coordinator is the only one that looks for parts: it does so at its own pace.
     """
     if rank == COORDINATOR:
-        return LookSchedule(None, 1 / _COORDINATOR_PER_S, 0.0, 0.0)
+        return LookSchedule(None, max(least_s, 1 / _COORDINATOR_PER_S), 0.0, 0.0)
     alone_s = world_size / looks_per_s
-    return LookSchedule(lock, alone_s / ranks_here, alone_s / _ALONE, rank * _TURN % 1)
+    node_s = max(least_s, alone_s / ranks_here)
+    return LookSchedule(lock, node_s, max(node_s, alone_s / _ALONE), rank * _TURN % 1)
 
 
 class Waiting:
@@ -129,7 +132,7 @@ class Waiting:
         awaited: Callable[[], Iterable[int]] = lambda: (),
         schedule: LookSchedule | None = None,
         *,
-        pending: PendingSave,
+        pending: Pending,
         begin: float | None = None,
     ) -> None:
         """`schedule` None: what is awaited is in memory, and there is always time for a look."""
@@ -206,7 +209,7 @@ class Waiting:
             claimer = ownership.claimer(owner)  # rank 0 has claimed the root
             if claimer is None:
                 return leases.alive_ranks()
-            self._host = HostWatch(leases, claimer.host)
+            self._host = leases.watch_host(claimer.host)
         return self._host.alive_ranks()
 
     def _timeout(self) -> CheckpointTimeoutError:

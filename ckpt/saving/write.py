@@ -61,21 +61,20 @@ from ckpt.saving.task import (
 )
 from ckpt.saving.waiting import LookSchedule, OrphanedError, Waiting, look_schedule, ranks_here
 from ckpt.storage.chunk_layout import PAGE_BYTES
-from ckpt.storage.commit import Abandoned, NotDurableError, PartsWatch, PendingSave, Published, Reason
 from ckpt.storage.documents import decode_document
+from ckpt.storage.interface import PartsWatch, Pending
 from ckpt.storage.leases import Lease, Leases
 from ckpt.storage.names import INDEX, REFERENCES, SaveId, pack_file
 from ckpt.storage.node_lock import NodeLock
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
 from ckpt.storage.pack_index import PackIndex
-from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
-from ckpt.storage.recycled import discard_recycled, take_recycled
+from ckpt.storage.pack_writers import FileJob, WrittenFile
 from ckpt.storage.references import references
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import open_root
 
 __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
 
 _log = logging.getLogger("ckpt")
-_LOOK_BEFORE_BEGIN = 6  # operations of a look for the outcome; later it is one
 _EVERYONE = "all ranks to finish their parts"
 _TRACEBACK_BYTES = 16 << 10
 
@@ -99,7 +98,7 @@ class ShareWriter:
     def __init__(self, task: WriteTask, report: Callable[[Report], None] | None = None) -> None:
         self.task = task
         self.plan = unpickled_plan(task.plan)
-        self.pending = PendingSave(CheckpointRoot(task.root), task.save)
+        self.pending: Pending = open_root(task.root, task.storage).pending_save(task.save)
         self.context = context.current()  # None in the trainer; the threads of a pool have none of their own
         self._report_here = report
         self._written: SharePublished | None = None  # what will be reported, but for the time
@@ -219,7 +218,7 @@ class ShareWriter:
         else:
             self.pending.join()
         if self.task.options.retention.reuse_files and self.task.batch == 0:
-            take_recycled(self.pending, self.plan.plan_digest, self._files())
+            self.pending.take_recycled(self.plan.plan_digest, self._files())
 
     def _open(self) -> None:
         """Begin the save: with its intent it can be published."""
@@ -231,7 +230,7 @@ class ShareWriter:
             wait_s = task.options.commit_timeout_s / 2  # the other ranks wait for this as long as for anything
             take_over(pending.root, task.save.owner, task.branch, wait_s, _log.warning)
             others = superseded(pending.root, task.save.owner, task.branch)
-        discard_recycled(pending.root, self.plan.plan_digest if task.options.retention.reuse_files else None)
+        pending.root.discard_recycled(self.plan.plan_digest if task.options.retention.reuse_files else None)
         continues = (task.branch or Branch()).before(pending.root, task.save.owner)
         lineage = task.lineage.to_document()
         pending.begin(self.plan.world_size, self.plan.plan_digest, continues, others, lineage)
@@ -244,8 +243,8 @@ class ShareWriter:
         """Write the files of the batch and make them durable; return what was written, and how long that took."""
         begin, started = time.time(), time.perf_counter()  # the second clock is never set
         plan, task = self.plan, self.task
-        writer = PackWriter(
-            self.pending.path, task.rank, threads=task.options.threads, reuse=task.options.retention.reuse_files
+        writer = self.pending.pack_writer(
+            task.rank, threads=task.options.threads, reuse=task.options.retention.reuse_files
         )
         checksummed = unpack_offsets(task.checksummed)
 
@@ -316,18 +315,17 @@ class ShareWriter:
     def _learn_decision(self) -> Published | Abandoned:
         schedule = self._schedule()
         for _ in self._waiting(_EVERYONE, lambda: (COORDINATOR,), schedule):
-            if self.pending.has_begun():
-                schedule.operations = 1
-                continue
-            if (outcome := self.pending.decided()) is not None:
+            outcome, schedule.operations = self.pending.look()
+            if outcome is not None:
                 return self._confirmed(outcome)
-            schedule.operations = _LOOK_BEFORE_BEGIN
         raise AssertionError("unreachable")
 
     def _schedule(self) -> LookSchedule:
         task, plan = self.task, self.plan
         lock = NodeLock(f"save {task.save.name} in {task.root}")
-        return look_schedule(task.rank, plan.world_size, ranks_here(self._leases()), lock, task.options.looks_per_s)
+        least_s = self.pending.root.least_look_s
+        here = ranks_here(self._leases())
+        return look_schedule(task.rank, plan.world_size, here, lock, task.options.looks_per_s, least_s)
 
     def _confirmed(self, outcome: Published | Abandoned) -> Published | Abandoned:
         if isinstance(outcome, Published):
@@ -345,7 +343,7 @@ class ShareWriter:
         running, task = self.context, self.task
         if running is None:
             return None
-        make = functools.partial(Remover, task.root, task.rank, self.plan.world_size)
+        make = functools.partial(Remover, self.pending.root, task.rank, self.plan.world_size)
         return running.keep(("remover", task.root, task.rank, self.plan.world_size), make)
 
     def _removal_held(self) -> contextlib.AbstractContextManager[object]:
@@ -394,7 +392,7 @@ def _references(index: bytes, world_size: int) -> bytes:
 # -- giving a save up, in the writer or in the trainer -----------------------------------------------------------------
 
 
-def give_up(pending: PendingSave, reason: Reason) -> Published | Abandoned | Fenced:
+def give_up(pending: Pending, reason: Reason) -> Published | Abandoned | Fenced:
     """Make sure the save is decided: abandoned for `reason`, unless it was decided before.
 
     Fenced if another owner is to decide.

@@ -19,7 +19,8 @@ from ckpt.storage.chunk_layout import ChunkLayout, InnerChunk, checksum_to_bytes
 from ckpt.storage.compressed_reads import Read, inner_chunk_places
 from ckpt.storage.files import storage_errors
 from ckpt.storage.pack_index import ChunkPlace
-from ckpt.storage.regular_files import DamagedFileError, open_regular
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.step_source import StepSource, step_source
 
 __all__ = ["READ_BYTES", "check_chunk", "corrupt", "inner_chunk_array", "verify_chunk"]
 
@@ -108,24 +109,26 @@ def _exactly(read: Read, offset: int, size: int) -> bytes | memoryview:
     return data
 
 
-def verify_chunk(step: str, place: ChunkPlace, meta: ArrayMeta, index: tuple[int, ...], tensor: str) -> bytes:
+def verify_chunk(
+    step: str | StepSource, place: ChunkPlace, meta: ArrayMeta, index: tuple[int, ...], tensor: str
+) -> bytes:
     """Check that a chunk of a published step is in its place and that its checksums match its bytes.
 
     Returns what `check_chunk` returns. Reads in blocks. Raises CheckpointCorruptError, naming tensor, chunk, file and
     offset; StorageError if the file cannot be read.
     """
+    source = step_source(step)
     try:
-        with storage_errors("read", os.path.join(step, place.file)):
-            fd = open_regular(step, place.file)
+        with storage_errors("read", os.path.join(source.path, place.file)):
+            file = source.open(place.file)
             try:
-                file_bytes = os.fstat(fd).st_size
-                if place.offset + place.nbytes > file_bytes:
-                    raise DamagedFileError(f"ends at offset {file_bytes}")
-                return check_chunk(meta, index, place.nbytes, lambda at, size: os.pread(fd, size, place.offset + at))
+                if place.offset + place.nbytes > file.size:
+                    raise DamagedFileError(f"ends at offset {file.size}")
+                return check_chunk(meta, index, place.nbytes, lambda at, size: file.read(place.offset + at, size))
             finally:
-                os.close(fd)
+                file.close()
     except DamagedFileError as damage:
-        raise corrupt(step, place, index, tensor, damage) from None
+        raise corrupt(source.path, place, index, tensor, damage) from None
 
 
 def corrupt(

@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointTimeoutError, StorageError
-from ckpt.native import CHECKSUM_BYTES, SEGMENT, read_checked
+from ckpt.native import CHECKSUM_BYTES, SEGMENT
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import corrupt, verify_chunk
 from ckpt.storage.chunk_layout import indices
 from ckpt.storage.compressed_reads import read_compressed
-from ckpt.storage.direct_reads import PIECE_BYTES, Record, records_of_box, records_of_whole
+from ckpt.storage.direct_reads import Record, records_of_box, records_of_whole
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
-from ckpt.storage.regular_files import DamagedFileError, open_regular
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.step_source import OpenFile, StepSource, step_source
 
 __all__ = ["ArrayRead", "ChunkReader"]
 
@@ -69,10 +70,13 @@ class ArrayRead:
 
 
 class ChunkReader:
-    """Reads arrays of the published step in directory `step`, with `threads` threads."""
+    """Reads arrays of a published step, the source or directory `step`, with `threads` threads."""
 
-    def __init__(self, step: str, packs: PackIndex, *, threads: int = 8, timeout_s: float = 1800.0) -> None:
-        self._step = step
+    def __init__(
+        self, step: str | StepSource, packs: PackIndex, *, threads: int = 8, timeout_s: float = 1800.0
+    ) -> None:
+        self._source = step_source(step)
+        self._step = self._source.path
         self._packs = packs
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end when it is garbage-collected
@@ -90,7 +94,8 @@ class ChunkReader:
         for read in reads:
             read.check()
             plan.add(read)
-        jobs = [*_direct_jobs(plan.records, plan.files), *_decode_jobs(plan.chunks)]
+        piece_bytes = self._source.piece_bytes
+        jobs = [*_direct_jobs(plan.records, plan.files, piece_bytes), *_decode_jobs(plan.chunks, piece_bytes)]
         if not jobs:
             return
         try:
@@ -104,18 +109,18 @@ class ChunkReader:
             place = _place(self._step, self._packs, name, array, index)
             try:
                 with storage_errors("read", os.path.join(self._step, place.file)):
-                    fd = open_regular(self._step, place.file)
+                    file = self._source.open(place.file)
                     try:
-                        nbytes = os.fstat(fd).st_size
+                        nbytes = file.size
                     finally:
-                        os.close(fd)
+                        file.close()
                 if nbytes < place.offset + place.nbytes:
                     raise DamagedFileError(f"ends at offset {nbytes}")
             except DamagedFileError as damage:
                 raise corrupt(self._step, place, index, name, damage) from None
 
     def _run(self, jobs: list[_Job]) -> None:
-        files = _OpenFiles(self._step, [job.file for job in jobs])
+        files = _OpenFiles(self._source, [job.file for job in jobs])
         stopped: list[bool] = []  # has an item when the other jobs need not be done
 
         def run(job: _Job) -> None:
@@ -150,7 +155,7 @@ class ChunkReader:
             for index in _chunks(read.array.meta, read.offset, read.destination.shape[: len(read.offset)]):
                 place = _place(self._step, self._packs, read.name, read.array, index)
                 if place.file == job.file and place.offset < job.end and job.start < place.offset + place.nbytes:
-                    verify_chunk(self._step, place, read.array.meta, index, read.name)
+                    verify_chunk(self._source, place, read.array.meta, index, read.name)
         if isinstance(error, MemoryError | CheckpointError):
             raise error
         path = os.path.join(self._step, job.file)
@@ -225,10 +230,10 @@ class _Job:
     file: str
     start: int
     end: int
-    run: Callable[[int], bool]
+    run: Callable[[OpenFile], bool]
 
 
-def _direct_jobs(records: list[Record], files: Sequence[str]) -> Iterator[_Job]:
+def _direct_jobs(records: list[Record], files: Sequence[str], piece_bytes: int) -> Iterator[_Job]:
     """Divide records into jobs, such that no block is read twice unless two requests need it."""
     left = np.array(records, np.int64).reshape(-1, 1 + len(SEGMENT.names or ()))
     while len(left):
@@ -242,7 +247,7 @@ def _direct_jobs(records: list[Record], files: Sequence[str]) -> Iterator[_Job]:
         begins = np.concatenate([[True], file[1:] != file[:-1]])  # a file
         own = _in_order(begins, first_byte[order], end_byte[order])
         order, file = order[own], file[own]
-        yield from _jobs(left[order], files, file, first_block[order], end_block[order])
+        yield from _jobs(left[order], files, file, first_block[order], end_block[order], piece_bytes)
         keep = np.ones(len(left), bool)
         keep[order] = False
         left = left[keep]
@@ -260,10 +265,12 @@ def _in_order(begins: Array, first: Array, end: Array) -> Array:
     return own
 
 
-def _jobs(table: Array, files: Sequence[str], file: Array, first: Array, end: Array) -> Iterator[_Job]:
+def _jobs(
+    table: Array, files: Sequence[str], file: Array, first: Array, end: Array, piece_bytes: int
+) -> Iterator[_Job]:
     """Cut sorted records where enough bytes are together, and nowhere in a block."""
     nbytes = table[:, 5] * table[:, 6]
-    share = (np.cumsum(nbytes) - nbytes) // PIECE_BYTES
+    share = (np.cumsum(nbytes) - nbytes) // piece_bytes
     apart = (share[1:] != share[:-1]) & (first[1:] >= end[:-1])
     cuts = np.flatnonzero(apart | (file[1:] != file[:-1])) + 1
     segments = np.ascontiguousarray(table[:, 1:]).view(SEGMENT).reshape(-1)
@@ -273,7 +280,7 @@ def _jobs(table: Array, files: Sequence[str], file: Array, first: Array, end: Ar
             files[int(file[low])],
             int(first[low]),
             int(end[low:high].max()),
-            lambda fd, part=part: read_checked(fd, part),  # type: ignore[misc]
+            lambda opened, part=part: opened.read_checked(part),  # type: ignore[misc]
         )
 
 
@@ -284,14 +291,14 @@ class _CompressedChunk:
     read: ArrayRead
 
 
-def _decode_jobs(chunks: list[_CompressedChunk]) -> Iterator[_Job]:
+def _decode_jobs(chunks: list[_CompressedChunk], piece_bytes: int) -> Iterator[_Job]:
     """Group compressed chunks that lie near each other; those of some MB are jobs of their own."""
     group: list[_CompressedChunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.place):
         if group:
             start, before = group[0].place, group[-1].place
             far = chunk.place.offset > before.offset + before.nbytes + _NEAR_BYTES
-            large = chunk.place.offset + chunk.place.nbytes - start.offset > PIECE_BYTES
+            large = chunk.place.offset + chunk.place.nbytes - start.offset > piece_bytes
             if far or large or chunk.place.file != start.file:
                 yield _decode_job(group)
                 group = []
@@ -304,14 +311,14 @@ def _decode_job(chunks: list[_CompressedChunk]) -> _Job:
     start = chunks[0].place.offset
     end = max(chunk.place.offset + chunk.place.nbytes for chunk in chunks)
 
-    def run(fd: int) -> bool:
-        together = os.pread(fd, end - start, start) if len(chunks) > 1 else None
+    def run(opened: OpenFile) -> bool:
+        together = opened.read(start, end - start) if len(chunks) > 1 else None
         for chunk in chunks:
             place = chunk.place
 
             def read(offset: int, size: int, at: int = place.offset) -> bytes | memoryview:
                 if together is None:
-                    return os.pread(fd, size, at + offset)
+                    return opened.read(at + offset, size)
                 return memoryview(together)[at + offset - start :][:size]
 
             meta = chunk.read.array.meta
@@ -325,39 +332,39 @@ def _decode_job(chunks: list[_CompressedChunk]) -> _Job:
 class _OpenFiles:
     """The files of a read, each open from its first job to its last. Any thread."""
 
-    step: str
+    source: StepSource
     names: list[str]
     _lock: Lock = field(default_factory=Lock)
-    _open: dict[str, int] = field(default_factory=dict)
+    _open: dict[str, OpenFile] = field(default_factory=dict)
     _left: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.names:
             self._left[name] = self._left.get(name, 0) + 1
 
-    def open(self, name: str) -> int:
-        """Return the descriptor of a file. Raises as `open_regular`."""
+    def open(self, name: str) -> OpenFile:
+        """Return a file. Raises as `StepSource.open`."""
         with self._lock:
             if name in self._open:
                 return self._open[name]
-        fd = open_regular(self.step, name)
+        opened = self.source.open(name)
         with self._lock:
-            kept = self._open.setdefault(name, fd)
-        if kept != fd:
-            os.close(fd)
+            kept = self._open.setdefault(name, opened)
+        if kept is not opened:
+            opened.close()
         return kept
 
     def done(self, name: str) -> None:
         """Count a job of a file as done; close the file after the last one."""
         with self._lock:
             self._left[name] -= 1
-            fd = self._open.pop(name, None) if self._left[name] == 0 else None
-        if fd is not None:
-            os.close(fd)
+            opened = self._open.pop(name, None) if self._left[name] == 0 else None
+        if opened is not None:
+            opened.close()
 
     def close(self) -> None:
         """Close all files."""
         with self._lock:
             left, self._open = list(self._open.values()), {}
-        for fd in left:
-            os.close(fd)
+        for opened in left:
+            opened.close()

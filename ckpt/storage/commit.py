@@ -10,70 +10,34 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, FencedError, StorageError
+from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.native import crc32c
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.documents import decode_document, encode_document
-from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, part_name, part_rank, parts_directory
-from ckpt.storage.root import FORMAT_VERSION, INTENT, CheckpointRoot, read_bytes, read_json
+from ckpt.storage.interface import NO_LINEAGE, DirectoryRoot, PartsWatch, Pending
+from ckpt.storage.names import SaveId, part_name, part_rank, parts_directory
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason, SaveOutcome, unknown_reason
+from ckpt.storage.pack_writers import PackWriter
+from ckpt.storage.recycled import take_recycled
+from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, read_bytes, read_json
 
 __all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "Reason", "SaveOutcome"]
 
 _REASON = "reason.json"
+_LOOK_BEFORE_BEGIN = 6  # operations of a look for the outcome; later it is one
 _RECORD_GRACE_S = 1.0  # to wait for the reason of an abandoned save
 
 
-class NotDurableError(StorageError):
-    """The step is published, but a sync after the commit failed: it may not survive a loss of power."""
+class PendingSave(Pending):
+    """A save in a directory. See `Pending`."""
 
+    root: DirectoryRoot
 
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why a save was abandoned: the rank, and the error's type, message and traceback."""
-
-    rank: int | None
-    kind: str
-    message: str
-    traceback: str = ""
-
-    def to_document(self) -> dict[str, Any]:
-        return {"rank": self.rank, "kind": self.kind, "message": self.message, "traceback": self.traceback}
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Reason:
-        return cls(document.get("rank"), str(document["kind"]), str(document["message"]), str(document["traceback"]))
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The save is a published step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The save can never be published, for this reason."""
-
-    reason: Reason
-
-
-SaveOutcome = Published | Abandoned | None
-"""None: not decided, or not begun."""
-
-
-class PendingSave:
-    """A save that may not be decided yet, as seen by one of its ranks or by the process that decides about it.
-
-    It acts with the owner's `token` (that of the save by default). Methods that change anything raise FencedError if a
-    later job owns the root.
-    """
-
-    def __init__(self, root: CheckpointRoot, save: SaveId, token: int | None = None) -> None:
+    def __init__(self, root: DirectoryRoot, save: SaveId, token: int | None = None) -> None:
         self.root = root
         self.save = save
         self.path = os.path.join(root.pending_path, save.name)
@@ -90,15 +54,9 @@ class PendingSave:
         plan_digest: str,
         continues: dict[str, Any] | None = None,
         superseded: Collection[int] = (),
-        lineage: Mapping[str, Any] = MappingProxyType({"restart": None, "metrics": {}, "versions": {}}),
+        lineage: Mapping[str, Any] = NO_LINEAGE,
     ) -> None:
-        """Make the directory and its intent: without one nothing is published. Coordinator only, once.
-
-        `continues` is the step, and its save, that training continued from; `lineage` has what else is recorded of the
-        save. The steps `superseded` are moved aside
-        before the save is published. Raises StorageError if the save was begun or abandoned before,
-        CheckpointExistsError if the step is published.
-        """
+        """Make the directory and its intent. See `Pending.begin`."""
         if self.was_abandoned():
             raise StorageError(f"save {self.save.name} was abandoned before it began")
         if self.save.step not in superseded and os.path.lexists(self.root.step_path(self.save.step)):
@@ -146,14 +104,6 @@ class PendingSave:
         """
         return try_lock_exclusive(os.path.join(self.path, "parts"))
 
-    def already_published(self) -> CheckpointExistsError:
-        """Return the error for a step that another save has published."""
-        return CheckpointExistsError(
-            f"step {self.save.step} is already published in {self.root.path}; save under another step, or remove that "
-            f"one first (Checkpointer.delete, or inspect_ckpt rm)",
-            step=self.save.step,
-        )
-
     def intent(self) -> dict[str, Any] | None:
         """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""
         return self._read(INTENT)
@@ -172,8 +122,12 @@ class PendingSave:
         """Return whether the part of this rank is complete. One look."""
         return os.path.exists(os.path.join(self.path, part_name(rank)))
 
+    def ranks_in(self, directory: str) -> set[int]:
+        """See `Pending.ranks_in`."""
+        return _ranks_in(os.path.join(self.path, directory))
+
     def parts_present(self) -> set[int]:
-        """Return the ranks whose part is complete. Lists every directory of parts; to wait, use `PartsWatch`."""
+        """See `Pending.parts_present`."""
         return {rank for path in self.parts_directories() for rank in _ranks_in(path)}
 
     def parts_directories(self) -> list[str]:
@@ -189,6 +143,31 @@ class PendingSave:
             raise CheckpointCorruptError(f"{path} is missing")
         return decode_document(data, path), crc32c(data)
 
+    def read_document(self, name: str) -> bytes:
+        """See `Pending.read_document`."""
+        path = os.path.join(self.path, name)
+        data = read_bytes(path)
+        if data is None:
+            raise CheckpointCorruptError(f"{path} is missing")
+        return data
+
+    def write_documents(self, documents: Mapping[str, bytes]) -> None:
+        """See `Pending.write_documents`. Documents of recycled files that hold the same are not written."""
+        for name, data in documents.items():
+            path = os.path.join(self.path, name)
+            if not files.holds(path, data):
+                files.write_document(path, data, self.root.pending_path)
+        parts = [os.path.join(self.path, "parts"), *self.parts_directories()]
+        files.sync_files([os.path.join(self.path, name) for name in documents], [*parts, self.path])
+
+    def take_recycled(self, plan: str, names: Iterable[str]) -> None:
+        """See `Pending.take_recycled`."""
+        take_recycled(self, self.root, plan, names)
+
+    def pack_writer(self, rank: int, *, threads: int, reuse: bool) -> PackWriter:
+        """See `Pending.pack_writer`."""
+        return PackWriter(self.path, rank, threads=threads, reuse=reuse)
+
     def publish(self) -> Published | Abandoned:
         """Commit the save, unless it is decided already, and return the outcome.
 
@@ -197,7 +176,7 @@ class PendingSave:
         """
         self.check_token()
         if not self.has_begun():
-            return self.outcome() or Abandoned(_unknown_reason(self.save))
+            return self.outcome() or Abandoned(unknown_reason(self.save))
         try:
             result = directories.rename_directory(self.path, self.root.step_path(self.save.step))
         except StorageError as error:
@@ -212,7 +191,7 @@ class PendingSave:
             raise self.already_published()
         if result is Rename.DONE:
             self._remove_reasons()
-        outcome = self.outcome() or Abandoned(_unknown_reason(self.save))
+        outcome = self.outcome() or Abandoned(unknown_reason(self.save))
         if result is not Rename.DONE and isinstance(outcome, Published):
             self.confirm()  # another process renamed it, or a network file system repeated this rename
         return outcome
@@ -263,7 +242,7 @@ class PendingSave:
         outcome = self.outcome()
         if isinstance(outcome, Published):
             self._remove_reasons()
-        if outcome is None or outcome == Abandoned(_unknown_reason(self.save)):
+        if outcome is None or outcome == Abandoned(unknown_reason(self.save)):
             return Abandoned(reason)
         return outcome
 
@@ -276,12 +255,12 @@ class PendingSave:
             return Published()
         if os.path.isdir(self._abandoned_path):
             document = read_json(os.path.join(self._abandoned_path, _REASON))
-            return Abandoned(_unknown_reason(self.save) if document is None else Reason.from_document(document))
+            return Abandoned(unknown_reason(self.save) if document is None else Reason.from_document(document))
         return None
 
     def _outcome_with_reason(self) -> Published | Abandoned | None:
         """Return the outcome; wait shortly for its reason, which is recorded late if the disk was full."""
-        unexplained = Abandoned(_unknown_reason(self.save))
+        unexplained = Abandoned(unknown_reason(self.save))
         deadline = time.monotonic() + _RECORD_GRACE_S
         while (outcome := self.outcome()) == unexplained and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -296,8 +275,12 @@ class PendingSave:
             return None
         outcome = self._outcome_with_reason()
         if outcome is None and not os.path.isdir(self.path):
-            return self.outcome() or Abandoned(_unknown_reason(self.save))
+            return self.outcome() or Abandoned(unknown_reason(self.save))
         return outcome
+
+    def look(self) -> tuple[SaveOutcome, int]:
+        """See `Pending.look`."""
+        return (None, 1) if self.has_begun() else (self.decided(), _LOOK_BEFORE_BEGIN)
 
     def _write_reason(self, where: str, reason: Reason) -> bool:
         try:
@@ -310,46 +293,6 @@ class PendingSave:
         return read_json(os.path.join(self.path, name))
 
 
-class PartsWatch:
-    """Which ranks have completed their parts, for a process that waits for all of them.
-
-    Each look lists the directories that were not complete at the one before.
-    """
-
-    def __init__(self, pending: PendingSave, world_size: int) -> None:
-        self._path = pending.path
-        self._missing: dict[str, set[int]] = {}
-        for first in range(0, world_size, RANKS_PER_DIRECTORY):
-            ranks = range(first, min(first + RANKS_PER_DIRECTORY, world_size))
-            self._missing[parts_directory(first)] = set(ranks)
-
-    @property
-    def missing(self) -> set[int]:
-        """The ranks whose parts were missing at the last look."""
-        return set().union(*self._missing.values())
-
-    @property
-    def directories_left(self) -> int:
-        """How many directories the next look lists."""
-        return len(self._missing)
-
-    def look(self) -> bool:
-        """Return whether all parts are there."""
-        for directory, ranks in list(self._missing.items()):
-            ranks.difference_update(_ranks_in(os.path.join(self._path, directory)))
-            if not ranks:
-                del self._missing[directory]
-        return not self._missing
-
-
 def _ranks_in(path: str) -> set[int]:
     """Return the ranks whose part manifests are in a directory; none if it does not exist."""
     return {rank for name in directories.names_in(path) if (rank := part_rank(name)) is not None}
-
-
-def _unknown_reason(save: SaveId) -> Reason:
-    return Reason(
-        None,
-        "SaveAbandonedError",
-        f"save {save.name} was abandoned and left no record of the reason (removed by hand, or no space to write it)",
-    )

@@ -103,6 +103,10 @@ class Leases:
         ranks = {line["rank"] for line in self._lines(os.path.basename(self.own_file())) if "writer" in line}
         return max(1, len(ranks))
 
+    def watch_host(self, host: str) -> HostWatch:
+        """Return what tells which ranks have live writers on a host, for a process that asks again and again."""
+        return HostWatch(self, host)
+
     def announce(self, renew_s: float) -> None:
         """Record how often this host renews. StorageError if the directory does not exist."""
         self._append({"renew_s": renew_s})
@@ -178,6 +182,9 @@ class Lease:
     def ensure(self) -> None:
         """Register, unless that is done; also again after the root was removed. StorageError if it does not exist."""
         self._leases.enter(self._rank, self._own, self._trainer)
+        self._start()
+
+    def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._keep, name="ckpt-lease", daemon=True)
             self._thread.start()

@@ -20,6 +20,7 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
@@ -29,10 +30,10 @@ from ckpt.storage.leases import RENEW_S, Leases, is_fresh
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
-__all__ = ["Claim", "ClaimLease", "OwnerState", "Ownership"]
+__all__ = ["Claim", "ClaimLease", "MAX_CLAIM_BYTES", "OwnerState", "Ownership", "tokens_in"]
 
 _CLAIM = re.compile(r"(\d{8,18})\.json")
-_MAX_CLAIM_BYTES = 1 << 16
+MAX_CLAIM_BYTES = 1 << 16
 _ATTEMPTS = 100
 _TEMPORARY_S = 60.0  # the longest wait for a restore or a tool with a temporary claim
 _PAUSE_S = 0.05
@@ -78,7 +79,8 @@ class ClaimLease:
         """Renew the claim with this token from now on."""
         self._token = token
         if self._thread is None:
-            keep = functools.partial(_keep_claim, weakref.ref(self), self._closed)
+            renew_s = self._ownership.renew_s
+            keep = functools.partial(_keep_claim, weakref.ref(self), self._closed, renew_s)
             self._thread = threading.Thread(target=keep, name="ckpt-claim", daemon=True)
             self._thread.start()
 
@@ -91,8 +93,8 @@ class ClaimLease:
         self._closed.set()
 
 
-def _keep_claim(lease: weakref.ref[ClaimLease], closed: threading.Event) -> None:
-    while not closed.wait(RENEW_S):
+def _keep_claim(lease: weakref.ref[ClaimLease], closed: threading.Event, renew_s: float) -> None:
+    while not closed.wait(renew_s):
         held = lease()
         if held is not None:
             with contextlib.suppress(StorageError):
@@ -101,7 +103,10 @@ def _keep_claim(lease: weakref.ref[ClaimLease], closed: threading.Event) -> None
 
 
 class Ownership:
-    """The claims of one root. Any process, any thread."""
+    """The claims of one root, in a directory. Any process, any thread."""
+
+    renew_s = RENEW_S
+    """How often the process that made a claim renews it."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -118,7 +123,11 @@ class Ownership:
 
     def newest(self) -> int:
         """Return the token of the owner; 0 if there is none."""
-        return max(_tokens(directories.fresh_names(self._path)), default=0)
+        return max(self._claimed(), default=0)
+
+    def _claimed(self) -> list[int]:
+        """Return the tokens of all claims that are there."""
+        return tokens_in(directories.fresh_names(self._path))
 
     def has(self, token: int) -> bool:
         """Return whether this process sees the claim with this token, or a later one."""
@@ -132,7 +141,7 @@ class Ownership:
         newest = self.newest()
         if newest < token:
             self._make(token)
-            directories.make_directories(self._path, f"{token:08d}")
+            self._make_leases(token)
             newest = self.newest()
         if newest == token:
             return
@@ -156,7 +165,7 @@ class Ownership:
                 raise self._fenced(seen, newest)
             token = max(newest + 1, int(1000 * time.time()))
             if self._make(token, temporary) and self.newest() == token:
-                directories.make_directories(self._path, f"{token:08d}")
+                self._make_leases(token)
                 self._remove_old_claims(token)
                 return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
@@ -198,25 +207,35 @@ class Ownership:
         if claim is None or leases.has_left(claim.process):
             return False
         alive = claim.process.alive
-        return is_fresh(self._file(token), directories.server_time(self._path)) if alive is None else alive
+        return self._is_renewed(token) if alive is None else alive
+
+    def _is_renewed(self, token: int) -> bool:
+        """Return whether a claim was renewed within `EXPIRY_S`."""
+        return is_fresh(self._file(token), directories.server_time(self._path))
+
+    def _make_leases(self, token: int) -> None:
+        """Make the directory of the leases of an owner, unless it is there."""
+        directories.make_directories(self._path, f"{token:08d}")
 
     def _make(self, token: int, temporary: bool = False) -> bool:
         """Make a claim, durably, and return whether this call made it.
 
         A network file system may repeat the call and report that the file exists, so its content is compared.
         """
-        for made in directories.make_directories(self._root, ".owner"):
-            directories.fsync_directory(made)
         process = Process.here()
         document = {"token": token, "process": [process.host, process.pid, process.start]}
         document |= {"node": os.uname().nodename, "time": time.time(), "temporary": temporary}
         document |= {"nonce": os.urandom(8).hex()}
-        data = encode_document(document)
+        return self._create(token, encode_document(document))
+
+    def _create(self, token: int, data: bytes) -> bool:
+        for made in directories.make_directories(self._root, ".owner"):
+            directories.fsync_directory(made)
         return files.create_exclusive(self._file(token), data) or files.holds(self._file(token), data)
 
     def _remove_old_claims(self, token: int) -> None:
         """Remove the claims and leases older than those of the owner before this one."""
-        before = sorted(number for number in _tokens(directories.names_in(self._path)) if number < token)
+        before = sorted(number for number in tokens_in(directories.names_in(self._path)) if number < token)
         for name in directories.names_in(self._path):
             number = re.match(r"\d{8,18}", name)
             if before and number is not None and int(number[0]) < before[-1]:
@@ -230,7 +249,7 @@ class Ownership:
     def _read(self, token: int) -> Claim | None:
         """Return a claim; None if it does not exist or is damaged."""
         try:
-            data = read_document_at(self._file(token), _MAX_CLAIM_BYTES)
+            data = self._data(token)
             document = {} if data is None else decode_document(data, self._file(token))
             host, pid, start = document["process"]
             return Claim(
@@ -242,6 +261,10 @@ class Ownership:
             )
         except (CheckpointCorruptError, KeyError, TypeError, ValueError):
             return None
+
+    def _data(self, token: int) -> bytes | None:
+        """Return the content of a claim; None if it does not exist."""
+        return read_document_at(self._file(token), MAX_CLAIM_BYTES)
 
     def claimer(self, token: int) -> Process | None:
         """Return the trainer that has, or had, claimed the root with this token; None if that is not known."""
@@ -256,5 +279,6 @@ class Ownership:
         return str(claim or f"an unknown process (token {token})")
 
 
-def _tokens(names: list[str]) -> list[int]:
+def tokens_in(names: Iterable[str]) -> list[int]:
+    """Return the tokens of the claims with these file names."""
     return [int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))]

@@ -109,10 +109,14 @@ class PackWriter:
             copy_runs(runs)
         behind = (job.starts + job.sizes)[:, np.newaxis] + np.arange(CHECKSUM_BYTES)
         checksum = crc32c(memory[behind].tobytes())
-        path, overwrite = self._place(pack_file(self._rank, job.number))
-        self._direct = write_pages(path, job.memory, job.nbytes, direct=self._direct, overwrite=overwrite)
-        self._files.append(path)
+        self._store(job.number, job.memory, job.nbytes)
         return WrittenFile(job.number, job.nbytes, checksum)
+
+    def _store(self, number: int, pages: memoryview, nbytes: int) -> None:
+        """Write the first `nbytes` of whole pages as a file of the pack."""
+        path, overwrite = self._place(pack_file(self._rank, number))
+        self._direct = write_pages(path, pages, nbytes, direct=self._direct, overwrite=overwrite)
+        self._files.append(path)
 
     def write_documents(self, documents: Mapping[str, bytes]) -> None:
         """Write documents, by their paths in the save. `StorageError` if that fails."""
@@ -139,7 +143,6 @@ class PackWriter:
         return path, self._reuse and os.path.lexists(path)
 
     def _write_compressed(self, job: FileJob) -> WrittenFile:
-        path, overwrite = self._place(pack_file(self._rank, job.number))
         pieces: list[bytes] = []
         chunks: list[tuple[int, int, int, int]] = []
         checksums = b""
@@ -152,9 +155,7 @@ class PackWriter:
             pieces += [encoded, bytes(padding)]
             end += len(encoded) + padding
         nbytes = end - padding
-        memory = _pages(pieces, nbytes)
-        self._direct = write_pages(path, memory, nbytes, direct=self._direct, overwrite=overwrite)
-        self._files.append(path)
+        self._store(job.number, _pages(pieces, nbytes), nbytes)
         return WrittenFile(job.number, nbytes, crc32c(checksums), tuple(chunks))
 
     def _encode(self, chunk: ChunkToCompress, memory: memoryview) -> bytes:

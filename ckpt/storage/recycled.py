@@ -20,20 +20,20 @@ import secrets
 from collections.abc import Iterable
 
 from ckpt.storage import directories, files
-from ckpt.storage.commit import PendingSave
 from ckpt.storage.directories import Rename
 from ckpt.storage.files import storage_errors
-from ckpt.storage.root import CheckpointRoot, intent_of_step
+from ckpt.storage.interface import DirectoryRoot, Pending
+from ckpt.storage.step_documents import intent_of_step
 
 __all__ = ["discard_recycled", "recycle_step", "recycled_path", "take_recycled"]
 
 
-def recycled_path(root: CheckpointRoot) -> str:
+def recycled_path(root: DirectoryRoot) -> str:
     """Return the directory of recycled steps."""
     return os.path.join(root.path, ".retired")
 
 
-def recycle_step(root: CheckpointRoot, step: int, plan: str, token: int | None = None) -> bool:
+def recycle_step(root: DirectoryRoot, step: int, plan: str, token: int | None = None) -> bool:
     """Remove a published step and keep its files for a save with the digest `plan`; False if the step is being read.
 
     They are to be deleted instead if others are kept already, or if the step has another plan or links for directories.
@@ -56,12 +56,12 @@ def recycle_step(root: CheckpointRoot, step: int, plan: str, token: int | None =
     return True
 
 
-def take_recycled(pending: PendingSave, plan: str, names: Iterable[str]) -> None:
+def take_recycled(pending: Pending, root: DirectoryRoot, plan: str, names: Iterable[str]) -> None:
     """Give the recycled files with these names to a save, by a rank that is about to write them. Others are made new.
 
     Never a link, nor a file with a second name: what is linked elsewhere must not change.
     """
-    source = os.path.join(recycled_path(pending.root), plan)
+    source = os.path.join(recycled_path(root), plan)
     if not os.path.isdir(source):
         return
     made: set[str] = set()
@@ -70,14 +70,14 @@ def take_recycled(pending: PendingSave, plan: str, names: Iterable[str]) -> None
         files.take(os.path.join(source, name), os.path.join(pending.path, name))
 
 
-def discard_recycled(root: CheckpointRoot, keep: str | None = None) -> list[str]:
+def discard_recycled(root: DirectoryRoot, keep: str | None = None) -> list[str]:
     """Let no save take recycled files any more, but those of the plan `keep`, and return the directories to delete."""
     folder = recycled_path(root)
     moved = (_discard(root, os.path.join(folder, name)) for name in _names(folder) if name != keep)
     return [path for path in moved if path is not None]
 
 
-def _discard(root: CheckpointRoot, path: str) -> str | None:
+def _discard(root: DirectoryRoot, path: str) -> str | None:
     """Give a directory a name that no save takes, and return it; None if it is not there any more."""
     if root.undo_move(path):
         return None

@@ -20,19 +20,30 @@ import secrets
 import socket
 import time
 import urllib.parse
-from typing import Any
+from collections.abc import Callable
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
-from ckpt.storage import directories, files
+from ckpt.errors import StorageError
+from ckpt.storage import directories, files, pins
+from ckpt.storage.commit import PendingSave
 from ckpt.storage.directories import Rename, try_lock_exclusive
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.files import storage_errors
-from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
+from ckpt.storage.interface import Aside, DirectoryRoot
+from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import Ownership
-from ckpt.storage.pins import pinned_steps
-from ckpt.storage.regular_files import read_document_at
-from ckpt.storage.step_reader import has_readers, remove_stale_readers
+from ckpt.storage.recycled import discard_recycled, recycle_step
+from ckpt.storage.removal import remove_contents, remove_share
+from ckpt.storage.step_documents import (
+    FORMAT_VERSION,
+    INTENT,
+    intent_of_step,
+    owner_of_step,
+    read_bytes,
+    read_json,
+    read_part_of_step,
+)
+from ckpt.storage.step_reader import StepReader, has_readers, remove_stale_readers
+from ckpt.storage.step_source import LocalStep, StepSource
 
 __all__ = [
     "FORMAT_VERSION",
@@ -46,8 +57,6 @@ __all__ = [
     "read_part_of_step",
 ]
 
-FORMAT_VERSION = 2
-INTENT = "intent.json"
 _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
 _REMOVED_STEP = re.compile(r"(step_\d{8,18})-removed-(\d+)-[0-9a-f]+")
@@ -65,8 +74,12 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(urllib.parse.unquote(url.path))
 
 
-class CheckpointRoot:
-    """A checkpoint root. Makes nothing on disk until a save begins. Any process, any thread."""
+class CheckpointRoot(DirectoryRoot):
+    """A checkpoint root in a directory. See `Root`."""
+
+    reuses_files = True
+    removed_by_all = True
+    least_look_s = 0.0
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -135,12 +148,76 @@ class CheckpointRoot:
         except OSError as error:
             raise StorageError(f"cannot list {path}: {error.strerror} (check its permissions and owner)") from error
 
-    def tip(self) -> dict[str, Any] | None:
-        """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none."""
-        steps = self.steps()
-        if not steps:
+    def save_of(self, step: int) -> str | None:
+        """See `Root.save_of`."""
+        save = (intent_of_step(self.step_path(step)) or {}).get("save")
+        return save if isinstance(save, str) else None
+
+    def source_of(self, step: int) -> StepSource:
+        """See `Root.source_of`."""
+        return LocalStep(self.step_path(step))
+
+    def published_s(self, step: int) -> float:
+        """See `Root.published_s`."""
+        path = os.path.join(self.step_path(step), "zarr.json")
+        with storage_errors("read", path):
+            return os.stat(path).st_mtime
+
+    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> StepReader:
+        """See `Root.hold_step`."""
+        return StepReader(self.step_path(step), self.path if lease else None, renewing=renewing)
+
+    def hold_itself(self) -> StepReader:
+        """See `Root.hold_itself`."""
+        return StepReader(self.path, None)
+
+    def pending_save(self, save: SaveId, token: int | None = None) -> PendingSave:
+        """See `Root.pending_save`."""
+        return PendingSave(self, save, token)
+
+    def pinned_steps(self) -> set[int]:
+        """See `Root.pinned_steps`."""
+        return pins.pinned_steps(self.path)
+
+    def pin_step(self, step: int) -> None:
+        """See `Root.pin_step`."""
+        pins.pin_step(self.path, step)
+
+    def unpin_step(self, step: int) -> bool:
+        """See `Root.unpin_step`."""
+        return pins.unpin_step(self.path, step)
+
+    def refresh(self) -> None:
+        """See `Root.refresh`: a network file system answers from its cache for seconds."""
+        directories.fresh_names(self.pending_path)
+
+    def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
+        """See `Root.retire_step`."""
+        if plan is not None:
+            return recycle_step(self, step, plan, token)
+        return self.move_step(step, self.abandoned_path, token) is not None
+
+    def discard_recycled(self, keep: str | None = None) -> list[str]:
+        """See `Root.discard_recycled`."""
+        return discard_recycled(self, keep)
+
+    def delete_share(self, path: str, rank: int, before_each: Callable[[], None]) -> None:
+        """See `Root.delete_share`."""
+        remove_share(path, rank, before_each)
+
+    def delete_contents(self, path: str, before_each: Callable[[], None], *, is_record: bool) -> None:
+        """See `Root.delete_contents`."""
+        remove_contents(path, before_each, keep_files=is_record)
+
+    def move_aside(self, step: int, token: int, why: Aside) -> str | None:
+        """See `Root.move_aside`. A step of a later owner is moved back."""
+        self.ownership.check(token)
+        target = self.set_aside(step, self.superseded_path if why == "superseded" else self.damaged_path)
+        if target is not None and owner_of_step(target) > token:
+            directories.rename_directory(target, self.step_path(step))
+            self.ownership.check(token)
             return None
-        return {"step": steps[-1], "save": (intent_of_step(self.step_path(steps[-1])) or {}).get("save")}
+        return target
 
     def remove_step(self, step: int, token: int | None = None) -> bool:
         """Remove a published step; False if it is being read or pinned. A crash leaves it whole or removed.
@@ -191,7 +268,7 @@ class CheckpointRoot:
         if lock is None:
             return False
         with lock:
-            if has_readers(self.path, path) or step in pinned_steps(self.path):
+            if has_readers(self.path, path) or step in self.pinned_steps():
                 return False
             directories.rename_directory(path, target)
         return True
@@ -298,28 +375,6 @@ class CheckpointRoot:
                 probe.release()
 
 
-def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
-    """Return a rank's part manifest of the published step at `path`. CheckpointCorruptError if damaged or missing."""
-    document = read_json(os.path.join(path, part_name(rank)))
-    if document is None:
-        raise CheckpointCorruptError(f"{path}/{part_name(rank)} is missing")
-    return document
-
-
-def intent_of_step(path: str) -> dict[str, Any] | None:
-    """Return the intent of the published step in directory `path`; None if it is missing or damaged."""
-    try:
-        return read_json(os.path.join(path, INTENT))
-    except CheckpointError:
-        return None
-
-
-def owner_of_step(path: str) -> int:
-    """Return the token of the owner that saved the step in directory `path`; 0 if its intent does not say."""
-    save = parse_save_name(str((intent_of_step(path) or {}).get("save", "")))
-    return 0 if save is None else save.owner
-
-
 def _is_of_later_owner(path: str) -> bool:
     """Return whether the step at `path`, if it is one that was moved, is of a later owner than the one that did."""
     taken = _REMOVED_STEP.fullmatch(os.path.basename(path))
@@ -329,14 +384,3 @@ def _is_of_later_owner(path: str) -> bool:
 def _saves(names: list[str]) -> list[SaveId]:
     saves = (parse_save_name(name) for name in names)
     return sorted((save for save in saves if save is not None), key=lambda save: (save.step, save.owner, save.nonce))
-
-
-def read_json(path: str) -> dict[str, Any] | None:
-    """Return the document at `path`; None if it does not exist. CheckpointCorruptError if it is damaged."""
-    data = read_bytes(path)
-    return None if data is None else decode_document(data, path)
-
-
-def read_bytes(path: str) -> bytes | None:
-    """Return the content of a document; None if it does not exist."""
-    return read_document_at(path, MAX_DOCUMENT_BYTES)

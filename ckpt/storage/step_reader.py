@@ -19,8 +19,10 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, Storage
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, lock_shared
 from ckpt.storage.documents import decode_document
+from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import RENEW_S, is_fresh
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
+from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.process import Process
 
 __all__ = ["StepReader", "remove_stale_readers", "has_readers"]
@@ -29,7 +31,7 @@ _READERS = ".readers"
 _MAX_INTENT_BYTES = 1 << 20
 
 
-class StepReader:
+class StepReader(HeldStep):
     """Holds a published step while it is read. Any process. A context manager.
 
     Makes a lease where it can. With `renewing` a thread renews it until `close`; otherwise each `check` does.
@@ -41,6 +43,7 @@ class StepReader:
         CheckpointNotFoundError if it is being removed, or is not a step.
         """
         self.path = path
+        self.source = LocalStep(path)
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._lease: str | None = None
@@ -77,7 +80,7 @@ class StepReader:
 
     @property
     def still_there(self) -> bool:
-        """Return whether the step is still the one that was opened."""
+        """See `HeldStep.still_there`."""
         try:
             self.check()
         except CheckpointNotFoundError:
@@ -94,12 +97,6 @@ class StepReader:
                 os.rmdir(os.path.dirname(lease))  # fails if another reader has a lease
         if self._lock is not None:
             self._lock.close()
-
-    def __enter__(self) -> StepReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _locked(self) -> DirectoryLock | None:
         try:

@@ -19,7 +19,8 @@ from ckpt.storage.chunk_codec import check_chunk
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import pack_file, part_name
 from ckpt.storage.pack_index import StoredArray
-from ckpt.storage.regular_files import DamagedFileError, open_regular
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.step_source import OpenFile
 from ckpt.validation.step_files import PackFile, Problem
 
 __all__ = ["PackChecks"]
@@ -97,11 +98,11 @@ class PackChecks:
         try:
             chunks = self._chunks(pack)
             with storage_errors("read", path):
-                fd = open_regular(self.index.path, pack.name)
+                file = self.index.source.open(pack.name)
                 try:
-                    return _check(chunks, pack, _Window(fd, size, buffer))
+                    return _check(chunks, pack, _Window(file, size, buffer))
                 finally:
-                    os.close(fd)
+                    file.close()
         except (DamagedFileError, CheckpointCorruptError) as damage:
             return [Problem(str(damage), pack.name, rank=pack.rank, fatal=True)]
 
@@ -155,9 +156,9 @@ def _check(chunks: list[_Chunk], pack: PackFile, window: _Window) -> list[Proble
 class _Window:
     """A file that is read in order, with a buffer. What is returned is overwritten by the next read."""
 
-    def __init__(self, fd: int, size: int, buffer: memoryview) -> None:
+    def __init__(self, file: OpenFile, size: int, buffer: memoryview) -> None:
         self.size = size
-        self._fd = fd
+        self._file = file
         self._buffer = buffer
         self._start = 0
         self._bytes = 0
@@ -172,10 +173,10 @@ class _Window:
         """Return bytes of the file, fewer at its end."""
         if not self._start <= offset <= offset + size <= self._start + self._bytes:
             if size > len(self._buffer):
-                return os.pread(self._fd, size, offset)
+                return self._file.read(offset, size)
             self._bytes = 0
             while self._bytes < size:  # a file system may return less
-                count = os.preadv(self._fd, [self._buffer[self._bytes :]], offset + self._bytes)
+                count = self._file.read_into(self._buffer[self._bytes :], offset + self._bytes)
                 self._bytes += count
                 if not count:
                     break

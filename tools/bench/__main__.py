@@ -39,6 +39,10 @@ KINDS = {
         "one save in detail: stall, time to durable, what it costs training, memory",
         "tools.bench.save",
     ),
+    "objects": Kind(
+        "a save to an object store and a restore, beside plain puts and gets by the same client; requests",
+        "tools.bench.objects",
+    ),
     "validate": Kind(
         "`inspect_ckpt validate`, beside plain reads of the same files; commands on very many tensors",
         "tools.bench.validate",

@@ -1,11 +1,16 @@
 """Train; kill all processes and resume; restart in process after faults; compare the results.
 
-Ends with three tables and a picture, or with a message and a non-zero exit code.
+    python -m tools.demo [--root s3://BUCKET/PREFIX]
+
+Checkpoints go below demo-out, or below a URL; what is there stays. Logs and pictures are always in demo-out. Ends with
+three tables and a picture, or with a message and a non-zero exit code.
 """
 
+import argparse
 import shutil
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,20 +53,22 @@ class Killed:
 class Demo:
     """The four runs, two of which share one checkpoint root: the one that is killed, and the one that resumes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, root: str | None = None) -> None:
+        """`root` None: the checkpoints go below `OUT`."""
         self.console = console
+        self.root = str(OUT) if root is None else f"{root.rstrip('/')}/{uuid.uuid4().hex[:12]}"
         self.deadline = time.monotonic() + LIMIT_S
 
     def run(self) -> None:
         began = time.monotonic()
         shutil.rmtree(OUT, ignore_errors=True)
         OUT.mkdir()
-        reference = Settings("uninterrupted", OUT / "uninterrupted", STEPS, save_every=STEPS)
-        interrupted = Settings("interrupted", OUT / "checkpoints", STEPS, SAVE_EVERY)
-        resumed = Settings("resumed", OUT / "checkpoints", STEPS, SAVE_EVERY)
+        reference = Settings("uninterrupted", f"{self.root}/uninterrupted", STEPS, save_every=STEPS)
+        interrupted = Settings("interrupted", f"{self.root}/checkpoints", STEPS, SAVE_EVERY)
+        resumed = Settings("resumed", f"{self.root}/checkpoints", STEPS, SAVE_EVERY)
         folder = OUT / "restarted"
         folder.mkdir()
-        survivor = _with_faults("restarted-run", folder)
+        survivor = _with_faults("restarted-run", folder, f"{self.root}/restarted/checkpoints")
         columns = [TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         with Progress(*columns, console=self.console) as progress:
             first = self._to_the_end(reference, progress, "1/4 without interruption")
@@ -72,7 +79,7 @@ class Demo:
         self._check_same(first, [fourth])
         recoveries = read_recoveries(folder, FAULTS)
         for run in (third, fourth):
-            arrays = _compare(*(each.settings.root / f"step_{STEPS:08d}" for each in (first, run)))
+            arrays = _compare(first.settings.root, run.settings.root)
         self.console.print(summary_table(first, killed.run, third, killed.step))
         self.console.print(recovery_table(recoveries))
         self.console.print(goodput_table(folder))
@@ -143,19 +150,19 @@ class Demo:
                     raise DemoError(f"{run.settings.name}: final weights {end['digest']}, uninterrupted {digest}")
 
 
-def _with_faults(name: str, folder: Path) -> Settings:
+def _with_faults(name: str, folder: Path, root: str) -> Settings:
     """Return the run of 3 processes, of which 2 train, that restarts after every fault. `folder` gets the records."""
     deaths = sum(":kill" in fault for fault in FAULTS)
     launcher = ["tools.demo.launch", "--ranks", str(_RANKS), "--may-die", str(deaths), "--"]
     launcher += [sys.executable, "-m", "tools.demo.faults", str(folder), *FAULTS, "--"]
     extra = ["--restart", "--active", str(_ACTIVE), "--soft-timeout", str(SOFT_TIMEOUT_S)]
     extra += ["--monitor-log", str(folder.resolve() / "monitor_{rank}.log"), "--events", str(folder / EVENTS)]
-    return Settings(name, folder / "checkpoints", STEPS, SAVE_EVERY, extra=tuple(extra), launcher=tuple(launcher))
+    return Settings(name, root, STEPS, SAVE_EVERY, extra=tuple(extra), launcher=tuple(launcher))
 
 
-def _compare(left: Path, right: Path) -> int:
-    """Return the number of arrays of both checkpoints; DemoError unless they are the same, bit by bit."""
-    a, b = ckpt.open(left), ckpt.open(right)
+def _compare(left: str, right: str) -> int:
+    """Return the number of arrays of the last step of two roots; DemoError unless they are the same, bit by bit."""
+    a, b = ckpt.open(left, STEPS), ckpt.open(right, STEPS)
     if only := set(a) ^ set(b):
         raise DemoError(f"in one of {left} and {right} only: {sorted(only)[:20]}")
     for name in a:
@@ -170,11 +177,14 @@ def _compare(left: Path, right: Path) -> int:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Train with faults; compare the results.")
+    parser.add_argument("--root", help="URL for the checkpoints, as Checkpointer takes it (default: demo-out)")
+    options = parser.parse_args()
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
     try:
-        Demo(console).run()
+        Demo(console, options.root).run()
     except DemoError as error:
         console.print("[red]failed[/]:", end=" ")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)

@@ -78,7 +78,7 @@ def _settings(out: Path, name: str, port: int, url: str, options: tuple[str, ...
     job = [sys.executable, "-m", "tools.demo.operations_job", str(out), str(port), url, FAULT, "--"]
     launcher = ("tools.demo.launch", "--ranks", "2", "--", *job)
     extra = ("--restart", "--preemptible", "--events", str(out / "events.jsonl"), *options)
-    return Settings(name, out / "checkpoints", STEPS, SAVE_EVERY, extra=extra, launcher=launcher)
+    return Settings(name, str(out / "checkpoints"), STEPS, SAVE_EVERY, extra=extra, launcher=launcher)
 
 
 def _until_preempted(settings: Settings, out: Path, deadline: float) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+import ckpt
 from tools.demo.run import DemoError, TrainingRun
 from tools.inspect_ckpt.goodput import goodput, read_events
 
@@ -145,9 +146,8 @@ def summary_table(first: TrainingRun, killed: TrainingRun, third: TrainingRun, k
         for save in run.of("save")
         if save["step"] in run.published_at and save["step"] != killed_at
     ]
-    folder = third.settings.root / f"step_{third.settings.steps:08d}"
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
+    with ckpt.open(third.settings.root, third.settings.steps) as checkpoint:
+        size, files = checkpoint.summary["bytes"], checkpoint.summary["files"]
     stall = [save["stall_s"] for save in saves]
 
     table = Table(title="train_lm.py, 2 ranks on CPU", title_justify="left", show_header=False)
@@ -158,7 +158,7 @@ def summary_table(first: TrainingRun, killed: TrainingRun, third: TrainingRun, k
     table.add_row("step, no save in flight", _ms(s["step_s"] for s in steps if not s["in_flight"]))
     table.add_row("step, save in flight", _ms(s["step_s"] for s in steps if s["in_flight"]))
     table.add_row("step, run without saves", _ms(s["step_s"] for s in first.of("step")[1:]))
-    table.add_row("checkpoint", f"{_mb(size)} in {len(files)} files")
+    table.add_row("checkpoint", f"{_mb(size)} in {files} files")
     rate = f"{_mb(size / median(durable_s))}/s, {_ms(durable_s)}" if durable_s else "-"
     table.add_row("to durable, from the call", rate)
     return table

@@ -16,11 +16,14 @@ from typing import Any, Self
 
 import psutil
 
+from ckpt.storage.roots import open_root
+
 __all__ = ["DemoError", "Settings", "TrainingRun"]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
 _MARKER = "DEMO_RUN_ID"
 _POLL_S = 0.005
+_LOOK_S = 0.25
 
 
 class DemoError(Exception):
@@ -32,7 +35,7 @@ class Settings:
     """Options of a run."""
 
     name: str
-    root: Path
+    root: str  # a folder or a URL
     steps: int
     save_every: int
     world_size: int = 2
@@ -59,6 +62,8 @@ class TrainingRun:
         self._output = out / f"{settings.name}.txt"
         self._id = uuid.uuid4().hex
         self._read = 0
+        self._root = open_root(settings.root)
+        self._look_at = 0.0
         with self._output.open("wb") as output:
             self._launcher = subprocess.Popen(
                 settings.command(self._log),
@@ -96,11 +101,11 @@ class TrainingRun:
 
     def is_published(self, step: int) -> bool:
         """Return whether the checkpoint of the step exists."""
-        return (self.settings.root / f"step_{step:08d}").is_dir()
+        return step in self.published_steps()
 
     def published_steps(self) -> list[int]:
         """Return the steps of all checkpoints, in order."""
-        return sorted(int(folder.name.removeprefix("step_")) for folder in self.settings.root.glob("step_*"))
+        return self._root.steps()
 
     def trainers(self) -> list[psutil.Process]:
         """Return the processes of the ranks, in order."""
@@ -151,5 +156,8 @@ class TrainingRun:
         return [json.loads(line) for line in whole.splitlines()]
 
     def _see_published(self) -> None:
+        if "://" in self.settings.root and time.monotonic() < self._look_at:
+            return  # each look is a request
+        self._look_at = time.monotonic() + _LOOK_S
         for step in self.published_steps():
             self.published_at.setdefault(step, time.time())

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
-from ckpt.storage.commit import PendingSave
+from ckpt.storage.interface import Root
 from ckpt.storage.recycled import recycle_step, recycled_path
 from ckpt.storage.root import CheckpointRoot, intent_of_step
+from ckpt.storage.roots import open_root
 from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import RankGroup, launch_ranks
 from tests.support.selection import FULL
+
+Roots = tuple[str | Path, str | Path]
 
 _OPTIONS = {"file_bytes": 100_000}  # several files of each rank
 _AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
@@ -131,7 +135,7 @@ def _kill_the_idle_writer(queue: ckpt.AsyncCallsQueue) -> None:
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the writer to be gone")
 
 
-def _train(rank: int, world_size: int, cell: Cell, folder: Path, roots: tuple[Path, Path]) -> dict[str, Any]:
+def _train(rank: int, world_size: int, cell: Cell, folder: Path, roots: Roots) -> dict[str, Any]:
     root = roots[rank % 2]
     checkpointer = ckpt.Checkpointer(root, **_OPTIONS, keep_last=9, reuse_files=cell.reuse)
     checkpointer.restore(_state(0))
@@ -239,12 +243,12 @@ def _check_answers(cell: Cell, answers: list[dict[str, Any]]) -> None:
         assert answer["has_traceback"]
 
 
-def _check_storage(cell: Cell, root: CheckpointRoot) -> None:
+def _check_storage(cell: Cell, root: Root) -> None:
     next_step = [3] if cell.who == "writer" else []
-    reasons = [PendingSave(root, save).outcome() for save in root.abandoned()]
+    reasons = [root.pending_save(save).outcome() for save in root.abandoned()]
     assert root.steps() == ([1, 2] if cell.leaves == PUBLISHED else [1]) + next_step, reasons
     everyone = set(range(cell.world_size))
-    parts = [PendingSave(root, save).parts_present() for save in root.pending()]
+    parts = [root.pending_save(save).parts_present() for save in root.pending()]
     if cell.leaves == ADOPTED:
         assert parts == [everyone]
     elif cell.leaves == LOST:
@@ -258,14 +262,18 @@ def test_kill(cell: Cell, tmp_path: Path) -> None:
     play(cell, tmp_path, (tmp_path / "root", tmp_path / "root"))
 
 
-def play(cell: Cell, folder: Path, roots: tuple[Path, Path]) -> None:
+def play(cell: Cell, folder: Path, roots: Roots, env: Mapping[str, str] | None = None) -> None:
     """Play a cell and check what it leaves. Odd ranks see the root under the second path, as on another mount."""
-    with launch_ranks(_train, cell.world_size, cell, folder, roots) as group:
+    with launch_ranks(_train, cell.world_size, cell, folder, roots, env=env or {}) as group:
         _check_answers(cell, _play(group, cell))
         group.wait_for_no_survivors(10)
-    root = CheckpointRoot(str(roots[1]))
+    root = open_root(roots[1])
     _check_storage(cell, root)
-    if cell.reuse and cell.point in ("during write", "before publish", "after publish"):
+    if (
+        isinstance(root, CheckpointRoot)
+        and cell.reuse
+        and cell.point in ("during write", "before publish", "after publish")
+    ):
         assert _recycled_files(root) < _data_files(root.step_path(1)), "the save did not take the files"
     state = _state(0)
     with ckpt.Checkpointer(root.path, **_OPTIONS) as checkpointer:

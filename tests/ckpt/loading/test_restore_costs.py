@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank
-from ckpt.storage import chunk_reader
+from ckpt.storage import step_source
 from tests.support import run_ranks
 
 _MB = 1 << 20
@@ -21,7 +21,7 @@ _MB = 1 << 20
 def _read_of_files(paths: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record the first byte and the end of every part of a file that the compiled code is asked for."""
     parts: list[tuple[int, int]] = []
-    real = chunk_reader.read_checked
+    real = step_source.read_checked
 
     def recorded(fd: int, segments: Any) -> bool:
         assert paths in os.readlink(f"/proc/self/fd/{fd}")
@@ -30,7 +30,7 @@ def _read_of_files(paths: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
             parts.append((base + at // block * (block + 4), base + (last // block + 1) * (block + 4)))
         return real(fd, segments)
 
-    monkeypatch.setattr(chunk_reader, "read_checked", recorded)
+    monkeypatch.setattr(step_source, "read_checked", recorded)
     return parts
 
 

@@ -65,9 +65,9 @@ def test_each_rank_deletes_its_own_files_and_the_coordinator_what_is_left(
     assert root.steps() == [2]
     ((removed, _),) = root.removed()
     assert _files(removed) == _of(0) | _of(1) | {"intent.json"}
-    _run(Remover(root.path, 1, _RANKS))
+    _run(Remover(root, 1, _RANKS))
     assert _files(removed) == _of(0) | {"intent.json"}
-    coordinator = Remover(root.path, 0, _RANKS)
+    coordinator = Remover(root, 0, _RANKS)
     _run(coordinator)
     assert _files(removed) == {"intent.json"}
     _run(coordinator)
@@ -78,7 +78,7 @@ def test_each_rank_deletes_its_own_files_and_the_coordinator_what_is_left(
 def test_the_coordinator_deletes_everything_at_its_end(tmp_path: Path) -> None:
     root, token = _two_steps(tmp_path)
     retain(root, Retention(Latest(1)), token, 2, "plan", {})
-    coordinator = Remover(root.path, 0, _RANKS)
+    coordinator = Remover(root, 0, _RANKS)
     _run(coordinator)
     assert len(root.removed()) == 1
     coordinator.close()
@@ -89,7 +89,7 @@ def test_nothing_is_deleted_while_the_process_writes_a_save(tmp_path: Path) -> N
     root, token = _two_steps(tmp_path)
     retain(root, Retention(Latest(1)), token, 2, "plan", {})
     ((removed, _),) = root.removed()
-    remover = Remover(root.path, 1, _RANKS)
+    remover = Remover(root, 1, _RANKS)
     with remover.held():
         remover.start()
         assert remover._thread is not None
@@ -106,7 +106,7 @@ def test_two_removed_steps_are_deleted_even_while_a_save_is_written(tmp_path: Pa
     _publish(root, 3, token)
     retain(root, Retention(Latest(1)), token, 3, "plan", {})
     assert len(root.removed()) == 2
-    remover = Remover(root.path, 0, 1)
+    remover = Remover(root, 0, 1)
     with remover.held():
         remover.start()
         wait_until(lambda: not root.removed(), "the steps to be deleted")
@@ -123,7 +123,7 @@ def test_links_are_not_followed(tmp_path: Path, where: str) -> None:
     assert len(content) == 2 * _RANKS
     retain(root, Retention(Latest(1)), token, 2, "plan", {})
     for rank in (1, 0):
-        remover = Remover(root.path, rank, _RANKS)
+        remover = Remover(root, rank, _RANKS)
         remover.start()
         remover.close()
     assert root.removed() == []
@@ -139,7 +139,7 @@ def test_a_step_of_a_later_owner_is_not_touched(tmp_path: Path) -> None:
     moved = Path(root.abandoned_path, f"step_00000003-removed-{token}-0123abcd")
     step.rename(moved)
     assert root.removed() == []
-    _run(Remover(root.path, 1, 2))
+    _run(Remover(root, 1, 2))
     assert _files(str(moved)) == content
     root.clean()
     assert root.steps() == [1, 2, 3]

@@ -149,7 +149,7 @@ def test_quick_validation_opens_no_pack(step: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise AssertionError("a pack was opened")
 
-    monkeypatch.setattr("ckpt.validation.pack_files.open_regular", refuse)
+    monkeypatch.setattr("ckpt.storage.step_source.open_regular", refuse)
     assert validate(str(step), quick=True).whole
     with pytest.raises(AssertionError, match="a pack was opened"):
         validate(str(step))

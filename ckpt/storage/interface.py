@@ -1,0 +1,423 @@
+"""What saving, loading and restarts need of a checkpoint root, whatever it is stored in.
+
+    Root              the published steps, the saves on their way there, and who owns them
+      PendingSave     one save until it is decided: published or abandoned, once and for ever
+        PackWriter    writes the files of one rank
+      HeldStep        one published step while it is read
+        StepSource    its files
+
+`root.CheckpointRoot` is in a directory, `object_root.ObjectRoot` in a bucket; `roots.open_root` tells them apart.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+from ckpt.errors import CheckpointExistsError
+from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, parse_save_name, parts_directory
+from ckpt.storage.options import StorageOptions
+from ckpt.storage.outcomes import Abandoned, Published, Reason, SaveOutcome
+from ckpt.storage.ownership import Ownership
+from ckpt.storage.pack_writers import PackWriter
+from ckpt.storage.step_source import StepSource
+
+__all__ = ["NO_LINEAGE", "Aside", "DirectoryRoot", "HeldStep", "PartsWatch", "Pending", "Root", "WorkLock"]
+
+NO_LINEAGE: Mapping[str, Any] = MappingProxyType({"restart": None, "metrics": {}, "versions": {}})
+
+Aside = Literal["superseded", "damaged"]
+"""Why a published step is moved aside."""
+
+
+class WorkLock(Protocol):
+    """A lock that only saves work."""
+
+    def close(self) -> None:
+        """Release the lock."""
+
+
+class HeldStep(ABC):
+    """Holds a published step while it is read. A context manager."""
+
+    path: str
+    source: StepSource
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise CheckpointNotFoundError unless the step is still the one that was opened.
+
+        If it returns, all data read before is of that step.
+        """
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Renew the lease if that is due; does nothing most times."""
+
+    @property
+    @abstractmethod
+    def still_there(self) -> bool:
+        """Whether the step is still the one that was opened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the step. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Pending(ABC):
+    """A save that may not be decided yet, as seen by one of its ranks or by the process that decides about it.
+
+    It acts with the owner's token (that of the save by default). Methods that change anything raise FencedError if a
+    later job owns the root. `path` says where it is, in messages.
+    """
+
+    root: Root
+    save: SaveId
+    path: str
+
+    @abstractmethod
+    def check_token(self) -> None:
+        """Raise FencedError if a later job owns the root."""
+
+    @abstractmethod
+    def begin(
+        self,
+        world_size: int,
+        plan_digest: str,
+        continues: dict[str, Any] | None = None,
+        superseded: Collection[int] = (),
+        lineage: Mapping[str, Any] = NO_LINEAGE,
+    ) -> None:
+        """Record the intent: without one nothing is published. Coordinator only, once.
+
+        `continues` is the step, and its save, that training continued from; `lineage` has what else is recorded of the
+        save. The steps `superseded` are moved aside before the save is published. Raises StorageError if the save was
+        begun or abandoned before, CheckpointExistsError if the step is published.
+        """
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let a rank write before the coordinator has begun the save. StorageError if the save is abandoned."""
+
+    @abstractmethod
+    def take_recycled(self, plan: str, names: Iterable[str]) -> None:
+        """Give the save recycled files with these names, if the root has some of the plan."""
+
+    @abstractmethod
+    def pack_writer(self, rank: int, *, threads: int, reuse: bool) -> PackWriter:
+        """Return what writes the pack of a rank; with `reuse` over existing files."""
+
+    @abstractmethod
+    def try_lock(self) -> WorkLock | None:
+        """Lock the save, so that only one process of this host does the work; None if another one has the lock.
+
+        StorageError if the save does not exist any more.
+        """
+
+    @abstractmethod
+    def look(self) -> tuple[SaveOutcome, int]:
+        """Return what `decided` returns, and how many operations that took."""
+
+    @abstractmethod
+    def has_begun(self) -> bool:
+        """Return whether the save has begun and is not decided."""
+
+    @abstractmethod
+    def intent(self) -> dict[str, Any] | None:
+        """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""
+
+    @abstractmethod
+    def write_part(self, rank: int, document: dict[str, Any]) -> int:
+        """Record that this rank's part is complete and durable, and return the checksum of the manifest.
+
+        StorageError if the save does not exist any more.
+        """
+
+    @abstractmethod
+    def has_part(self, rank: int) -> bool:
+        """Return whether the part of this rank is complete. One look."""
+
+    @abstractmethod
+    def ranks_in(self, directory: str) -> set[int]:
+        """Return the ranks whose part is complete, of those that have their parts in this directory. One look."""
+
+    @abstractmethod
+    def parts_present(self) -> set[int]:
+        """Return the ranks whose part is complete. Lists every directory of parts; to wait, use `PartsWatch`."""
+
+    @abstractmethod
+    def read_part(self, rank: int) -> tuple[dict[str, Any], int]:
+        """Return a rank's part manifest and its checksum. CheckpointCorruptError if it is damaged or missing."""
+
+    @abstractmethod
+    def read_document(self, name: str) -> bytes:
+        """Return the content of a document. CheckpointCorruptError if it is missing."""
+
+    @abstractmethod
+    def write_documents(self, documents: Mapping[str, bytes]) -> None:
+        """Write documents of the whole step, by their names, and make all that was written durable."""
+
+    @abstractmethod
+    def publish(self) -> Published | Abandoned:
+        """Commit the save, unless it is decided already, and return the outcome.
+
+        Everything must be durable before. Raises CheckpointExistsError if another save has published the step,
+        NotDurableError if this one is published but perhaps not durable.
+        """
+
+    @abstractmethod
+    def confirm(self) -> None:
+        """Make the published step durable, from a rank that did not publish it. Raises NotDurableError."""
+
+    @abstractmethod
+    def abandon(self, reason: Reason) -> Published | Abandoned:
+        """Abandon the save, which need not have begun, unless it is decided already, and return the outcome.
+
+        Its reason is the one that all ranks find. Raises StorageError if nothing can be decided.
+        """
+
+    @abstractmethod
+    def outcome(self) -> SaveOutcome:
+        """Return the outcome as found in storage."""
+
+    @abstractmethod
+    def decided(self) -> SaveOutcome:
+        """Return the outcome, for ranks that have joined the save: if it does not exist any more, it was removed."""
+
+    def already_published(self) -> CheckpointExistsError:
+        """Return the error for a step that another save has published."""
+        return CheckpointExistsError(
+            f"step {self.save.step} is already published in {self.root.path}; save under another step, or remove that "
+            f"one first (Checkpointer.delete, or inspect_ckpt rm)",
+            step=self.save.step,
+        )
+
+
+class PartsWatch:
+    """Which ranks have completed their parts, for a process that waits for all of them.
+
+    Each look lists the directories that were not complete at the one before.
+    """
+
+    def __init__(self, pending: Pending, world_size: int) -> None:
+        self._pending = pending
+        self._missing: dict[str, set[int]] = {}
+        for first in range(0, world_size, RANKS_PER_DIRECTORY):
+            ranks = range(first, min(first + RANKS_PER_DIRECTORY, world_size))
+            self._missing[parts_directory(first)] = set(ranks)
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks whose parts were missing at the last look."""
+        return set().union(*self._missing.values())
+
+    @property
+    def directories_left(self) -> int:
+        """How many directories the next look lists."""
+        return len(self._missing)
+
+    def look(self) -> bool:
+        """Return whether all parts are there."""
+        for directory, ranks in list(self._missing.items()):
+            ranks.difference_update(self._pending.ranks_in(directory))
+            if not ranks:
+                del self._missing[directory]
+        return not self._missing
+
+
+class Root(ABC):
+    """A checkpoint root. Makes nothing until a save begins. Any process, any thread.
+
+    `path` is its absolute path or its URL, and `options` what else is needed to open it again in another process.
+    """
+
+    path: str
+    options: StorageOptions | None = None
+    ownership: Ownership
+
+    reuses_files: ClassVar[bool]
+    """Whether a save can write over the files of a removed step."""
+
+    removed_by_all: ClassVar[bool]
+    """Whether each rank deletes its own files of removed steps; else the coordinator deletes all."""
+
+    least_look_s: ClassVar[float]
+    """How long a process that waits lets pass between two looks, at least."""
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read."""
+
+    @abstractmethod
+    def save_of(self, step: int) -> str | None:
+        """Return the name of the save that was published as this step; None if that is not known."""
+
+    @abstractmethod
+    def source_of(self, step: int) -> StepSource:
+        """Return the files of a published step. CheckpointNotFoundError if it is not there, where that is known."""
+
+    @abstractmethod
+    def published_s(self, step: int) -> float:
+        """Return when a step was published, in seconds since 1970. StorageError if that cannot be read."""
+
+    @abstractmethod
+    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldStep:
+        """Hold a published step while it is read; with `lease` also against removal by processes of other hosts.
+
+        With `renewing` a thread renews the lease; otherwise each `check` does. CheckpointNotFoundError if it is being
+        removed, or is not a step.
+        """
+
+    @abstractmethod
+    def hold_itself(self) -> HeldStep:
+        """Hold a step of which `path` is the place, not the root. Raises as `hold_step`."""
+
+    def tip(self) -> dict[str, Any] | None:
+        """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none."""
+        steps = self.steps()
+        return {"step": steps[-1], "save": self.save_of(steps[-1])} if steps else None
+
+    def owner_of(self, step: int) -> int:
+        """Return the token of the owner that saved a published step; 0 if that is not known."""
+        save = parse_save_name(self.save_of(step) or "")
+        return 0 if save is None else save.owner
+
+    @abstractmethod
+    def superseded(self) -> list[str]:
+        """Return the names of the superseded steps, by step."""
+
+    @abstractmethod
+    def move_aside(self, step: int, token: int, why: Aside) -> str | None:
+        """Move a step aside, even if it is being read, and return where it is now. For the owner with `token`.
+
+        None if it does not exist, or if a later owner has saved it meanwhile. FencedError if there is a later owner.
+        """
+
+    @abstractmethod
+    def remove_step(self, step: int, token: int | None = None) -> bool:
+        """Remove a published step; False if it is being read or pinned. A crash leaves it whole or removed.
+
+        For the owner. With its `token`, raises FencedError instead if the step was saved by a later owner.
+        """
+
+    @abstractmethod
+    def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
+        """Remove a step as `remove_step` does, but leave it to `removed` to delete its files.
+
+        With `plan`, a save with this digest may write over them instead.
+        """
+
+    @abstractmethod
+    def pinned_steps(self) -> set[int]:
+        """Return the numbers of the pinned steps."""
+
+    @abstractmethod
+    def pin_step(self, step: int) -> None:
+        """Pin a published step, durably. CheckpointNotFoundError if it is not there. Idempotent."""
+
+    @abstractmethod
+    def unpin_step(self, step: int) -> bool:
+        """Let a step be removed again; False if it was not pinned."""
+
+    # -- saves ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def pending(self) -> list[SaveId]:
+        """Return the saves that are neither published nor abandoned, lowest step first."""
+
+    @abstractmethod
+    def abandoned(self) -> list[SaveId]:
+        """Return the abandoned saves of which there is a record."""
+
+    @abstractmethod
+    def pending_save(self, save: SaveId, token: int | None = None) -> Pending:
+        """Return a save, to act on it with the owner's `token` (that of the save by default)."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Have `pending` list what was begun before a claim that this process has made."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make the root, durably, unless it is there."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise StorageError when the root cannot be made or written to."""
+
+    @abstractmethod
+    def confirm(self, token: int) -> None:
+        """Raise StorageError unless this process sees the claim with `token`, just made by another rank, and can write.
+
+        Ranks that do not share the storage fail here, before anything is saved.
+        """
+
+    # -- what is to be deleted -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def discard_recycled(self, keep: str | None = None) -> list[str]:
+        """Let no save write over the files of removed steps any more, but those of the plan `keep`.
+
+        Return the paths to delete.
+        """
+
+    @abstractmethod
+    def removed(self) -> list[tuple[str, bool]]:
+        """Return the places of removed steps and abandoned saves, whose files may be deleted, by any rank.
+
+        The second item says whether it is an abandoned save.
+        """
+
+    @abstractmethod
+    def delete_share(self, path: str, rank: int, before_each: Callable[[], None]) -> None:
+        """Delete what one rank has written at a place that `removed` returned; `before_each` may wait, or raise."""
+
+    @abstractmethod
+    def delete_contents(self, path: str, before_each: Callable[[], None], *, is_record: bool) -> None:
+        """Delete all that is at a place that `removed` returned, but for the record of an abandoned save."""
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Free the space of abandoned saves and interrupted removals, at once. For the owner."""
+
+    @abstractmethod
+    def clean_records(self) -> None:
+        """Remove what is small and of no use any more, and undo interrupted moves. For the owner."""
+
+
+class DirectoryRoot(Root):
+    """What the modules behind `root.CheckpointRoot` need of it."""
+
+    @property
+    @abstractmethod
+    def pending_path(self) -> str:
+        """The directory of saves that are neither published nor abandoned."""
+
+    @property
+    @abstractmethod
+    def abandoned_path(self) -> str:
+        """The directory of abandoned saves and removed steps."""
+
+    @abstractmethod
+    def step_path(self, step: int) -> str:
+        """Return the directory of `step` once it is published."""
+
+    @abstractmethod
+    def move_step(self, step: int, where: str, token: int | None = None) -> str | None:
+        """Move a published step to directory `where`, if it exists, and return its new path."""
+
+    @abstractmethod
+    def undo_move(self, path: str) -> bool:
+        """Publish a step of a later owner again that was moved to `path`; return whether that was so."""

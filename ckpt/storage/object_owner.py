@@ -1,0 +1,227 @@
+"""The owner of a root in an object store, and the leases of its writers. See `ownership` and `leases`.
+
+    owner/1763840000123.json                            a claim, made by a conditional put
+    owner/1763840000123/renewed                         put again and again by the process that made the claim
+    owner/1763840000123/leases/<host>/renewed           the same, by a writer process of a host
+    owner/1763840000123/leases/<host>/writer-0-71-512-70-500    a writer of rank 0 (pid, start), and its trainer
+    owner/1763840000123/leases/<host>/left-70-500-0     this trainer has left; 1: its writers have, too
+
+The names say everything, so one list tells the state of an owner. All of these objects are empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckpt.errors import CheckpointCorruptError, StorageError
+from ckpt.storage.leases import Lease, Leases, Writer
+from ckpt.storage.node_lock import NodeLock
+from ckpt.storage.object_store import ObjectAbout, ObjectStore
+from ckpt.storage.ownership import MAX_CLAIM_BYTES, Ownership, tokens_in
+from inprocess.ipc.process import Process
+
+__all__ = ["OBJECT_EXPIRY_S", "OBJECT_RENEW_S", "ObjectLeases", "ObjectOwnership"]
+
+OBJECT_RENEW_S = 10.0
+OBJECT_EXPIRY_S = 45.0
+_POLL_S = 0.5
+_KNOWN_S = 60.0
+_WRITER = re.compile(r"writer-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
+_LEFT = re.compile(r"left-(\d+)-(\d+)-([01])")
+
+
+class ObjectOwnership(Ownership):
+    """The claims of one root in an object store. Any process, any thread."""
+
+    renew_s = OBJECT_RENEW_S
+
+    def __init__(self, store: ObjectStore, impatient: ObjectStore) -> None:
+        """`impatient` is the same store, and gives up soon while it fails: for what is not worth a long wait."""
+        super().__init__(store.url)
+        self._store = store
+        self._impatient = impatient
+        self._leases: dict[int, ObjectLeases] = {}
+
+    def leases(self, token: int) -> ObjectLeases:
+        """See `Ownership.leases`."""
+        return self._leases.setdefault(token, ObjectLeases(self._store, self._impatient, f"owner/{token:08d}/leases"))
+
+    def has(self, token: int) -> bool:
+        """See `Ownership.has`."""
+        return self.newest() >= token
+
+    def claim(self, seen: int, *, temporary: bool = False) -> int:
+        """See `Ownership.claim`. StorageError for a store that ignores the conditions of puts."""
+        self._store.check_conditional_puts("owner")
+        return super().claim(seen, temporary=temporary)
+
+    def renew(self, token: int) -> None:
+        """See `Ownership.renew`."""
+        self._impatient.put(f"owner/{token:08d}/renewed", b"")
+
+    def _claimed(self) -> list[int]:
+        _, objects = self._store.names("owner/")
+        return tokens_in(each.key.rpartition("/")[2] for each in objects)
+
+    def _is_renewed(self, token: int) -> bool:
+        found = [self._store.about(key) for key in (f"owner/{token:08d}/renewed", self._key(token))]
+        now = self._store.now()
+        return any(each is not None and now - each.modified_s < OBJECT_EXPIRY_S for each in found)
+
+    def _make_leases(self, token: int) -> None:
+        pass  # prefixes need not be made
+
+    def _create(self, token: int, data: bytes) -> bool:
+        return self._store.create(self._key(token), data)
+
+    def _remove_old_claims(self, token: int) -> None:
+        before = sorted(number for number in self._claimed() if number < token)
+        for number in before[:-1]:
+            keys = [each.key for each in self._store.below(f"owner/{number:08d}/")]
+            self._store.delete([*keys, self._key(number)])
+
+    def _data(self, token: int) -> bytes | None:
+        try:
+            found = self._store.get(self._key(token), MAX_CLAIM_BYTES)
+        except ValueError as problem:
+            raise CheckpointCorruptError(f"{self._store.place(self._key(token))} {problem}") from None
+        return None if found is None else found.data
+
+    def _key(self, token: int) -> str:
+        return f"owner/{token:08d}.json"
+
+
+class ObjectLeases(Leases):
+    """The leases of the writers of one owner."""
+
+    def __init__(self, store: ObjectStore, impatient: ObjectStore, prefix: str) -> None:
+        super().__init__(store.place(prefix))
+        self._store = store
+        self._impatient = impatient
+        self._prefix = prefix
+        self._ranks_here: tuple[float, int] | None = None
+
+    def register(self, rank: int, trainer: Process, trainer_gone: Callable[[], bool], world_size: int = 1) -> Lease:
+        """See `Leases.register`."""
+        lease = _ObjectLease(self, rank, trainer, trainer_gone, world_size)
+        lease.ensure()
+        return lease
+
+    def enter(self, rank: int, writer: Process, trainer: Process) -> None:
+        """See `Leases.enter`."""
+        self._put(self._store, f"writer-{rank}-{writer.pid}-{writer.start}-{trainer.pid}-{trainer.start}")
+
+    def leave(self, rank: int, trainer: Process, *, done: bool) -> None:
+        """See `Leases.leave`."""
+        self._put(self._impatient, f"left-{trainer.pid}-{trainer.start}-{int(done)}")
+
+    def renew(self) -> None:
+        """See `Leases.renew`."""
+        self._put(self._impatient, "renewed")
+
+    def writers(self) -> list[Writer]:
+        """See `Leases.writers`. One list."""
+        by_host: dict[str, list[ObjectAbout]] = {}
+        for each in self._store.below(f"{self._prefix}/"):
+            by_host.setdefault(each.key.split("/")[-2], []).append(each)
+        return [writer for host, found in by_host.items() for writer in self._writers_in(host, found)]
+
+    def has_left(self, trainer: Process) -> bool:
+        """See `Leases.has_left`."""
+        names = {each.key.rpartition("/")[2] for each in self._store.below(f"{self._prefix}/{trainer.host}/")}
+        return any(f"left-{trainer.pid}-{trainer.start}-{done}" in names for done in (0, 1))
+
+    def ranks_here(self) -> int:
+        """See `Leases.ranks_here`. Known for a minute: it only says how often to look."""
+        if self._ranks_here is None or time.monotonic() - self._ranks_here[0] > _KNOWN_S:
+            found = self._store.below(f"{self._prefix}/{Process.here().host}/")
+            ranks = {match[1] for each in found if (match := _WRITER.fullmatch(each.key.rpartition("/")[2]))}
+            self._ranks_here = time.monotonic(), max(1, len(ranks))
+        return self._ranks_here[1]
+
+    def watch_host(self, host: str) -> Any:
+        """See `Leases.watch_host`."""
+        return _ObjectHostWatch(self, host)
+
+    def of_one_host(self, host: str) -> list[Writer]:
+        """Return the writers of a host."""
+        return list(self._writers_in(host, list(self._store.below(f"{self._prefix}/{host}/"))))
+
+    def has_claim(self) -> bool:
+        """Return whether the claim of this owner is still there."""
+        return self._impatient.about(f"{self._prefix.removesuffix('/leases')}.json") is not None
+
+    def own_file(self) -> str:
+        """Return the place of this host's leases, by which its processes choose the one that renews them."""
+        return f"{self.path}/{Process.here().host}"
+
+    def _put(self, store: ObjectStore, name: str) -> None:
+        store.put(f"{self._prefix}/{Process.here().host}/{name}", b"")
+
+    def _writers_in(self, host: str, found: list[ObjectAbout]) -> Iterable[Writer]:
+        names = {each.key.rpartition("/")[2]: each for each in found}
+        newest = max(each.modified_s for each in found) if found else 0.0
+        left = {(int(match[1]), int(match[2])): match[3] == "1" for name in names if (match := _LEFT.fullmatch(name))}
+        fresh = functools.cache(lambda: self._store.now() - newest < OBJECT_EXPIRY_S)
+
+        def alive(process: Process) -> bool:
+            known = process.alive
+            return fresh() if known is None else known
+
+        for name in names:
+            if (match := _WRITER.fullmatch(name)) is None:
+                continue
+            rank, pid, start, trainer_pid, trainer_start = map(int, match.groups())
+            process, trainer = Process(host, pid, start), Process(host, trainer_pid, trainer_start)
+            key = trainer_pid, trainer_start
+            is_done = key in left and (process == trainer or left[key])
+            yield Writer(rank, process, not is_done and alive(process), key not in left and alive(trainer))
+
+
+class _ObjectHostWatch:
+    """Which ranks have live writers on one host, for a process that asks again and again."""
+
+    def __init__(self, leases: ObjectLeases, host: str) -> None:
+        self._leases = leases
+        self._host = host
+
+    def alive_ranks(self) -> set[int]:
+        """Return the ranks. StorageError if the leases cannot be read."""
+        return {writer.rank for writer in self._leases.of_one_host(self._host) if writer.alive}
+
+
+class _ObjectLease(Lease):
+    """The registration of this process as a writer; see `Lease`."""
+
+    _leases: ObjectLeases
+    _registered = False
+
+    def ensure(self) -> None:
+        """Register, unless that is done. StorageError if that fails."""
+        if not self._registered:
+            self._leases.enter(self._rank, self._own, self._trainer)
+            self._registered = True
+        self._start()
+
+    def _keep(self) -> None:
+        lock = NodeLock(self._leases.own_file())
+        renewed, recorded = time.monotonic(), False
+        try:
+            while not self._closed.wait(_POLL_S):
+                try:
+                    if not recorded and self._trainer_gone():
+                        self._leases.leave(self._rank, self._trainer, done=False)
+                        recorded = True
+                    if time.monotonic() - renewed >= (OBJECT_RENEW_S if lock.take() else 2 * OBJECT_RENEW_S):
+                        renewed = time.monotonic()
+                        if not self._leases.has_claim():
+                            return  # there are later owners, one of which has removed what this one had
+                        self._leases.renew()
+                except (OSError, ValueError, StorageError):  # ValueError: the socket is closed, the process ends
+                    continue
+        finally:
+            lock.release()

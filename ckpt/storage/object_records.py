@@ -1,0 +1,131 @@
+"""What was decided about the saves in an object store: one record for each, at one key.
+
+    records/<save>.json    {"save": ..., "state": "published", ...}
+
+The first put of a record wins, because it is conditional on that there is none; so a save is published or abandoned,
+once and for ever. The owner replaces the record of a published step when it is moved aside or removed, on the condition
+that the record is the one it has read. A record stays for an hour after the objects of its save are deleted, so that no
+late process finds none and decides anew.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ckpt.errors import CheckpointCorruptError
+from ckpt.storage.documents import decode_document, encode_document, well_formed
+from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.object_store import ObjectAbout, ObjectStore
+from ckpt.storage.outcomes import Abandoned, Published, Reason, unknown_reason
+
+__all__ = ["Record", "Records", "State"]
+
+State = Literal["published", "abandoned", "superseded", "damaged", "removed"]
+
+_STATES = ("published", "abandoned", "superseded", "damaged", "removed")
+_MAX_BYTES = 1 << 20
+_READERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was decided about a save. `about` describes the object that it was read from."""
+
+    save: SaveId
+    state: State
+    reason: Reason | None = None
+    about: ObjectAbout | None = None
+
+    @classmethod
+    def published(cls, save: SaveId) -> Record:
+        """Return the record that makes a save a step."""
+        return cls(save, "published")
+
+    @classmethod
+    def abandoned(cls, save: SaveId, reason: Reason) -> Record:
+        """Return the record of a save that can never be published."""
+        return cls(save, "abandoned", reason)
+
+    @property
+    def outcome(self) -> Published | Abandoned:
+        """How the save has ended, whatever became of the step later."""
+        if self.state != "abandoned":
+            return Published()
+        return Abandoned(self.reason or unknown_reason(self.save))
+
+    def encoded(self) -> bytes:
+        """Return the record as a document. Each has other bytes, so that its writer can tell it from others."""
+        document: dict[str, Any] = {"save": self.save.name, "step": self.save.step, "owner": self.save.owner}
+        document |= {"state": self.state, "time": time.time(), "nonce": secrets.token_hex(8)}
+        if self.reason is not None:
+            document["reason"] = self.reason.to_document()
+        return encode_document(document)
+
+
+class Records:
+    """The records of one root. Any thread. What was read is kept as long as the store says that it is the same."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], Record] = {}
+
+    def of(self, save: SaveId) -> Record | None:
+        """Return the record of a save; None if nothing is decided. CheckpointCorruptError if it is damaged."""
+        return self._read(_key(save))
+
+    def all(self) -> list[Record]:
+        """Return all records, by step. One list, and a read for each that is new."""
+        _, objects = self._store.names("records/")
+        with self._lock:
+            known = {each.key: self._known.get(_identity(each)) for each in objects}
+        new = [key for key, record in known.items() if record is None]
+        if new:
+            with ThreadPoolExecutor(min(_READERS, len(new)), "ckpt-records") as pool:
+                known |= dict(zip(new, pool.map(self._read, new), strict=True))
+        found = {record for record in known.values() if record is not None and record.about is not None}
+        with self._lock:
+            self._known = {_identity(record.about): record for record in found if record.about is not None}
+        return sorted(found, key=lambda record: (record.save.step, record.save.owner, record.save.nonce))
+
+    def create(self, record: Record) -> bool:
+        """Put a record, unless there is one of this save; return whether this call has put it."""
+        return self._store.create(_key(record.save), record.encoded())
+
+    def change(self, record: Record, state: State) -> bool:
+        """Replace a record that was read by one with another state; False if it was replaced meanwhile."""
+        assert record.about is not None
+        return self._store.replace(record.about, replace(record, state=state).encoded())
+
+    def delete(self, records: list[Record]) -> None:
+        """Delete records."""
+        self._store.delete([_key(record.save) for record in records])
+
+    def _read(self, key: str) -> Record | None:
+        where = self._store.place(key)
+        try:
+            found = self._store.get(key, _MAX_BYTES)
+        except ValueError as problem:
+            raise CheckpointCorruptError(f"{where} {problem}; it is no record of a save") from None
+        if found is None:
+            return None
+        with well_formed(where):
+            document = decode_document(found.data, where)
+            save, state = parse_save_name(str(document["save"])), document["state"]
+            if save is None or state not in _STATES or _key(save) != key:
+                raise ValueError(f"it is of save {document['save']!r:.80}, in state {state!r:.40}")
+            reason = Reason.from_document(document["reason"]) if "reason" in document else None
+            return Record(save, state, reason, found.about)
+
+
+def _identity(about: ObjectAbout) -> tuple[str, str]:
+    return about.key, about.etag
+
+
+def _key(save: SaveId) -> str:
+    return f"records/{save.name}.json"

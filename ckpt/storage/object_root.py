@@ -1,0 +1,270 @@
+"""A checkpoint root in an object store.
+
+    records/<save>.json            what was decided about a save: see `object_records`
+    saves/<save>/intent.json       made once, by the coordinator; the token is checked after it
+    saves/<save>/packs/...         the same files as in a directory (docs/format.md); nothing is ever renamed or copied
+    saves/<save>/parts/000/...
+    owner/...                      the job that may publish: see `object_owner`
+    readers/...                    leases of the processes that read a step: see `object_step`
+    pins/step_00000100             this step is pinned
+
+A save is published by one conditional put of its record. The published steps are the records that say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ckpt.errors import CheckpointNotFoundError, StorageError
+from ckpt.storage.interface import Aside, Root
+from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
+from ckpt.storage.object_owner import ObjectOwnership
+from ckpt.storage.object_records import Record, Records
+from ckpt.storage.object_save import ObjectSave
+from ckpt.storage.object_step import HeldObjects, ObjectStep, has_readers, remove_stale_readers
+from ckpt.storage.object_store import ObjectStore, object_store
+from ckpt.storage.options import StorageOptions
+from ckpt.storage.outcomes import Reason
+from ckpt.storage.step_documents import INTENT
+
+__all__ = ["ObjectRoot", "object_root"]
+
+_KEEP_RECORDS_S = 3600.0
+_LEAST_LOOK_S = 0.2
+_LEASE_TIMEOUT_S = 5.0
+_OF_STEP = re.compile(r"(?P<root>.*)/saves/(?P<save>step_\d{8,18}-o\d+-[0-9a-f]{16})")
+
+
+class ObjectRoot(Root):
+    """A checkpoint root below a prefix of a bucket. See `Root`."""
+
+    reuses_files = False
+    removed_by_all = False
+    least_look_s = _LEAST_LOOK_S
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        options: StorageOptions | None = None,
+        step: SaveId | None = None,
+        impatient: ObjectStore | None = None,
+    ) -> None:
+        """`step`: this is the place of a step, not of a root; see `hold_itself`. `impatient`: see `ObjectOwnership`."""
+        self.path = store.url
+        self.options = options
+        self.ownership = ObjectOwnership(store, impatient or store)
+        self._store = store
+        self._records = Records(store)
+        self._step = step
+
+    def steps(self) -> list[int]:
+        """See `Root.steps`."""
+        return [] if self._step is not None else sorted(self._published())
+
+    def _published(self) -> dict[int, Record]:
+        return {record.save.step: record for record in self._records.all() if record.state == "published"}
+
+    def _record(self, step: int) -> Record | None:
+        return self._published().get(step)
+
+    def tip(self) -> dict[str, Any] | None:
+        """See `Root.tip`. One list."""
+        newest = max(self._published().items(), default=None, key=lambda item: item[0])
+        return None if newest is None else {"step": newest[0], "save": newest[1].save.name}
+
+    def save_of(self, step: int) -> str | None:
+        """See `Root.save_of`."""
+        record = self._record(step)
+        return None if record is None else record.save.name
+
+    def source_of(self, step: int) -> ObjectStep:
+        """See `Root.source_of`."""
+        return ObjectStep(self._store, f"saves/{self._existing(step).save.name}")
+
+    def published_s(self, step: int) -> float:
+        """See `Root.published_s`."""
+        about = self._existing(step).about
+        return 0.0 if about is None else about.modified_s
+
+    def _existing(self, step: int) -> Record:
+        record = self._record(step)
+        if record is None:
+            raise CheckpointNotFoundError(f"{self.path} has no published step {step}", step=step)
+        return record
+
+    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldObjects:
+        """See `Root.hold_step`."""
+        return self._hold(self._existing(step).save, lease, renewing)
+
+    def hold_itself(self) -> HeldObjects:
+        """See `Root.hold_itself`. The place of a step is the URL of the root, ``/saves/``, and the name of its save."""
+        if self._step is None:
+            raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
+        return self._hold(self._step, lease=True, renewing=False)
+
+    def _hold(self, save: SaveId, lease: bool, renewing: bool) -> HeldObjects:
+        def is_published() -> bool:
+            record = self._records.of(save)
+            return record is not None and record.state not in ("abandoned", "removed")
+
+        return HeldObjects(self._store, save.name, is_published, lease=lease, renewing=renewing)
+
+    def superseded(self) -> list[str]:
+        """See `Root.superseded`."""
+        return [record.save.name for record in self._records.all() if record.state == "superseded"]
+
+    def move_aside(self, step: int, token: int, why: Aside) -> str | None:
+        """See `Root.move_aside`. Its objects stay where they are."""
+        self.ownership.check(token)
+        record = self._record(step)
+        if record is None or record.save.owner > token or not self._records.change(record, why):
+            self.ownership.check(token)
+            return None
+        return self._store.place(f"saves/{record.save.name}")
+
+    def remove_step(self, step: int, token: int | None = None) -> bool:
+        """See `Root.remove_step`."""
+        record = self._record(step)
+        if record is not None and not self._retire(record, token):
+            return False
+        if record is not None:
+            self.delete_contents(record.save.name, lambda: None, is_record=False)
+        return True
+
+    def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
+        """See `Root.retire_step`."""
+        record = self._record(step)
+        return record is None or self._retire(record, token)
+
+    def _retire(self, record: Record, token: int | None) -> bool:
+        if token is not None and record.save.owner > token:
+            self.ownership.check(token)
+        if record.save.step in self.pinned_steps() or has_readers(self._store, record.save.name):
+            return False
+        if not self._records.change(record, "removed") and token is not None:
+            self.ownership.check(token)  # else another process of this owner has changed it
+        return True
+
+    def pinned_steps(self) -> set[int]:
+        """See `Root.pinned_steps`."""
+        _, objects = self._store.names("pins/")
+        names = (each.key.rpartition("/")[2] for each in objects)
+        return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
+
+    def pin_step(self, step: int) -> None:
+        """See `Root.pin_step`."""
+        with self.hold_step(step, lease=True) as held:
+            self._store.put(f"pins/{step_name(step)}", b"")
+            try:
+                held.check()
+            except CheckpointNotFoundError:
+                self.unpin_step(step)
+                raise
+
+    def unpin_step(self, step: int) -> bool:
+        """See `Root.unpin_step`."""
+        if step not in self.pinned_steps():
+            return False
+        self._store.delete([f"pins/{step_name(step)}"])
+        return True
+
+    def pending(self) -> list[SaveId]:
+        """See `Root.pending`. Two lists."""
+        saves = self._saves()  # before the records: one that is decided meanwhile has its record then
+        decided = {each.key.rpartition("/")[2].removesuffix(".json") for each in self._store.names("records/")[1]}
+        left = [save for save in saves if save.name not in decided]
+        return sorted(left, key=lambda save: (save.step, save.owner, save.nonce))
+
+    def abandoned(self) -> list[SaveId]:
+        """See `Root.abandoned`."""
+        return [record.save for record in self._records.all() if record.state == "abandoned"]
+
+    def _saves(self) -> list[SaveId]:
+        """Return all saves that have objects."""
+        return [save for name in self._store.names("saves/")[0] if (save := parse_save_name(name)) is not None]
+
+    def pending_save(self, save: SaveId, token: int | None = None) -> ObjectSave:
+        """See `Root.pending_save`."""
+        return ObjectSave(self, self._store, self._records, save, token)
+
+    def refresh(self) -> None:
+        """See `Root.refresh`: a list shows what was put before it."""
+
+    def make(self) -> None:
+        """See `Root.make`: a prefix needs not be made, and a bucket is not."""
+
+    def check_writable(self) -> None:
+        """See `Root.check_writable`: the next put tells."""
+
+    def confirm(self, token: int) -> None:
+        """See `Root.confirm`."""
+        if not self.ownership.has(token):
+            raise StorageError(
+                f"{self.path} of this rank is not what rank 0 has under this URL: the claim that rank 0 made is "
+                "missing. Give all ranks the same endpoint"
+            )
+
+    def discard_recycled(self, keep: str | None = None) -> list[str]:
+        """See `Root.discard_recycled`: there are none."""
+        return []
+
+    def removed(self) -> list[tuple[str, bool]]:
+        """See `Root.removed`. The places are names of saves."""
+        left = {save.name for save in self._saves()}
+        gone = [record for record in self._records.all() if record.state in ("abandoned", "removed")]
+        return [(each.save.name, each.state == "abandoned") for each in gone if each.save.name in left]
+
+    def delete_share(self, path: str, rank: int, before_each: Callable[[], None]) -> None:
+        """See `Root.delete_share`: the coordinator deletes all."""
+
+    def delete_contents(self, path: str, before_each: Callable[[], None], *, is_record: bool) -> None:
+        """See `Root.delete_contents`. The record is not among them."""
+        before_each()
+        self._store.delete([each.key for each in self._store.below(f"saves/{path}/")])
+
+    def clean(self) -> None:
+        """See `Root.clean`."""
+        for name, is_record in self.removed():
+            with contextlib.suppress(StorageError):
+                self.delete_contents(name, lambda: None, is_record=is_record)
+        self.clean_records()
+
+    def clean_records(self) -> None:
+        """See `Root.clean_records`. Also of an earlier owner: what this decides and deletes can never be published."""
+        saves = self._saves()  # before the records: one that is decided meanwhile has its record then
+        records = {record.save.name: record for record in self._records.all()}
+        self._abandon_late([save for save in saves if save.name not in records])
+        left = {save.name for save in saves}
+        gone = [each for name, each in records.items() if each.state in ("abandoned", "removed") and name not in left]
+        if gone:
+            before = self._store.now() - _KEEP_RECORDS_S
+            self._records.delete([each for each in gone if each.about and each.about.modified_s < before])
+        with contextlib.suppress(StorageError):
+            remove_stale_readers(self._store)
+
+    def _abandon_late(self, undecided: list[SaveId]) -> None:
+        """Abandon what late writers of earlier owners have put of saves that never began: those without an intent."""
+        newest = self.ownership.newest() if undecided else 0
+        for save in undecided:
+            if save.owner < newest and self._store.about(f"saves/{save.name}/{INTENT}") is None:
+                reason = Reason(None, "SaveAbandonedError", "a process of an earlier owner came too late")
+                self._records.create(Record.abandoned(save, reason))
+
+
+def object_root(url: str, options: StorageOptions) -> ObjectRoot:
+    """Return the root at a URL, the same for each call of one process. StorageError if it cannot be opened."""
+    return _opened(url.rstrip("/"), options, os.getpid())
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(url: str, options: StorageOptions, pid: int) -> ObjectRoot:
+    match = _OF_STEP.fullmatch(url)
+    where, step = (url, None) if match is None else (match["root"], parse_save_name(match["save"]))
+    impatient = replace(options, timeout_s=min(options.timeout_s, _LEASE_TIMEOUT_S))
+    return ObjectRoot(object_store(where, options), options, step, object_store(where, impatient))

@@ -1,0 +1,212 @@
+"""The files of a published step in an object store, and what holds it while it is read.
+
+    readers/<save>/<host>-<pid>-<start>-<random>    a process reads this step; put again and again
+
+The prefix of a save is never used for anything else, so what is read below it is of this step. A lease only keeps the
+step from being removed meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import CheckpointNotFoundError, StorageError
+from ckpt.native import CHECKSUM_BYTES, check_pieces
+from ckpt.storage.interface import HeldStep
+from ckpt.storage.object_owner import OBJECT_EXPIRY_S, OBJECT_RENEW_S
+from ckpt.storage.object_store import ObjectStore
+from ckpt.storage.regular_files import DamagedFileError, MissingFileError
+from ckpt.storage.step_source import OpenFile, StepSource
+from inprocess.ipc.process import Process
+
+__all__ = ["HeldObjects", "ObjectStep", "has_readers", "remove_stale_readers"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_NEAR_BYTES = 1 << 20  # what lies between two ranges that are fetched as one: a request costs as much time
+
+
+class ObjectStep(StepSource):
+    """The objects below the prefix of a save."""
+
+    piece_bytes = 16 << 20
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self.path = store.place(prefix)
+        self._store = store
+        self._prefix = prefix
+
+    @property
+    def looks_like_step(self) -> bool:
+        """See `StepSource.looks_like_step`: a record says that there is one."""
+        return True
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """See `StepSource.read`."""
+        try:
+            found = self._store.get(self._key(name), max_bytes)
+        except ValueError:
+            raise DamagedFileError("is larger than any document of a checkpoint") from None
+        if found is None:
+            raise MissingFileError("is missing")
+        return found.data
+
+    def open(self, name: str) -> OpenFile:
+        """See `StepSource.open`. Makes no request: an object that is missing shows when it is read."""
+        return _ObjectFile(self._store, self._key(name))
+
+    def scan(self) -> tuple[dict[str, int], set[str]]:
+        """See `StepSource.scan`."""
+        start = len(self._prefix) + 1
+        return {each.key[start:]: each.nbytes for each in self._store.below(f"{self._prefix}/")}, set()
+
+    def _key(self, name: str) -> str:
+        if not name or any(part in ("", ".", "..") for part in name.split("/")):
+            raise StorageError(f"{name!r} is not a name below {self.path}; the checkpoint is damaged")
+        return f"{self._prefix}/{name}"
+
+
+class _ObjectFile(OpenFile):
+    def __init__(self, store: ObjectStore, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    @property
+    def size(self) -> int:
+        about = self._store.about(self._key)
+        if about is None:
+            raise MissingFileError("is missing")
+        return about.nbytes
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        data = self._store.get_range(self._key, offset, nbytes)
+        if data is None:
+            raise MissingFileError("is missing")
+        return data
+
+    def read_checked(self, segments: Array) -> bool:
+        """Fetch the blocks of the segments, those near each other with one request, and check them in memory."""
+        return all(check_pieces(self.read(start, end - start), start, part) for part, start, end in _ranges(segments))
+
+    def close(self) -> None:
+        pass
+
+
+def _ranges(segments: Array) -> list[tuple[Array, int, int]]:
+    """Return groups of segments, each with the first and the last byte (excluded) of its blocks."""
+    segments = segments[(segments["bytes"] > 0) & (segments["rows"] > 0)]
+    if not len(segments):
+        return []
+    block, at = segments["block_bytes"], segments["at"]
+    last = at + (segments["rows"] - 1) * segments["at_step"] + segments["bytes"] - 1
+    pitch = block + CHECKSUM_BYTES
+    first_byte, end_byte = segments["base"] + at // block * pitch, segments["base"] + (last // block + 1) * pitch
+    ends = np.maximum.accumulate(end_byte)
+    cuts = [0, *(np.flatnonzero(first_byte[1:] > ends[:-1] + _NEAR_BYTES) + 1).tolist(), len(segments)]
+    return [
+        (np.ascontiguousarray(segments[low:high]), int(first_byte[low:high].min()), int(end_byte[low:high].max()))
+        for low, high in itertools.pairwise(cuts)
+    ]
+
+
+class HeldObjects(HeldStep):
+    """Holds a step. Makes a lease where it can, if so asked; with `renewing` a thread renews it."""
+
+    def __init__(
+        self, store: ObjectStore, save: str, is_published: Callable[[], bool], *, lease: bool, renewing: bool
+    ) -> None:
+        """`is_published` asks the store whether the save still is a step."""
+        self.source = ObjectStep(store, f"saves/{save}")
+        self.path = self.source.path
+        self._store = store
+        self._is_published = is_published
+        self._pid = os.getpid()
+        self._closed = threading.Event()
+        self._renewed = time.monotonic()
+        self._lease = _make_lease(store, save) if lease else None
+        try:
+            self.check()  # after the lease was made, which the owner looks for before it removes the step
+        except BaseException:
+            self.close()
+            raise
+        if renewing and self._lease is not None:
+            threading.Thread(target=self._keep, name="ckpt-reader", daemon=True).start()
+
+    def check(self) -> None:
+        """See `HeldStep.check`."""
+        if not self._is_published():
+            raise CheckpointNotFoundError(
+                f"{self.path} was removed while it was read; open the checkpoint again, and the newest step"
+            )
+        self.renew()
+
+    def renew(self) -> None:
+        """See `HeldStep.renew`."""
+        if time.monotonic() - self._renewed >= OBJECT_RENEW_S:
+            self._renew()
+
+    @property
+    def still_there(self) -> bool:
+        """See `HeldStep.still_there`."""
+        try:
+            return self._is_published()
+        except StorageError:
+            return True  # nothing is known of a removal
+
+    def close(self) -> None:
+        """See `HeldStep.close`."""
+        self._closed.set()
+        lease, self._lease = self._lease, None
+        if lease is not None and os.getpid() == self._pid:  # a fork must not remove its parent's lease
+            with contextlib.suppress(StorageError):
+                self._store.delete([lease])
+
+    def _renew(self) -> None:
+        self._renewed = time.monotonic()
+        if (lease := self._lease) is not None:
+            with contextlib.suppress(StorageError):
+                self._store.put(lease, b"")
+
+    def _keep(self) -> None:
+        while not self._closed.wait(OBJECT_RENEW_S):
+            self._renew()
+
+
+def _make_lease(store: ObjectStore, save: str) -> str | None:
+    """Make a lease and return its key; None where nothing may be put."""
+    own = Process.here()
+    key = f"readers/{save}/{own.host}-{own.pid}-{own.start}-{secrets.token_hex(4)}"
+    try:
+        store.put(key, b"")
+    except StorageError:
+        return None
+    return key
+
+
+def has_readers(store: ObjectStore, save: str) -> bool:
+    """Return whether a step has a reader with a lease."""
+    return any(_is_alive(store, each.key, each.modified_s) for each in store.below(f"readers/{save}/"))
+
+
+def remove_stale_readers(store: ObjectStore) -> None:
+    """Remove the leases of readers that have ended. For the owner."""
+    stale = [each.key for each in store.below("readers/") if not _is_alive(store, each.key, each.modified_s)]
+    store.delete(stale)
+
+
+def _is_alive(store: ObjectStore, key: str, modified_s: float) -> bool:
+    try:
+        host, pid, start, _ = key.rpartition("/")[2].rsplit("-", 3)
+        alive = Process(host, int(pid), int(start)).alive
+    except ValueError:
+        return False
+    return store.now() - modified_s < OBJECT_EXPIRY_S if alive is None else alive

@@ -1,0 +1,339 @@
+"""The few operations on an object store that a checkpoint root needs, with the errors of `ckpt`.
+
+obstore does the work: signing, connections, and the repetition, with growing pauses, of requests that fail for a
+moment. What matters here: a put is atomic and, when it returns, durable; a list shows what was put before it; `create`
+and `replace` are conditional, so that of several processes exactly one succeeds. No service without these will do
+(see `check_conditional_puts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import ipaddress
+import os
+import re
+import secrets
+import time
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+from ckpt.errors import StorageError
+from ckpt.storage.options import StorageOptions
+
+__all__ = ["ObjectAbout", "ObjectStore", "StoredObject", "object_store"]
+
+_REQUEST_S = 60.0  # for one attempt, with the data of a pack file
+_CONNECT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_RETRIES = 1000  # the time ends before
+_CLOCK_S = 600.0
+_KEYS_PER_DELETE = 1000
+_SHOWN = 300
+_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
+_ENVIRONMENT = MappingProxyType({"s3": "aws_", "s3a": "aws_", "gs": "google_", "az": "azure_", "azure": "azure_"})
+_SECRET = re.compile("key|secret|token|password|credential")
+_CLIENT_OPTIONS = frozenset({"allow_http", "allow_invalid_certificates", "proxy_url", "user_agent"})
+
+_HINTS = {
+    "NoSuchBucket": "the bucket does not exist; make it, or correct the URL",
+    "ContainerNotFound": "the container does not exist; make it, or correct the URL",
+    "ExpiredToken": "the credentials have expired; renew them",
+    "ExpiredTokenException": "the credentials have expired; renew them",
+    "InvalidAccessKeyId": "the access key is unknown; check the credentials",
+    "SignatureDoesNotMatch": "the secret key is wrong; check the credentials",
+    "AccessDenied": "the credentials do not allow this; docs/object_stores.md has the policy that is needed",
+    "SlowDown": "the store asks for fewer requests, for longer than the timeout; use fewer prefixes per bucket",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectAbout:
+    """A key, and what the store says of its object. `modified_s`: when it was put, in seconds since 1970."""
+
+    key: str
+    nbytes: int
+    etag: str
+    version: str | None
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object that was read."""
+
+    about: ObjectAbout
+    data: bytes
+
+
+class ObjectStore:
+    """The objects below one URL, by their keys relative to it. Any thread; not across a fork.
+
+    Every failure is a `StorageError` that names the URL, and no credentials.
+    """
+
+    def __init__(self, url: str, store: Any, secret: Sequence[str] = ()) -> None:
+        """`store` is one of obstore's; texts in `secret` appear in no message."""
+        import obstore
+
+        self.url = url
+        self._obstore = obstore
+        self._store = store
+        self._secret = [text for text in secret if len(text) > 3]
+        self._keeps_buffers = type(store).__name__ == "MemoryStore"
+        self._clock: tuple[float, float] | None = None  # when it was read, and how far the store's is ahead
+
+    def place(self, key: str) -> str:
+        """Return the URL of an object, for messages."""
+        return f"{self.url}/{key}"
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Put an object unless the key exists, atomically; return whether this call has put it.
+
+        A request that is repeated may find its own object, so the content is compared: it must be different for
+        different callers.
+        """
+        try:
+            self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
+        except self._obstore.exceptions.AlreadyExistsError:
+            return self._holds(key, data)
+        except Exception as error:
+            if _code(error) == "ConditionalRequestConflict":  # another put of the key was going on at the same time
+                return self._holds(key, data)
+            raise self._failed("create", key, error) from error
+        return True
+
+    def replace(self, about: ObjectAbout, data: bytes) -> bool:
+        """Put an object if the one that is there is still the one described; return whether this call has put it."""
+        mode = {"e_tag": about.etag} | ({} if about.version is None else {"version": about.version})
+        try:
+            self._obstore.put(self._store, about.key, data, mode=mode, use_multipart=False)
+        except (self._obstore.exceptions.PreconditionError, FileNotFoundError):
+            return self._holds(about.key, data)
+        except Exception as error:
+            if _code(error) == "ConditionalRequestConflict":
+                return self._holds(about.key, data)
+            raise self._failed("replace", about.key, error) from error
+        return True
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Put an object, with one request and no copy of the data. What was there is replaced."""
+        try:
+            content = bytes(data) if self._keeps_buffers else data
+            self._obstore.put(self._store, key, content, use_multipart=False)
+        except Exception as error:
+            raise self._failed("write", key, error) from error
+
+    def get(self, key: str, max_bytes: int) -> StoredObject | None:
+        """Return an object; None if it does not exist. ValueError if it has more bytes; nothing is read then."""
+        try:
+            result = self._obstore.get(self._store, key)
+            about = _about(result.meta)
+            if about.nbytes > max_bytes:
+                raise ValueError(f"has {about.nbytes} bytes")
+            return StoredObject(about, bytes(result.bytes()))
+        except ValueError:
+            raise
+        except Exception as error:
+            if self._is_missing(error):
+                return None
+            raise self._failed("read", key, error) from error
+
+    def about(self, key: str) -> ObjectAbout | None:
+        """Return what the store says of an object; None if it does not exist."""
+        try:
+            return _about(self._obstore.head(self._store, key))
+        except Exception as error:
+            if self._is_missing(error):
+                return None
+            raise self._failed("find", key, error) from error
+
+    def get_range(self, key: str, offset: int, nbytes: int) -> memoryview | None:
+        """Return bytes of an object, fewer at its end; None if it does not exist."""
+        if nbytes == 0:
+            return memoryview(b"")
+        try:
+            return memoryview(self._obstore.get_range(self._store, key, start=offset, length=nbytes))
+        except Exception as error:
+            if self._is_missing(error):
+                return None
+            if (about := self.about(key)) is not None and offset >= about.nbytes:
+                return memoryview(b"")
+            raise self._failed("read", key, error) from error
+
+    def below(self, prefix: str) -> Iterator[ObjectAbout]:
+        """Yield all objects below a prefix, which ends at a ``/``."""
+        try:
+            for batch in self._obstore.list(self._store, prefix):
+                yield from map(_about, batch)
+        except Exception as error:
+            if not self._is_missing(error):
+                raise self._failed("list", prefix, error) from error
+
+    def names(self, prefix: str) -> tuple[list[str], list[ObjectAbout]]:
+        """Return what is directly below a prefix: the names of prefixes, and the objects. Sorted."""
+        try:
+            found = self._obstore.list_with_delimiter(self._store, prefix)
+        except Exception as error:
+            if self._is_missing(error):
+                return [], []
+            raise self._failed("list", prefix, error) from error
+        folders = sorted(name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"])
+        return folders, sorted(map(_about, found["objects"]), key=lambda each: each.key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, if they exist, many with one request where the store can do that."""
+        for first in range(0, len(keys), _KEYS_PER_DELETE):
+            try:
+                self._obstore.delete(self._store, list(keys[first : first + _KEYS_PER_DELETE]))
+            except Exception as error:
+                if not self._is_missing(error):
+                    raise self._failed("delete", keys[first], error) from error
+
+    def now(self) -> float:
+        """Return the time by the clock of the store, in seconds; that of this host if nothing can be put."""
+        if self._clock is None or time.monotonic() - self._clock[0] > _CLOCK_S:
+            key = f"owner/clock/{secrets.token_hex(8)}"
+            try:
+                begin = time.time()
+                self.put(key, b"")
+                about = self.about(key)
+                self.delete([key])
+                ahead = 0.0 if about is None else about.modified_s - begin
+            except StorageError:
+                ahead = 0.0
+            self._clock = time.monotonic(), ahead
+        return time.time() + self._clock[1]
+
+    def check_conditional_puts(self, folder: str) -> None:
+        """Raise StorageError unless the store refuses a put whose condition is not met.
+
+        Without that two jobs could both publish, so no such store is used.
+        """
+        key, mine = f"{folder}/probe-{secrets.token_hex(8)}", secrets.token_bytes(8)
+        try:
+            self.create(key, mine)
+            about = self.about(key)
+            honoured = not self.create(key, b"another") and self._holds(key, mine)
+            if honoured and about is not None:
+                wrong = ObjectAbout(key, 0, '"00000000000000000000000000000000"', None, 0.0)
+                honoured = not self.replace(wrong, b"another") and self._holds(key, mine)
+        finally:
+            self.delete([key])
+        if not honoured:
+            raise StorageError(
+                f"{self.url}: the store ignores conditions of puts (If-None-Match, If-Match), so two jobs could both "
+                "publish a step; use a store that honours them (AWS S3, GCS, Azure, MinIO), or a newer version of "
+                "this one"
+            )
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            found = self.get(key, max(len(data), 1))
+        except ValueError:
+            return False
+        return found is not None and found.data == data
+
+    def _is_missing(self, error: Exception) -> bool:
+        """Return whether an object does not exist. A bucket that does not exist is another matter."""
+        return isinstance(error, FileNotFoundError) and _code(error) not in ("NoSuchBucket", "ContainerNotFound")
+
+    def _failed(self, action: str, key: str, error: Exception) -> StorageError:
+        code = _code(error)
+        text = str(error).split("\n\nDebug source")[0].partition("<?xml")[0].strip()
+        for secret in self._secret:
+            text = text.replace(secret, "***")
+        text = f"{code}: {text}"[:_SHOWN] if code else text[:_SHOWN]
+        hint = _HINTS.get(code or "", "it was tried until the timeout; check the endpoint, the credentials and the net")
+        failure = StorageError(f"cannot {action} {self.place(key)}: {text} ({hint})")
+        names = ("PermissionDeniedError", "UnauthenticatedError")
+        if isinstance(error, PermissionError) or type(error).__name__ in names:
+            failure.__cause__ = PermissionError(errno.EACCES, "denied by the store")
+        return failure
+
+
+def _code(error: Exception) -> str | None:
+    found = _CODE.search(str(error))
+    return None if found is None else found[1]
+
+
+def _about(meta: Any) -> ObjectAbout:
+    version = meta.get("version")
+    return ObjectAbout(meta["path"], meta["size"], meta["e_tag"] or "", version, meta["last_modified"].timestamp())
+
+
+def object_store(url: str, options: StorageOptions) -> ObjectStore:
+    """Return the store of a URL, the same for each call of one process. StorageError if it cannot be opened."""
+    if url.startswith("memory:"):  # one for the process, whatever the options
+        options = StorageOptions()
+    return _opened(url.rstrip("/"), options, os.getpid())
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(url: str, options: StorageOptions, pid: int) -> ObjectStore:
+    try:
+        import obstore.store
+    except ImportError:
+        raise StorageError(f"{url} needs obstore: pip install 'ckpt-inprocess[objects]'") from None
+    if url.startswith("memory:"):
+        return ObjectStore(url, obstore.store.MemoryStore())
+    config, client = _config(url, options)
+    endpoint = next((value for name, value in config.items() if name.endswith(("endpoint", "endpoint_url"))), "")
+    if endpoint.startswith("http://") and client.get("allow_http") != "true":
+        if not _is_loopback(endpoint):
+            raise StorageError(
+                f"{url}: the endpoint {endpoint.partition('?')[0]} is not encrypted; use https, or allow it with "
+                "storage_options={'allow_http': True}"
+            )
+        client["allow_http"] = "true"
+    pause = {
+        "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+        "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+        "base": 2,
+    }
+    retry = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=options.timeout_s), "backoff": pause}
+    times = {"timeout": timedelta(seconds=_REQUEST_S), "connect_timeout": timedelta(seconds=_CONNECT_S)}
+    secret = [value for name, value in (*options.given, *options.environment) if _SECRET.search(name)]
+    try:
+        store = obstore.store.from_url(url, config=config, client_options=times | client, retry_config=retry)
+    except Exception as error:
+        text = str(error).split("\n\nDebug source")[0]
+        for value in secret:
+            text = text.replace(value, "***")
+        raise StorageError(f"{url} cannot be opened: {text[:_SHOWN]} (check the URL and storage_options)") from None
+    return ObjectStore(url, store, secret)
+
+
+def _config(url: str, options: StorageOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the store and those of the connections: of the environment only those that are known."""
+    import obstore.store
+
+    prefix = _ENVIRONMENT[url.partition(":")[0]]
+    config: dict[str, Any] = {}
+    for name, value in options.environment:
+        name = {"aws_endpoint_url_s3": "aws_endpoint_url"}.get(name, name)
+        if name.startswith(prefix) and name.removeprefix(prefix) not in _CLIENT_OPTIONS:
+            with contextlib.suppress(Exception):
+                obstore.store.from_url(url, config={name: value}, client_options={"allow_http": "true"})
+                config[name] = value
+    client = {name: value for name, value in options.given if name in _CLIENT_OPTIONS}
+    for name, value in options.given:
+        if name not in _CLIENT_OPTIONS:
+            config.pop(f"{prefix}{name}", None)
+            config[name] = value
+    return config, client
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = urllib.parse.urlsplit(endpoint).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

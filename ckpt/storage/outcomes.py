@@ -1,0 +1,57 @@
+"""How a save can end, as all of its ranks see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import StorageError
+from ckpt.storage.names import SaveId
+
+__all__ = ["Abandoned", "NotDurableError", "Published", "Reason", "SaveOutcome", "unknown_reason"]
+
+
+class NotDurableError(StorageError):
+    """The step is published, but a sync after the commit failed: it may not survive a loss of power."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a save was abandoned: the rank, and the error's type, message and traceback."""
+
+    rank: int | None
+    kind: str
+    message: str
+    traceback: str = ""
+
+    def to_document(self) -> dict[str, Any]:
+        return {"rank": self.rank, "kind": self.kind, "message": self.message, "traceback": self.traceback}
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Reason:
+        return cls(document.get("rank"), str(document["kind"]), str(document["message"]), str(document["traceback"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The save is a published step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The save can never be published, for this reason."""
+
+    reason: Reason
+
+
+SaveOutcome = Published | Abandoned | None
+"""None: not decided, or not begun."""
+
+
+def unknown_reason(save: SaveId) -> Reason:
+    """Return the reason of a save that was abandoned without a record of why."""
+    return Reason(
+        None,
+        "SaveAbandonedError",
+        f"save {save.name} was abandoned and left no record of the reason (removed by hand, or no space to write it)",
+    )

@@ -1,0 +1,57 @@
+"""The documents of saves and steps in directories."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.names import parse_save_name, part_name
+from ckpt.storage.regular_files import read_document_at
+
+__all__ = [
+    "FORMAT_VERSION",
+    "INTENT",
+    "intent_of_step",
+    "owner_of_step",
+    "read_bytes",
+    "read_json",
+    "read_part_of_step",
+]
+
+FORMAT_VERSION = 2
+INTENT = "intent.json"
+
+
+def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
+    """Return a rank's part manifest of the published step at `path`. CheckpointCorruptError if damaged or missing."""
+    document = read_json(os.path.join(path, part_name(rank)))
+    if document is None:
+        raise CheckpointCorruptError(f"{path}/{part_name(rank)} is missing")
+    return document
+
+
+def intent_of_step(path: str) -> dict[str, Any] | None:
+    """Return the intent of the published step in directory `path`; None if it is missing or damaged."""
+    try:
+        return read_json(os.path.join(path, INTENT))
+    except CheckpointError:
+        return None
+
+
+def owner_of_step(path: str) -> int:
+    """Return the token of the owner that saved the step in directory `path`; 0 if its intent does not say."""
+    save = parse_save_name(str((intent_of_step(path) or {}).get("save", "")))
+    return 0 if save is None else save.owner
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """Return the document at `path`; None if it does not exist. CheckpointCorruptError if it is damaged."""
+    data = read_bytes(path)
+    return None if data is None else decode_document(data, path)
+
+
+def read_bytes(path: str) -> bytes | None:
+    """Return the content of a document; None if it does not exist."""
+    return read_document_at(path, MAX_DOCUMENT_BYTES)

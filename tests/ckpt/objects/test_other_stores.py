@@ -1,0 +1,95 @@
+"""A store of another kind, and the refusal of one that ignores the conditions of puts: both are real servers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from tests.support import run_ranks
+from tests.support.other_object_servers import azure_container, missing_server, s3rver_bucket
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _needs(server: str) -> pytest.MarkDecorator:
+    missing = missing_server(server)
+    return pytest.mark.skipif(missing is not None, reason=str(missing))
+
+
+_needs_azurite, _needs_s3rver = _needs("azurite-blob"), _needs("s3rver")
+
+
+@pytest.fixture
+def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, str]]]:
+    with azure_container(tmp_path / "azurite") as (url, env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        yield url, env
+
+
+def _state(step: int, world_size: int = 1) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    full = torch.arange(64.0 * 300).reshape(-1, 64) * step
+    if world_size == 1:
+        return {"weight": full, "step": step}
+    return {"weight": distribute_tensor(full, init_device_mesh("cpu", (world_size,)), [Shard(0)]), "step": step}
+
+
+def _save(rank: int, world_size: int, url: str) -> None:
+    with ckpt.Checkpointer(url, file_bytes=20_000, keep_last=2) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(_state(step, world_size), step)
+
+
+@_needs_azurite
+def test_azure_saved_on_two_ranks_and_restored_on_one(azure: tuple[str, dict[str, str]]) -> None:
+    url, env = azure
+    run_ranks(_save, 2, url, env=env)
+    state = _state(0)
+    with ckpt.Checkpointer(url) as checkpointer:
+        assert checkpointer.all_steps() == [2, 3]
+        assert checkpointer.restore(state) == 3
+        assert torch.equal(state["weight"], _state(3)["weight"])
+        assert state["step"] == 3
+        checkpointer.delete(2)
+        assert checkpointer.all_steps() == [3]
+    assert torch.equal(ckpt.load(url)["weight"], _state(3)["weight"])
+
+
+@_needs_azurite
+def test_azure_lets_one_of_two_jobs_own_a_root(azure: tuple[str, dict[str, str]]) -> None:
+    url, _ = azure
+    with ckpt.Checkpointer(url) as first, ckpt.Checkpointer(url) as second:
+        first.save(_state(1), 1)
+        second.restore(_state(0))
+        second.save(_state(2), 2)
+        with pytest.raises(ckpt.FencedError):
+            first.save(_state(3), 3)
+        assert second.all_steps() == [1, 2]
+
+
+@_needs_azurite
+def test_azure_without_the_container(azure: tuple[str, dict[str, str]]) -> None:
+    with (
+        ckpt.Checkpointer("az://absent/run7") as checkpointer,
+        pytest.raises(ckpt.StorageError, match="the container does not exist"),
+    ):
+        checkpointer.save(_state(1), 1)
+
+
+@_needs_s3rver
+def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3rver_bucket(tmp_path / "s3rver") as (url, env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with (
+            ckpt.Checkpointer(url) as checkpointer,
+            pytest.raises(ckpt.StorageError, match="ignores conditions of puts"),
+        ):
+            checkpointer.save(_state(1), 1)
+        assert ckpt.Checkpointer(url, read_only=True).all_steps() == []
