@@ -1,7 +1,7 @@
 """What saving, loading and restarts need of a checkpoint root, whatever it is stored in.
 
     Root              the published steps, the saves on their way there, and who owns them
-      PendingSave     one save until it is decided: published or abandoned, once and for ever
+      PendingSave     one save until it is decided: published or abandoned, and that is final
         PackWriter    writes the files of one rank
       HeldStep        one published step while it is read
         StepSource    its files

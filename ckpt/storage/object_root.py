@@ -197,7 +197,7 @@ class ObjectRoot(Root):
         """See `Root.refresh`: a list shows what was put before it."""
 
     def make(self) -> None:
-        """See `Root.make`: a prefix needs not be made, and a bucket is not."""
+        """See `Root.make`: a prefix exists with its first object, and no bucket is made."""
 
     def check_writable(self) -> None:
         """See `Root.check_writable`: the next put tells."""

@@ -1,4 +1,4 @@
-"""Pinned steps: retention keeps them, and nobody removes them before they are unpinned.
+"""Pinned steps: retention keeps them, and no command removes them before they are unpinned.
 
     <root>/.pinned/step_00000100    an empty file: this step is pinned
 

@@ -94,7 +94,7 @@ def test_the_life_of_a_save(root: Root, token: int) -> None:
     assert pending.publish() == Published()
     assert pending.publish() == pending.outcome() == pending.decided() == Published()
     pending.confirm()
-    assert pending.abandon(_REASON) == Published(), "it is decided once and for ever"
+    assert pending.abandon(_REASON) == Published(), "what is decided is final"
     assert (root.steps(), root.pending(), pending.has_begun()) == ([7], [], False)
     assert root.tip() == {"step": 7, "save": pending.save.name}
     assert (root.owner_of(7), root.save_of(7)) == (token, pending.save.name)
