@@ -4,8 +4,8 @@
 
 The first put of a record wins, because it is conditional on that there is none; so a save is published or abandoned,
 and that never changes. The owner replaces the record of a published step when it is moved aside or removed, on the
-condition that the record is the one it has read. A record stays for an hour after the objects of its save are deleted, so that no
-late process finds none and decides anew.
+condition that the record is the one it has read. A record stays for an hour after the objects of its save are deleted,
+so that no late process finds none and decides anew.
 """
 
 from __future__ import annotations
