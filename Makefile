@@ -95,7 +95,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c
 
 $(SERVERS)/.installed: Makefile
 	mkdir -p $(SERVERS)
-	-npm install --silent --no-audit --no-fund --no-save --prefix $(SERVERS) azurite@3.35.0 s3rver@3.7.1 && touch $@
+	-timeout 300 npm install --silent --no-audit --no-fund --no-save --prefix $(SERVERS) azurite@3.35.0 s3rver@3.7.1 && touch $@
 
 clean:
 	rm -rf $(VENV) $(OLDEST) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
