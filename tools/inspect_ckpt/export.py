@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from ckpt.exporting.export import Exported, export
 from ckpt.exporting.options import DTYPES, Format, byte_count
+from ckpt.storage.roots import is_object_url
 
 from .output import Exit, Output, duration, first_few, plural, size
 from .step import step_number, step_path
@@ -58,13 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     begin = time.perf_counter()
-    where = step_path(arguments.path)
+    step = None
+    if not is_object_url(arguments.path) and (where := step_path(arguments.path)) != arguments.path:
+        step = step_number(where)
     with output.meter("export") as meter:
         exported = export(
             arguments.path,
             arguments.target,
             arguments.to,
-            step=None if where == arguments.path else step_number(where),
+            step=step,
             prefix=arguments.prefix,
             filter=arguments.filter,
             exclude=arguments.exclude,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ckpt.storage.pins import pin_step
-
 from .output import CannotReadError, Exit, Output
-from .root import root_of
+from .root import any_root
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -20,14 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
+    root = any_root(arguments.root)
     steps = list(dict.fromkeys(arguments.steps))
     published = root.steps()
     for step in steps:
         if step not in published:
             raise CannotReadError(f"{root.path} has no published step {step}; `inspect_ckpt ls` lists what there is")
     for step in steps:
-        pin_step(root.path, step)
+        root.pin_step(step)
         output.line(f"step {step}: pinned")
     output.json({"root": root.path, "pinned": steps})
     return Exit.WHOLE

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from ckpt.errors import CheckpointCorruptError
 from ckpt.storage import directories
-from ckpt.storage.pins import pinned_steps
+from ckpt.storage.interface import Root
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 
 from .output import CannotReadError, Exit, Output, plural, size
-from .root import MovedStep, confirmed, find_moved_step, owned, root_of, steps_of, tree_bytes
+from .root import MovedStep, any_root, confirmed, find_moved_step, owned, steps_of, tree_bytes
+from .step import overview_of
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -32,18 +34,19 @@ class _Chosen:
     name: str
     path: str
     step: int
+    nbytes: int
     moved: MovedStep | None
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
+    root = any_root(arguments.root)
     chosen = [_chosen(root, name) for name in dict.fromkeys(arguments.names)]
     published = [one.step for one in chosen if one.moved is None]
-    for step in pinned_steps(root.path).intersection(published):
+    for step in root.pinned_steps().intersection(published):
         raise CannotReadError(f"step {step} of {root.path} is pinned; `inspect_ckpt unpin {root.path} {step}` first")
     if published and not arguments.force:
         _check_one_is_left(root, published)
-    total = sum(tree_bytes(one.path)[0] for one in chosen)
+    total = sum(one.nbytes for one in chosen)
     for one in chosen:
         output.line(f"{one.path}: {'published' if one.moved is None else one.moved.state}")
     removed: list[str] = []
@@ -56,24 +59,34 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     return Exit.WHOLE
 
 
-def _chosen(root: CheckpointRoot, name: str) -> _Chosen:
-    if name.isascii() and name.isdigit() and int(name) in steps_of(root.path):
-        return _Chosen(name, root.step_path(int(name)), int(name), None)
-    found = find_moved_step(root, name)
-    if found is None:
-        raise CannotReadError(f"{root.path} has no step {name!r}; `inspect_ckpt ls --all` lists what there is")
-    return _Chosen(found.name, found.path, found.step, found)
+def _chosen(root: Root, name: str) -> _Chosen:
+    is_number = name.isascii() and name.isdigit()
+    if not isinstance(root, CheckpointRoot):
+        if is_number and int(name) in root.steps():
+            source = root.source_of(int(name))
+            try:
+                nbytes = int(overview_of(source)[0]["bytes"])
+            except CheckpointCorruptError:  # it can be removed all the same
+                nbytes = 0
+            return _Chosen(name, source.path, int(name), nbytes, None)
+    elif is_number and int(name) in steps_of(root.path):
+        path = root.step_path(int(name))
+        return _Chosen(name, path, int(name), tree_bytes(path)[0], None)
+    elif (found := find_moved_step(root, name)) is not None:
+        return _Chosen(found.name, found.path, found.step, tree_bytes(found.path)[0], found)
+    raise CannotReadError(f"{root.path} has no step {name!r}; `inspect_ckpt ls --all` lists what there is")
 
 
-def _check_one_is_left(root: CheckpointRoot, removed: list[int]) -> None:
+def _check_one_is_left(root: Root, removed: list[int]) -> None:
     """CannotReadError if no whole step would be left, as far as metadata and sizes tell."""
-    for step in reversed([step for step in steps_of(root.path) if step not in removed]):
-        if validate(root.step_path(step), quick=True).restorable:
+    steps = steps_of(root.path) if isinstance(root, CheckpointRoot) else root.steps()
+    for step in reversed([step for step in steps if step not in removed]):
+        if validate(root.source_of(step), quick=True).restorable:
             return
     raise CannotReadError(f"{root.path} would have no whole step left; --force removes it all the same")
 
 
-def _remove(root: CheckpointRoot, chosen: list[_Chosen], force: bool) -> list[str]:
+def _remove(root: Root, chosen: list[_Chosen], force: bool) -> list[str]:
     """Remove the steps and return their names. Only removing a published one needs ownership of the root.
 
     Published ones are removed first: that can be refused, also because others were removed during the question.

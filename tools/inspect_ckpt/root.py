@@ -20,10 +20,11 @@ from typing import Any
 from ckpt.errors import CheckpointError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.storage.commit import Abandoned, PendingSave
+from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.root import CheckpointRoot, intent_of_step
-from ckpt.storage.roots import is_object_url
+from ckpt.storage.roots import is_object_url, open_root
 
 from .output import CannotReadError, Output, duration, plural
 
@@ -31,6 +32,7 @@ __all__ = [
     "MovedStep",
     "UnpublishedSave",
     "abandoned_saves",
+    "any_root",
     "branch_of",
     "check_directory",
     "check_root",
@@ -58,6 +60,16 @@ def root_of(path: str) -> CheckpointRoot:
     return CheckpointRoot(path)
 
 
+def any_root(path: str) -> Root:
+    """Return the checkpoint root at a path, as `root_of` does, or at the URL of an object store."""
+    if not is_object_url(path):
+        return root_of(path)
+    root = open_root(path)
+    if root.ownership.newest() == 0:
+        raise CannotReadError(f"{path} is not a checkpoint root: no job has ever owned it")
+    return root
+
+
 def steps_of(path: str) -> list[int]:
     """Return the published steps of a root, ascending. Steps that are symbolic links are left out."""
     root = CheckpointRoot(path)
@@ -67,7 +79,7 @@ def steps_of(path: str) -> list[int]:
 def check_directory(path: str) -> None:
     """CannotReadError if `path` is not a directory that can be listed."""
     if is_object_url(path):
-        raise CannotReadError(f"{path}: this command takes directories only; ls, show and validate take URLs, too")
+        raise CannotReadError(f"{path}: this command takes directories only")
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -281,7 +293,7 @@ def branch_of(root: CheckpointRoot, tip: MovedStep) -> tuple[list[MovedStep], in
 
 
 @contextmanager
-def owned(root: CheckpointRoot) -> Iterator[int]:
+def owned(root: Root) -> Iterator[int]:
     """Own the root for the length of the block; gives the token of the ownership.
 
     CannotReadError if the job that owns the root is still running.

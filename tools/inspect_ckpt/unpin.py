@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ckpt.storage.pins import pinned_steps, unpin_step
-
 from .output import CannotReadError, Exit, Output, first_few, plural
-from .root import confirmed, root_of
+from .root import any_root, confirmed
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -21,16 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
+    root = any_root(arguments.root)
     steps = list(dict.fromkeys(arguments.steps))
-    pinned = pinned_steps(root.path)
+    pinned = root.pinned_steps()
     for step in steps:
         if step not in pinned:
             known = first_few([str(each) for each in sorted(pinned)]) if pinned else "none"
             raise CannotReadError(f"step {step} of {root.path} is not pinned; pinned steps: {known}")
     done: list[int] = []
     if arguments.yes or confirmed(f"Unpin {plural(len(steps), 'step')}, which the job may remove then? [y/N] ", output):
-        done = [step for step in steps if unpin_step(root.path, step)]
+        done = [step for step in steps if root.unpin_step(step)]
     output.line(f"unpinned {plural(len(done), 'step')}")
     output.json({"root": root.path, "unpinned": done})
     return Exit.WHOLE

@@ -1,6 +1,7 @@
 """`inspect_ckpt` on a root in a bucket."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,5 +69,40 @@ def test_what_is_not_there(bucket: Bucket, capsys: pytest.CaptureFixture[str]) -
     assert main(["show", bucket.url]) == 3
     assert main(["ls", "s3://there-is-no-such-bucket/x"]) == 2
     assert "bucket does not exist" in capsys.readouterr().err
-    assert main(["rm", bucket.url, "1"]) == 2
+    assert main(["timeline", bucket.url]) == 2
     assert "takes directories only" in capsys.readouterr().err
+
+
+def test_pin_unpin_and_rm(url: str, bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
+    root = open_root(url)
+    assert main(["rm", url, "1", "--yes"]) == 2
+    assert "step 1 of" in capsys.readouterr().err
+    assert _json(capsys, "unpin", url, "1", "--yes") == (0, {"root": url, "unpinned": [1]})
+    assert _json(capsys, "pin", url, "2") == (0, {"root": url, "pinned": [2]})
+    code, document = _json(capsys, "rm", url, "1", "--yes")
+    assert (code, document["removed"], root.steps()) == (0, ["1"], [2])
+    assert document["freed_bytes"] > 36_000
+    assert main(["unpin", url, "2", "--yes"]) == 0
+    assert main(["rm", url, "2", "--yes"]) == 2
+    assert "no whole step left" in capsys.readouterr().err
+    assert main(["rm", url, "7", "--yes"]) == 2
+    assert main(["rm", url, "2", "--yes", "--force"]) == 0
+    assert root.steps() == []
+
+
+def test_only_the_job_removes_while_it_runs(bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({"n": step}, step)
+        assert main(["rm", bucket.url, "1", "--yes"]) == 2
+        assert "which is alive" in capsys.readouterr().err
+        assert checkpointer.all_steps() == [1, 2]
+    assert main(["pin", f"s3://{bucket.name}/empty", "1"]) == 2
+    assert "is not a checkpoint root" in capsys.readouterr().err
+
+
+def test_export(url: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    assert main(["export", url, str(tmp_path / "out")]) == 0
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    assert torch.equal(safetensors.load_file(file)["w"], torch.arange(9000.0) * 2)
