@@ -57,6 +57,12 @@ class ObjectOwnership(Ownership):
         self._store.check_conditional_puts("owner")
         return super().claim(seen, temporary=temporary)
 
+    def claim_as(self, token: int, before: int = 0) -> int:
+        """See `Ownership.claim_as`, and `claim`."""
+        if max(token, before) not in self._claimed():
+            self._store.check_conditional_puts("owner")
+        return super().claim_as(token, before)
+
     def renew(self, token: int) -> None:
         """See `Ownership.renew`."""
         self._store.put(f"owner/{token:08d}/renewed", b"")

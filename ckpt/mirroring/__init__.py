@@ -1,0 +1,5 @@
+"""Copies of published steps in a second root, made beside training by a process of rank 0.
+
+trainer of rank 0 (`background`) ── step 10 is due ──▶ process (`__main__`): hold, copy (`step_copy`), publish
+                                 ◀── done, or failed ──
+"""
