@@ -309,11 +309,10 @@ class Checkpointer:
         if self._read_only:
             return None
         wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
-        seen = recover_for_restore(self._root, self._saver.seen, self._saver.token, wait_s, _log.warning)
         if self._mirror_root is not None:
             with contextlib.suppress(StorageError):
-                seen = max(seen, self._mirror_root.ownership.newest())
-        return seen
+                self._saver.claim_above = self._mirror_root.ownership.newest()
+        return recover_for_restore(self._root, self._saver.seen, self._saver.token, wait_s, _log.warning)
 
     def delete(self, step: int) -> None:
         """Remove a published step now. For rank 0 alone; the others may go on saving.

@@ -47,23 +47,27 @@ _RANK = 0
 
 
 class Wanted:
-    """The steps to copy. The newest is held in the first root, from when it is due. Any thread."""
+    """The steps to copy. Held in the first root are the newest, from when it is due, and the one being copied.
+
+    Any thread; `next` and `drop` are for the one that copies.
+    """
 
     def __init__(self, hold: Callable[[int], HeldStep]) -> None:
         self._hold = hold
         self._changed = threading.Condition()
         self._steps: dict[int, Due] = {}
-        self._held: tuple[int, HeldStep] | None = None
+        self._held: dict[int, HeldStep] = {}
+        self._copying: int | None = None
         self._closed = False
 
     def add(self, due: Due) -> None:
         """Want a step."""
         with self._changed:
             self._steps[due.step] = due
-            if self._held is None or due.step > self._held[0]:
-                self._release()
+            if due.step == max(self._steps):
                 with contextlib.suppress(CheckpointError):  # the copy finds out what is the matter
-                    self._held = due.step, self._hold(due.step)
+                    self.held(due.step)
+                self._release()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -76,7 +80,9 @@ class Wanted:
         """Wait for a step to copy, and return the newest; None after the last one."""
         with self._changed:
             self._changed.wait_for(lambda: self._steps or self._closed)
-            return max(self._steps.values(), key=lambda due: due.step) if self._steps else None
+            self._copying = max(self._steps, default=None)
+            self._release()
+            return None if self._copying is None else self._steps[self._copying]
 
     def pause(self, seconds: float) -> None:
         """Wait, but not longer than until another step is wanted, or no more are to come."""
@@ -84,25 +90,23 @@ class Wanted:
             self._changed.wait(seconds)
 
     def held(self, step: int) -> HeldStep:
-        """Return the step, held; the caller closes it. CheckpointNotFoundError if it does not exist any more."""
+        """Return the step, held. CheckpointNotFoundError if it does not exist any more."""
         with self._changed:
-            if self._held is not None and self._held[0] == step:
-                held, self._held = self._held[1], None
-                return held
-        return self._hold(step)
+            if step not in self._held:
+                self._held[step] = self._hold(step)
+            return self._held[step]
 
     def drop(self, due: Due) -> None:
         """Want a step no more, unless it was added again."""
         with self._changed:
+            self._copying = None
             if self._steps.get(due.step) == due:
                 del self._steps[due.step]
-            if self._held is not None and self._held[0] == due.step:
-                self._release()
+            self._release()
 
     def _release(self) -> None:
-        if self._held is not None:
-            self._held[1].close()
-            self._held = None
+        for step in self._held.keys() - {max(self._steps, default=None), self._copying}:
+            self._held.pop(step).close()
 
 
 class MirrorProcess:
@@ -116,7 +120,7 @@ class MirrorProcess:
         self.stopping = threading.Event()
         self._throttle = Throttle(setup.bandwidth, self.stopping)
         self.wanted = Wanted(lambda step: self._root.hold_step(step, lease=True, renewing=True))
-        self._job = 0  # the token in the first root of the job that owns the mirror
+        self._job = 0  # the token in the first root of the job that has taken over the mirror
         self._token = setup.before
         self._lease: Lease | None = None
         self._fenced = 0  # jobs with this token and smaller ones do not own the mirror any more
@@ -153,16 +157,17 @@ class MirrorProcess:
 
     def _try(self, due: Due) -> Failed | None:
         try:
-            if due.token <= self._fenced:
-                raise FencedError(f"a job that started later owns the mirror {self._mirror.path}")
-            self._own(due)
-            self._copy(due)
+            try:
+                self._copy(due)
+            except FencedError:
+                if self._lease is None:
+                    raise
+                self._disown()  # owning it again tells whether it is owned by a job, or was by a process that recovered
+                self._copy(due)
         except FencedError as error:
             if self._lease is None:
                 self._fenced = max(self._fenced, due.token)
-                return Failed(due.step, str(error), again=False)
-            self._disown()  # the next attempt to own it tells whether by a job or by a process that recovers
-            return Failed(due.step, str(error), again=True)
+            return Failed(due.step, str(error), again=self._lease is not None)
         except CheckpointNotFoundError as error:
             return Failed(due.step, f"the step was removed before it was copied: {error}", again=False)
         except (StorageError, OSError) as error:
@@ -173,13 +178,14 @@ class MirrorProcess:
 
     def _own(self, due: Due) -> None:
         """Become the owner of the mirror for a job, and take over what an earlier owner has left there."""
-        if self._lease is not None and due.token <= self._job:
+        if due.token <= self._fenced:
+            raise FencedError(f"a job that started later owns the mirror {self._mirror.path}")
+        if due.token <= self._job:
             return
         self._disown()
         mirror = self._mirror
         mirror.make()
         self._token = mirror.ownership.claim_as(due.token, self._token)
-        self._job = due.token
         self._lease = mirror.ownership.leases(self._token).register(_RANK, Process.here(), lambda: False)
         self._report(Owner(self._token))
         mirror.refresh()
@@ -189,22 +195,24 @@ class MirrorProcess:
                 self.wanted.add(Due(save.step, due.token, due.branch))
             elif save.owner <= self._token:
                 adopt(mirror.pending_save(save, self._token), lambda text: None)
+        self._job = due.token
 
     def _disown(self) -> None:
         if self._lease is not None:
             self._lease.close()
-            self._lease = None
+        self._lease, self._job = None, 0
 
     def _copy(self, due: Due) -> None:
         begin = time.monotonic()
-        with self.wanted.held(due.step) as held:
-            try:
-                copy = StepCopy(held.source, self._mirror, self._token, self._throttle)
-                copy.run(lambda: self._before_commit(due, held))
-            except CheckpointCorruptError as error:
-                if not held.still_there:
-                    raise CheckpointNotFoundError(str(error)) from error
-                raise
+        self._own(due)
+        held = self.wanted.held(due.step)
+        try:
+            copy = StepCopy(held.source, self._mirror, self._token, self._throttle)
+            copy.run(lambda: self._before_commit(due, held))
+        except CheckpointCorruptError as error:
+            if not held.still_there:
+                raise CheckpointNotFoundError(str(error)) from error
+            raise
         self._report(Done(due.step, copy.nbytes, time.monotonic() - begin, copy.resumed))
         with contextlib.suppress(StorageError):  # the next copy does it
             self._remove()
@@ -216,7 +224,7 @@ class MirrorProcess:
         if branch.step is None:
             return
         for step in mirror.steps():
-            if step > branch.step and mirror.owner_of(step) < self._job:
+            if step > branch.step and mirror.owner_of(step) < due.token:
                 mirror.move_aside(step, self._token, "superseded")
 
     def _remove(self) -> None:

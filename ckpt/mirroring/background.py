@@ -30,6 +30,7 @@ _log = logging.getLogger("ckpt")
 
 _KILL_WAIT_S = 5.0
 _GRACE_S = 10.0  # after the process should have ended by itself
+_FAILING_S = 10.0  # for a mirror that could not be reached before
 _POLL_S = 0.02
 _RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 _READ_BYTES = 1 << 16
@@ -51,6 +52,7 @@ class BackgroundMirror:
         self._due: dict[int, Due] = {}  # not copied yet, or given up
         self._unsent: list[Due] = []
         self._owner = 0
+        self._is_failing = False  # what was tried last is to be tried again
         self._process: subprocess.Popen[bytes] | None = None
         self._messages: IO[bytes] | None = None
         self._buffer = b""
@@ -84,8 +86,8 @@ class BackgroundMirror:
         if newest is not None and (self._published - 1) % self._options.every != 0:
             self._newest = None
             self._want(newest)
-        deadline = time.monotonic() + self._options.close_timeout.total_seconds()
-        while (self._due or self._unsent) and time.monotonic() < deadline:
+        begin, most_s = time.monotonic(), self._options.close_timeout.total_seconds()
+        while self._due and time.monotonic() - begin < (min(most_s, _FAILING_S) if self._is_failing else most_s):
             self.poll()
             time.sleep(_POLL_S)
         self.poll()
@@ -172,6 +174,7 @@ class BackgroundMirror:
             case Owner(token):
                 self._owner = token
             case Done(step, nbytes, seconds):
+                self._is_failing = False
                 self._due.pop(step, None)
                 self._restart_s = _RESTART_S
                 _log.info("copied step %d to %s: %d bytes, %.1f s", step, self._mirror.path, nbytes, seconds)
@@ -183,6 +186,7 @@ class BackgroundMirror:
                 self._failed(report)
 
     def _failed(self, report: Failed) -> None:
+        self._is_failing = report.again
         what = "the mirror" if report.step is None else f"step {report.step} is not in the mirror"
         later = "; it is tried again" if report.again else ""
         _log.warning("%s %s: %s%s", what, self._mirror.path, report.cause, later)

@@ -153,10 +153,10 @@ class Ownership:
             "can publish nothing there any more; stop one of the two, or give each a root of its own"
         )
 
-    def claim(self, seen: int, *, temporary: bool = False) -> int:
+    def claim(self, seen: int, *, temporary: bool = False, above: int = 0) -> int:
         """Become the owner, and return the new token. The root exists; `seen` is the token found at the start.
 
-        The new one is larger, also if `seen` was found in the mirror of a root that has lost its claims.
+        The new one is larger than all here, and larger than `above`, which was found in the mirror of this root.
 
         FencedError if a live job has claimed the root since then: that one has started later. If its claim is
         `temporary`, this waits for its release instead.
@@ -165,7 +165,7 @@ class Ownership:
             newest = self.newest()
             if newest > seen and self._wait_until_settled(newest) is OwnerState.ACTIVE:
                 raise self._fenced(seen, newest)
-            token = max(newest + 1, seen + 1, int(1000 * time.time()))
+            token = max(newest + 1, above + 1, int(1000 * time.time()))
             if self._make(token, temporary) and self.newest() == token:
                 self._make_leases(token)
                 self._remove_old_claims(token)
