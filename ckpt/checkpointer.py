@@ -87,11 +87,13 @@ class Checkpointer:
     ) -> None:
         """Start and write nothing yet.
 
-        `root` is a directory (made by the first save) or a ``file://`` URL. A `queue` that is given is shared: `close`
-        leaves it open. `keep` says which steps are kept, such as ``ckpt.Latest(3) | ckpt.Every(1000)``; None keeps all.
-        `keep_last` and `keep_every` are short for these two. The newest step is always kept, and so are pinned ones
-        (see `pin`). When a save is finalized on rank 0, the other steps are gone; the writers delete their files
-        afterwards, between the saves.
+        `root` is a directory (made by the first save), a ``file://`` URL, or that of an object store, such as
+        ``s3://bucket/run7`` (see docs/object_stores.md). `storage_options` are for object stores: endpoint, region and
+        credentials, where they are not in the environment (``AWS_...``); they get into no log and no file. A `queue`
+        that is given is shared: `close` leaves it open. `keep` says which steps are kept, such as ``ckpt.Latest(3) |
+        ckpt.Every(1000)``; None keeps all. `keep_last` and `keep_every` are short for these two. The newest step is
+        always kept, and so are pinned ones (see `pin`). When a save is finalized on rank 0, the other steps are gone;
+        the writers delete their files afterwards, between the saves.
         `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
         of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the
         optimizers in the state wait for them before their next step. `compression` is None or "zstd". `threads` write

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from ckpt.storage.documents import canonical_json
 from ckpt.storage.files import storage_errors
 from ckpt.storage.pack_index import ChunkPlace, StoredArray
 from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.roots import is_object_url
 from ckpt.storage.zarr_names import (
     array_document,
     array_names,
@@ -49,15 +50,17 @@ except ImportError as error:
 __all__ = ["ZarrStore", "zarr_store"]
 
 
-def zarr_store(path: str | os.PathLike[str], step: int | None = None) -> ZarrStore:
-    """Open a published step as a store of zarr-python: `path` and `step` are those of `ckpt.open`.
+def zarr_store(
+    path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> ZarrStore:
+    """Open a published step as a store of zarr-python: the arguments are those of `ckpt.open`.
 
     ``zarr.open_group(store, mode="r")`` lists all tensors with one read; xarray and dask take the store, too. The data
     types of ml_dtypes (bfloat16, float8) are registered with zarr-python in this process. Close the store, use it as a
     context manager, or drop it. Raises as `ckpt.open`; ImportError without zarr-python.
     """
     register()
-    return ZarrStore(open_checkpoint(path, step))
+    return ZarrStore(open_checkpoint(path, step, storage_options=storage_options), storage_options)
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,9 @@ class ZarrStore(Store):
     supports_deletes = False
     supports_listing = True
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, storage_options: Mapping[str, Any] | None = None) -> None:
         super().__init__(read_only=True)
+        self._storage_options = None if storage_options is None else dict(storage_options)
         self._is_open = True
         self._checkpoint = checkpoint
         arrays = array_names(checkpoint.index.packs)
@@ -127,7 +131,9 @@ class ZarrStore(Store):
         return isinstance(other, ZarrStore) and self.__reduce__() == other.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_again, (os.path.abspath(self._checkpoint.path), self._checkpoint.summary["save"])
+        path = self._checkpoint.path
+        place = path if is_object_url(path) else os.path.abspath(path)
+        return _open_again, (place, self._checkpoint.summary["save"], self._storage_options)
 
     def __repr__(self) -> str:
         return f"ZarrStore({self._checkpoint.path!r})"
@@ -272,8 +278,8 @@ def _bounds(byte_range: ByteRequest | None, size: int) -> tuple[int, int]:
     raise ValueError(f"Unexpected byte_range, got {byte_range}.")
 
 
-def _open_again(path: str, save: str) -> ZarrStore:
-    store = zarr_store(path)
+def _open_again(path: str, save: str, storage_options: Mapping[str, Any] | None = None) -> ZarrStore:
+    store = zarr_store(path, storage_options=storage_options)
     found = store._checkpoint.summary["save"]
     if found != save:
         store.close()

@@ -55,7 +55,7 @@ def settle(root: Root, in_flight: InFlight, rank: int, deadline: float, pump: Ca
     problem: str | None = None
     since = check_at = time.monotonic()
     pause_s = _FIRST_PAUSE_S
-    longest_s = max(_LONGEST_PAUSE_S, min(in_flight.world_size / _LOOKS_PER_S, _LONGEST_OF_MANY_S))
+    longest_s = max(_LONGEST_PAUSE_S, root.least_look_s, min(in_flight.world_size / _LOOKS_PER_S, _LONGEST_OF_MANY_S))
     while (outcome := pending.outcome()) is None:
         now = time.monotonic()
         if now >= deadline:

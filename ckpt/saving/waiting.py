@@ -101,15 +101,18 @@ class LookSchedule:
             self._lock.release()
 
 
-def look_schedule(rank: int, world_size: int, ranks_here: int, lock: NodeLock, looks_per_s: float) -> LookSchedule:
-    """Return when a rank looks for the outcome, `ranks_here` being those that share the lock.
+def look_schedule(
+    rank: int, world_size: int, ranks_here: int, lock: NodeLock, looks_per_s: float, least_s: float = 0.0
+) -> LookSchedule:
+    """Return when a rank looks for the outcome, `ranks_here` being those that share the lock; at most every `least_s`.
 
     The coordinator is the only one that looks for parts: it does so at its own pace.
     """
     if rank == COORDINATOR:
-        return LookSchedule(None, 1 / _COORDINATOR_PER_S, 0.0, 0.0)
+        return LookSchedule(None, max(least_s, 1 / _COORDINATOR_PER_S), 0.0, 0.0)
     alone_s = world_size / looks_per_s
-    return LookSchedule(lock, alone_s / ranks_here, alone_s / _ALONE, rank * _TURN % 1)
+    node_s = max(least_s, alone_s / ranks_here)
+    return LookSchedule(lock, node_s, max(node_s, alone_s / _ALONE), rank * _TURN % 1)
 
 
 class Waiting:

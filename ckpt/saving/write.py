@@ -323,7 +323,9 @@ class ShareWriter:
     def _schedule(self) -> LookSchedule:
         task, plan = self.task, self.plan
         lock = NodeLock(f"save {task.save.name} in {task.root}")
-        return look_schedule(task.rank, plan.world_size, ranks_here(self._leases()), lock, task.options.looks_per_s)
+        least_s = self.pending.root.least_look_s
+        here = ranks_here(self._leases())
+        return look_schedule(task.rank, plan.world_size, here, lock, task.options.looks_per_s, least_s)
 
     def _confirmed(self, outcome: Published | Abandoned) -> Published | Abandoned:
         if isinstance(outcome, Published):

@@ -18,6 +18,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.storage.interface import Aside, Root
@@ -29,11 +30,12 @@ from ckpt.storage.object_step import HeldObjects, ObjectStep, has_readers, remov
 from ckpt.storage.object_store import ObjectStore, object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
+from ckpt.storage.step_documents import INTENT
 
 __all__ = ["ObjectRoot", "object_root"]
 
 _KEEP_RECORDS_S = 3600.0
-_LEAST_LOOK_S = 0.25
+_LEAST_LOOK_S = 0.2
 _OF_STEP = re.compile(r"(?P<root>.*)/saves/(?P<save>step_\d{8,18}-o\d+-[0-9a-f]{16})")
 
 
@@ -62,6 +64,11 @@ class ObjectRoot(Root):
 
     def _record(self, step: int) -> Record | None:
         return self._published().get(step)
+
+    def tip(self) -> dict[str, Any] | None:
+        """See `Root.tip`. One list."""
+        newest = max(self._published().items(), default=None, key=lambda item: item[0])
+        return None if newest is None else {"step": newest[0], "save": newest[1].save.name}
 
     def save_of(self, step: int) -> str | None:
         """See `Root.save_of`."""
@@ -225,24 +232,23 @@ class ObjectRoot(Root):
         self.clean_records()
 
     def clean_records(self) -> None:
-        """See `Root.clean_records`."""
-        self._abandon_late()
-        left = {save.name for save in self._saves()}
-        gone = [record for record in self._records.all() if record.state in ("abandoned", "removed")]
-        gone = [record for record in gone if record.save.name not in left]
+        """See `Root.clean_records`. Also of an earlier owner: what this decides and deletes can never be published."""
+        saves = self._saves()  # before the records: one that is decided meanwhile has its record then
+        records = {record.save.name: record for record in self._records.all()}
+        self._abandon_late([save for save in saves if save.name not in records])
+        left = {save.name for save in saves}
+        gone = [each for name, each in records.items() if each.state in ("abandoned", "removed") and name not in left]
         if gone:
-            now = self._store.now()
-            self._records.delete(
-                [each for each in gone if each.about and now - each.about.modified_s > _KEEP_RECORDS_S]
-            )
+            before = self._store.now() - _KEEP_RECORDS_S
+            self._records.delete([each for each in gone if each.about and each.about.modified_s < before])
         with contextlib.suppress(StorageError):
             remove_stale_readers(self._store)
 
-    def _abandon_late(self) -> None:
-        """Decide what processes of earlier owners have put since this one has decided about their saves."""
-        newest = self.ownership.newest()
-        for save in self.pending():
-            if save.owner < newest:
+    def _abandon_late(self, undecided: list[SaveId]) -> None:
+        """Abandon what late writers of earlier owners have put of saves that never began: those without an intent."""
+        newest = self.ownership.newest() if undecided else 0
+        for save in undecided:
+            if save.owner < newest and self._store.about(f"saves/{save.name}/{INTENT}") is None:
                 reason = Reason(None, "SaveAbandonedError", "a process of an earlier owner came too late")
                 self._records.create(Record.abandoned(save, reason))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, StorageError
+from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.native import crc32c
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, encode_document
 from ckpt.storage.interface import NO_LINEAGE, Pending, Root
@@ -87,7 +88,12 @@ class ObjectSave(Pending):
         intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues, **lineage}
         if not self._store.create(self._key(INTENT), encode_document(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
-        self.check_token()
+        try:
+            self.check_token()
+        except FencedError:
+            with contextlib.suppress(StorageError):  # the part of rank 0 will never be there: none publishes it
+                self._store.delete([self._key(INTENT)])
+            raise
         self._check_not_abandoned("while it began")
 
     def join(self) -> None:
@@ -186,7 +192,8 @@ class ObjectSave(Pending):
         return self._decide(Record.abandoned(self.save, reason))
 
     def _decide(self, record: Record) -> Published | Abandoned:
-        self._records.create(record)
+        if self._records.create(record):
+            return record.outcome
         outcome = self.outcome()
         if outcome is None:
             raise StorageError(f"{self.path}: the record of the save was deleted by hand while it was decided")

@@ -64,6 +64,11 @@ class ObjectStep(StepSource):
         """See `StepSource.open`. Makes no request: an object that is missing shows when it is read."""
         return _ObjectFile(self._store, self._key(name))
 
+    def scan(self) -> tuple[dict[str, int], set[str]]:
+        """See `StepSource.scan`."""
+        start = len(self._prefix) + 1
+        return {each.key[start:]: each.nbytes for each in self._store.below(f"{self._prefix}/")}, set()
+
     def _key(self, name: str) -> str:
         if not name or any(part in ("", ".", "..") for part in name.split("/")):
             raise StorageError(f"{name!r} is not a name below {self.path}; the checkpoint is damaged")

@@ -228,8 +228,8 @@ class ObjectStore:
         if not honoured:
             raise StorageError(
                 f"{self.url}: the store ignores conditions of puts (If-None-Match, If-Match), so two jobs could both "
-                "publish a step; use a store that honours them (AWS S3, GCS, Azure, MinIO, Ceph from 19 on), or a "
-                "newer version of this one"
+                "publish a step; use a store that honours them (AWS S3, GCS, Azure, MinIO), or a newer version of "
+                "this one"
             )
 
     def _holds(self, key: str, data: bytes) -> bool:
@@ -269,6 +269,8 @@ def _about(meta: Any) -> ObjectAbout:
 
 def object_store(url: str, options: StorageOptions) -> ObjectStore:
     """Return the store of a URL, the same for each call of one process. StorageError if it cannot be opened."""
+    if url.startswith("memory:"):  # one for the process, whatever the options
+        options = StorageOptions()
     return _opened(url.rstrip("/"), options, os.getpid())
 
 

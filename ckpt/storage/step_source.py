@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import StorageError
 from ckpt.native import read_checked
 from ckpt.storage.names import PUBLISHED_STEP
 from ckpt.storage.regular_files import open_regular, read_regular
@@ -71,6 +72,13 @@ class StepSource(ABC):
     def open(self, name: str) -> OpenFile:
         """Open a file. Raises as `read`."""
 
+    @abstractmethod
+    def scan(self) -> tuple[dict[str, int], set[str]]:
+        """Return all files with their sizes, -1 for what is no regular file, and all directories, if there are any.
+
+        StorageError if they cannot be listed.
+        """
+
 
 class LocalStep(StepSource):
     """A step in a directory: regular files below it, no links."""
@@ -91,6 +99,27 @@ class LocalStep(StepSource):
     def open(self, name: str) -> OpenFile:
         """See `StepSource.open`."""
         return _LocalFile(open_regular(self.path, name))
+
+    def scan(self) -> tuple[dict[str, int], set[str]]:
+        """See `StepSource.scan`. Links are not followed."""
+        sizes: dict[str, int] = {}
+        folders: set[str] = set()
+        stack = [""]
+        while stack:
+            folder = stack.pop()
+            try:
+                with os.scandir(f"{self.path}/{folder}") as entries:
+                    for entry in entries:
+                        name = folder + entry.name
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.add(name)
+                            stack.append(f"{name}/")
+                        else:
+                            is_file = entry.is_file(follow_symlinks=False)
+                            sizes[name] = entry.stat(follow_symlinks=False).st_size if is_file else -1
+            except OSError as error:
+                raise StorageError(f"cannot list {os.path.join(self.path, folder)}: {error.strerror}") from error
+        return sizes, folders
 
 
 class _LocalFile(OpenFile):

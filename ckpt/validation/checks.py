@@ -15,6 +15,7 @@ from ckpt.loading.consistency import find_inconsistencies
 from ckpt.loading.index import CheckpointIndex
 from ckpt.storage.chunk_codec import READ_BYTES
 from ckpt.storage.names import INDEX, pack_file
+from ckpt.storage.step_source import StepSource, step_source
 from ckpt.validation.pack_files import PackChecks
 from ckpt.validation.step_files import PackFile, Problem, StepFiles, read_step_files
 
@@ -46,22 +47,24 @@ Progress = Callable[[int, int], None]
 """Called with the bytes checked so far and in total."""
 
 
-def validate(path: str, *, quick: bool = False, jobs: int = 8, progress: Progress | None = None) -> Report:
-    """Check the published step in directory `path`, reading `jobs` files at once. Damage is in the report.
+def validate(step: str | StepSource, *, quick: bool = False, jobs: int = 8, progress: Progress | None = None) -> Report:
+    """Check a published step, a source or a directory, reading `jobs` files at once. Damage is in the report.
 
     Raises CheckpointNotFoundError, FormatVersionError, or StorageError (also without permission to read a file) if the
     step cannot be checked.
     """
+    source = step_source(step)
+    path = source.path
     report = Report(path)
     try:
-        files = read_step_files(path, report.problems)
+        files = read_step_files(source, report.problems)
         report.step = files.index.step
         _check_name(path, files.index, report.problems)
         report.problems += [
             Problem(problem.message, problem.file, problem.tensor, rank=0, fatal=True)
             for problem in find_inconsistencies(files.index)
         ]
-        found = _scan(path)
+        found = _Found(*source.scan())
         report.files = len(found.sizes)
         _check_files(files, found, report.problems)
         checks = PackChecks(files.index)
@@ -93,26 +96,6 @@ class _Found:
 
     sizes: dict[str, int] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
-
-
-def _scan(path: str) -> _Found:
-    found = _Found()
-    stack = [""]
-    while stack:
-        directory = stack.pop()
-        try:
-            with os.scandir(f"{path}/{directory}") as entries:
-                for entry in entries:
-                    name = directory + entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        found.directories.add(name)
-                        stack.append(f"{name}/")
-                    else:
-                        is_file = entry.is_file(follow_symlinks=False)
-                        found.sizes[name] = entry.stat(follow_symlinks=False).st_size if is_file else -1
-        except OSError as error:
-            raise StorageError(f"cannot list {os.path.join(path, directory)}: {error.strerror}") from error
-    return found
 
 
 def _check_files(files: StepFiles, found: _Found, problems: list[Problem]) -> None:

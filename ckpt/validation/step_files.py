@@ -15,8 +15,9 @@ from ckpt.loading.index import CheckpointIndex, chunk_table, items, parse_index,
 from ckpt.native import crc32c
 from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
 from ckpt.storage.names import INDEX, REFERENCES, pack_file, part_name
-from ckpt.storage.regular_files import DamagedFileError, read_regular
+from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.root import FORMAT_VERSION
+from ckpt.storage.step_source import StepSource, step_source
 
 __all__ = ["PackFile", "Problem", "StepFiles", "read_document", "read_step_files"]
 
@@ -57,32 +58,33 @@ class StepFiles:
     documents: set[str] = field(default_factory=set)
 
 
-def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
-    """Read all metadata of a step, and add the problems of single documents to `problems`.
+def read_step_files(step: str | StepSource, problems: list[Problem]) -> StepFiles:
+    """Read all metadata of a step, a source or a directory, and add the problems of single documents to `problems`.
 
     Raises CheckpointCorruptError if the root, the index or the state document is damaged: nothing else can be checked
     then.
     """
+    source = step_source(step)
     try:
-        index = parse_index(path)
+        index = parse_index(source)
     except CheckpointCorruptError:
-        _find_mixed_saves(path, problems)
+        _find_mixed_saves(source, problems)
         raise
     except FormatVersionError:
-        _check_that_only_the_version_differs(path)
+        _check_that_only_the_version_differs(source)
         raise
     files = StepFiles(index)
     summary = index.summary
     files.documents |= {"zarr.json", INDEX, "state.json", "intent.json"}
-    intent = _read_json(path, "intent.json", None, problems, 0, fatal=False)
+    intent = _read_json(source, "intent.json", None, problems, 0, fatal=False)
     if intent is not None and intent != {key: summary.get(key) for key in intent}:
         problems.append(Problem("the intent belongs to another save", "intent.json", rank=0))
     if "references" in summary:
-        _check_references(path, summary["references"], files, problems)
+        _check_references(source, summary["references"], files, problems)
     expected = index.packs.files()
     for rank, checksum in enumerate(summary["parts"]):
         files.documents.add(part_name(rank))
-        part = _read_json(path, part_name(rank), checksum, problems, rank, fatal=index.packs.compressed)
+        part = _read_json(source, part_name(rank), checksum, problems, rank, fatal=index.packs.compressed)
         if part is not None:
             _add_part(files, rank, part, expected, problems)
     for rank, number in expected:
@@ -93,21 +95,21 @@ def read_step_files(path: str, problems: list[Problem]) -> StepFiles:
     return files
 
 
-def _check_references(path: str, recorded: Any, files: StepFiles, problems: list[Problem]) -> None:
+def _check_references(source: StepSource, recorded: Any, files: StepFiles, problems: list[Problem]) -> None:
     files.documents.add(REFERENCES)
     try:
-        data = read_document(path, REFERENCES)
+        data = read_document(source, REFERENCES)
         if recorded != {"bytes": len(data), "crc32c": crc32c(data)}:
             problems.append(Problem("differs from what the root says", REFERENCES, rank=0))
     except CheckpointCorruptError as error:
         problems.append(Problem(str(error), REFERENCES, rank=0))
 
 
-def _find_mixed_saves(path: str, problems: list[Problem]) -> None:
+def _find_mixed_saves(source: StepSource, problems: list[Problem]) -> None:
     """Report whether root and intent are of different saves, after root and state were found not to match."""
     try:
-        root = decode_root(read_document(path, "zarr.json"), "zarr.json")["attributes"]["ckpt"]
-        intent = decode_document(read_document(path, "intent.json"), "intent.json")
+        root = decode_root(read_document(source, "zarr.json"), "zarr.json")["attributes"]["ckpt"]
+        intent = decode_document(read_document(source, "intent.json"), "intent.json")
         if intent["save"] != root["save"]:
             message = f"the root is of save {root['save']}, the intent of {intent['save']}: one is from another save"
             problems.append(Problem(message, "zarr.json", rank=0, fatal=True))
@@ -115,11 +117,11 @@ def _find_mixed_saves(path: str, problems: list[Problem]) -> None:
         return
 
 
-def _check_that_only_the_version_differs(path: str) -> None:
+def _check_that_only_the_version_differs(source: StepSource) -> None:
     """Raise CheckpointCorruptError if only the version number is damaged: the checksum fits the current version."""
-    where = os.path.join(path, "zarr.json")
+    where = os.path.join(source.path, "zarr.json")
     try:
-        document = json.loads(read_document(path, "zarr.json"))
+        document = json.loads(read_document(source, "zarr.json"))
         summary = document["attributes"]["ckpt"]
         newer, summary["format"], checksum = summary["format"], FORMAT_VERSION, summary.pop("crc32c")
         if crc32c(canonical_json(document)) == checksum:
@@ -131,10 +133,10 @@ def _check_that_only_the_version_differs(path: str) -> None:
 
 
 def _read_json(
-    path: str, name: str, checksum: int | None, problems: list[Problem], rank: int, *, fatal: bool
+    source: StepSource, name: str, checksum: int | None, problems: list[Problem], rank: int, *, fatal: bool
 ) -> dict[str, Any] | None:
     try:
-        data = read_document(path, name)
+        data = read_document(source, name)
         if checksum is None:
             return decode_document(data, name)
         document = decode_document(data, name)
@@ -146,15 +148,16 @@ def _read_json(
         return None
 
 
-def read_document(path: str, name: str) -> bytes:
-    """Return the content of a document of the step at `path`.
+def read_document(step: str | StepSource, name: str) -> bytes:
+    """Return the content of a document of a step, a source or a directory.
 
     CheckpointCorruptError if it is missing, too large or no regular file, or if there is a symbolic link in its path;
     StorageError if it cannot be read.
     """
-    full = os.path.join(path, name)
+    source = step_source(step)
+    full = os.path.join(source.path, name)
     try:
-        return read_regular(path, name, MAX_DOCUMENT_BYTES)
+        return source.read(name, MAX_DOCUMENT_BYTES)
     except DamagedFileError as damage:
         raise CheckpointCorruptError(f"{full} {damage}") from None
     except OSError as error:

@@ -20,6 +20,7 @@ from ckpt.loading.consistency import read_index
 from tests.ckpt.async_calls.functions import append
 from tests.docs.blocks import REPOSITORY, Block, Runner, blocks_of, commands_of, matches
 from tests.support import run_ranks
+from tests.support.object_server import S3Server
 from tests.support.selection import FULL
 
 _FOLDERS = ("docs", "docs/operations")
@@ -111,6 +112,7 @@ NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/migrating.md": _for_guide,
     "docs/format.md": _for_format,
     "docs/preemption.md": _no_names,
+    "docs/object_stores.md": _no_names,
     "docs/operations/inspect.md": _for_inspect,
     "docs/operations/metrics.md": _no_names,
     "docs/restart.md": _no_names,
@@ -120,8 +122,10 @@ NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 @pytest.mark.timeout(600 if FULL else 240)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
-def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.chdir(tmp_path)
+    if page == "docs/object_stores.md":
+        _serve_a_bucket(request, monkeypatch)
     runner = Runner(tmp_path, NAMES.get(page, _no_names)(tmp_path))
     for block in blocks_of(page):
         if FULL or not any(word in block.text for word in _LONG):
@@ -133,6 +137,16 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (tmp_path / "trained" / "uploaded").read_text() == "yes"
     if page in NAMES:
         assert runner.executed
+
+
+def _serve_a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = S3Server()
+    request.addfinalizer(server.close)
+    server.request("PUT", "/models")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "for-the-test")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
 
 
 def _prepare(block: Block, folder: Path) -> None:

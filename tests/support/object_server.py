@@ -66,6 +66,10 @@ class S3Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 

@@ -8,12 +8,17 @@ import time
 from dataclasses import asdict, dataclass
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError
+from ckpt.storage.interface import Pending, Root
+from ckpt.storage.names import parse_save_name
+from ckpt.storage.outcomes import Abandoned
+from ckpt.storage.ownership import Ownership, OwnerState
 from ckpt.storage.pins import pinned_steps
 from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import is_object_url, open_root
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
 
-from .output import Exit, Output, count, duration, size
+from .output import CannotReadError, Exit, Output, count, duration, plural, size
 from .root import (
     MovedStep,
     UnpublishedSave,
@@ -38,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    if is_object_url(arguments.root):
+        root = open_root(arguments.root)
+        rows, choice = _rows_of_objects(root, moved=arguments.all)
+        return _show(root.path, rows, choice, [], output)
+    return _list_directory(arguments, output)
+
+
+def _list_directory(arguments: argparse.Namespace, output: Output) -> Exit:
     root = root_of(arguments.root)
     published = [_row(root, step) for step in steps_of(root.path)]
     pinned = pinned_steps(root.path)
@@ -48,6 +61,55 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     choice = _choose(root, published, pending)
     moved = [_moved_row(step) for step in moved_steps(root) if arguments.all or step.state == "damaged"]
     rows = sorted([*published, *unpublished, *moved], key=lambda row: (row.step, row.state))
+    return _show(root.path, rows, choice, _links(root), output)
+
+
+def _rows_of_objects(root: Root, *, moved: bool) -> tuple[list[_Row], _Choice]:
+    """Return the steps and saves of a root in an object store; CannotReadError if there are none."""
+    pinned = root.pinned_steps()
+    published = [_object_row(root, step) for step in root.steps()]
+    for row in published:
+        row.pinned = row.step in pinned
+    pending = [_pending_row(root.pending_save(save), root.ownership) for save in root.pending()]
+    abandoned = [_Row(save.step, "abandoned", 0.0, 0, note=_why(root.pending_save(save))) for save in root.abandoned()]
+    names = root.superseded() if moved else []
+    aside = [_Row(save.step, "superseded", 0.0, 0) for name in names if (save := parse_save_name(name)) is not None]
+    rows = sorted([*published, *pending, *abandoned, *aside], key=lambda row: (row.step, row.state))
+    if not rows:
+        raise CannotReadError(f"{root.path} has no checkpoints")
+    return rows, _choose(root, published, [])
+
+
+def _object_row(root: Root, step: int) -> _Row:
+    age_s = max(0.0, time.time() - root.published_s(step))
+    try:
+        source = root.source_of(step)
+        summary, tensors = overview_of(source)
+        row = _Row(step, "published", age_s, summary["bytes"], tensors, summary["world_size"])
+        row.write_s = max((times.write_s + times.sync_s for times in part_times(source, summary)), default=None)
+    except CheckpointCorruptError as error:
+        return _Row(step, "DAMAGED", age_s, 0, note=str(error))
+    except CheckpointError as error:
+        return _Row(step, "unreadable", age_s, 0, note=str(error))
+    return row
+
+
+def _pending_row(pending: Pending, ownership: Ownership) -> _Row:
+    intent = pending.intent()
+    world_size = None if intent is None else int(intent["world_size"])
+    missing = set() if world_size is None else set(range(world_size)) - pending.parts_present()
+    what = "has no intent" if world_size is None else f"{plural(len(missing), 'part')} missing" if missing else ""
+    in_use = ownership.state(pending.save.owner) is not OwnerState.GONE
+    note = ", ".join(filter(None, (what or "all parts are there", "being written" if in_use else "")))
+    return _Row(pending.save.step, "pending", 0.0, 0, ranks=world_size, note=note)
+
+
+def _why(pending: Pending) -> str:
+    outcome = pending.outcome()
+    return outcome.reason.message if isinstance(outcome, Abandoned) else ""
+
+
+def _show(path: str, rows: list[_Row], choice: _Choice, links: list[str], output: Output) -> Exit:
     cells = [
         (
             str(row.step),
@@ -64,10 +126,9 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     if rows:
         output.table((">step", "state", ">age", ">size", ">tensors", ">ranks", ">write", "note"), cells)
     output.line(f"restart: {choice.text}", "bold")
-    links = _links(root)
     for name in links:
         output.line(f"{name} is a symbolic link and is ignored; give its target as PATH", "yellow")
-    document = {"root": root.path, "saves": [asdict(row) for row in rows], "links": links}
+    document = {"root": path, "saves": [asdict(row) for row in rows], "links": links}
     output.json({**document, "restart": {"step": choice.step, "why": choice.text}})
     states = {row.state for row in rows}
     return Exit.DAMAGED if "DAMAGED" in states else Exit.CANNOT_READ if "unreadable" in states else Exit.WHOLE
@@ -124,7 +185,7 @@ def _moved_row(step: MovedStep) -> _Row:
     return _Row(step.step, "set aside", age_s, total, note=f"was damaged: {step.path}; rm {step.name}")
 
 
-def _choose(root: CheckpointRoot, published: list[_Row], pending: list[UnpublishedSave]) -> _Choice:
+def _choose(root: Root, published: list[_Row], pending: list[UnpublishedSave]) -> _Choice:
     """Tell which step a restart restores: the newest it can read, once complete pending saves are published."""
     newest = max((row.step for row in published), default=-1)
     for save in reversed(pending):
@@ -146,11 +207,11 @@ def _choose(root: CheckpointRoot, published: list[_Row], pending: list[Unpublish
     return _Choice(None, "from the beginning: there is no published step")
 
 
-def _why_not(root: CheckpointRoot, row: _Row) -> str | None:
+def _why_not(root: Root, row: _Row) -> str | None:
     """Why a restart skips a step, as far as metadata and sizes tell; None if it does not. Updates `row`."""
     if row.state == "published":
         try:
-            report: Report = validate_step(root.step_path(row.step), quick=True)
+            report: Report = validate_step(root.source_of(row.step), quick=True)
         except (FormatVersionError, CheckpointError) as error:
             row.state, row.note = "unreadable", str(error)
             return row.note

@@ -23,6 +23,7 @@ from ckpt.storage.commit import Abandoned, PendingSave
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.root import CheckpointRoot, intent_of_step
+from ckpt.storage.roots import is_object_url
 
 from .output import CannotReadError, Output, duration, plural
 
@@ -65,6 +66,8 @@ def steps_of(path: str) -> list[int]:
 
 def check_directory(path: str) -> None:
     """CannotReadError if `path` is not a directory that can be listed."""
+    if is_object_url(path):
+        raise CannotReadError(f"{path}: this command takes directories only; ls, show and validate take URLs, too")
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

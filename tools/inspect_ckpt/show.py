@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 
 def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:
     problems: list[Problem] = []
-    read_step_files(step.path, problems)
+    read_step_files(step.index.source, problems)
     entries = _entries(step)
     values = dict(step.values)
     if arguments.filter is not None:

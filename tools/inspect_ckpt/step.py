@@ -22,7 +22,9 @@ from ckpt.storage.documents import decode_document, decode_root, well_formed
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import INDEX, parse_save_name, part_name
 from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import is_object_url, open_root
 from ckpt.storage.step_reader import StepReader
+from ckpt.storage.step_source import LocalStep, StepSource, step_source
 from ckpt.validation import read_document
 
 from .output import CannotReadError, NotPublishedError
@@ -34,6 +36,7 @@ __all__ = [
     "Step",
     "block_boxes",
     "evenly",
+    "held_objects",
     "open_step",
     "overview_of",
     "part_times",
@@ -75,9 +78,32 @@ def open_step(path: str) -> Iterator[Step]:
 
     Raises what `step_path` and `read_index` raise.
     """
+    if is_object_url(path):
+        with held_objects(path) as source:
+            yield _step(source)
+        return
     where = step_path(path)
     with protected(where, None if where == path else path):
-        yield _step(where)
+        yield _step(LocalStep(where))
+
+
+@contextmanager
+def held_objects(url: str, step: int | None = None) -> Iterator[StepSource]:
+    """Hold a step in an object store: `url` is its place, or a root, then the newest one or `step`. See `protected`.
+
+    NotPublishedError if there is none.
+    """
+    root = open_root(url)
+    steps = root.steps() if step is None else [step]
+    try:
+        with root.hold_step(steps[-1], lease=True, renewing=True) if steps else root.hold_itself() as held:
+            try:
+                yield held.source
+            except CheckpointError:
+                held.check()  # a step that was removed is not damaged
+                raise
+    except CheckpointNotFoundError as error:
+        raise NotPublishedError(str(error)) from error
 
 
 @contextmanager
@@ -98,8 +124,8 @@ def protected(path: str, root: str | None = None) -> Iterator[None]:
         raise CannotReadError(str(error)) from error
 
 
-def _step(where: str) -> Step:
-    index = read_index(where)
+def _step(source: StepSource) -> Step:
+    index = read_index(source)
     tensors = dict(all_tensors(index))
     aliases = {}
     for alias, target in index.aliases.items():
@@ -111,7 +137,7 @@ def _step(where: str) -> Step:
     values = {display(name): value for name, value in index.values.items()}
     for name, own in index.per_rank_values.items():
         values |= {f"{display(name)}@rank{rank}": value for rank, value in own.items()}
-    return Step(where, index, dict(sorted(tensors.items())), dict(sorted(values.items())), aliases)
+    return Step(source.path, index, dict(sorted(tensors.items())), dict(sorted(values.items())), aliases)
 
 
 # -- the path of a step ------------------------------------------------------------------------------------------------
@@ -176,15 +202,17 @@ def summary_of(path: str) -> dict[str, Any]:
         return checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
 
 
-def overview_of(path: str) -> tuple[dict[str, Any], int]:
+def overview_of(step: str | StepSource) -> tuple[dict[str, Any], int]:
     """Read the summary in the root document, and count the tensors without checking their metadata.
 
     CheckpointCorruptError, StorageError.
     """
+    source = step_source(step)
+    path = source.path
     with well_formed(os.path.join(path, "zarr.json")):
-        summary = checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
+        summary = checked_summary(_root_document(source)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
     with well_formed(os.path.join(path, INDEX)):
-        arrays = read_vouched(path, INDEX, summary["index"])["arrays"]
+        arrays = read_vouched(source, INDEX, summary["index"])["arrays"]
         names = {(json.dumps(array["path"]), array.get("rank")) for array in arrays}
     return summary, len(names)
 
@@ -234,13 +262,13 @@ class SaveTimes:
     rate: float
 
 
-def part_times(path: str, summary: Mapping[str, Any], most: int | None = None) -> list[PartTimes]:
+def part_times(step: str | StepSource, summary: Mapping[str, Any], most: int | None = None) -> list[PartTimes]:
     """Read the times of all ranks, or of `most` ranks, evenly spaced.
 
     CheckpointCorruptError if a part is not the one that the root document names.
     """
     parts = summary["parts"]
-    return [_part_times(path, rank, parts[rank]) for rank in evenly(len(parts), most or len(parts))]
+    return [_part_times(step_source(step), rank, parts[rank]) for rank in evenly(len(parts), most or len(parts))]
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -248,9 +276,9 @@ def evenly(count: int, most: int) -> list[int]:
     return list(range(count)) if count <= most else [number * count // most for number in range(most)]
 
 
-def _part_times(path: str, rank: int, checksum: int) -> PartTimes:
+def _part_times(source: StepSource, rank: int, checksum: int) -> PartTimes:
     name = part_name(rank)
-    data = read_document(path, name)
+    data, path = read_document(source, name), source.path
     if crc32c(data) != checksum:
         raise CheckpointCorruptError(f"{os.path.join(path, name)} is not the one that belongs to this step")
     part = decode_document(data, os.path.join(path, name))
@@ -261,8 +289,9 @@ def _part_times(path: str, rank: int, checksum: int) -> PartTimes:
     return PartTimes(**times)
 
 
-def _root_document(path: str) -> dict[str, Any]:
-    return decode_root(read_document(path, "zarr.json"), os.path.join(path, "zarr.json"))
+def _root_document(step: str | StepSource) -> dict[str, Any]:
+    source = step_source(step)
+    return decode_root(read_document(source, "zarr.json"), os.path.join(source.path, "zarr.json"))
 
 
 # -- tensors in blocks -------------------------------------------------------------------------------------------------

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError
+from ckpt.storage.names import step_name
 from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import is_object_url, open_root
+from ckpt.storage.step_source import StepSource
 from ckpt.validation import Problem, Report
 from ckpt.validation import validate as validate_step
 
 from .output import CannotReadError, Exit, Output, duration, plural, size
 from .root import steps_of
-from .step import protected, step_path
+from .step import held_objects, protected, step_path
 
 __all__ = ["HELP", "add_arguments", "problem_line", "run"]
 
@@ -32,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     path = arguments.path
-    newest = step_path(path)
-    is_root = newest != path
-    paths = [CheckpointRoot(path).step_path(step) for step in steps_of(path)] if is_root else [path]
-    checks = [_check_one_of_many(where, arguments, output) for where in paths] if is_root else []
-    checks = checks or [_check(path, arguments, output)]
+    targets, is_root = _targets(path)
+    checks = [_check_one_of_many(target, arguments, output) for target in targets] if is_root else []
+    checks = checks or [_check(targets[0], arguments, output)]
     whole = [check.report.step for check in checks if check.whole]
     if is_root:
         found = f"newest whole step: {whole[-1]}" if whole else "no step is whole"
@@ -46,6 +50,37 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     if any(check.error is None and not check.whole for check in checks):
         return Exit.DAMAGED
     return Exit.WHOLE if len(whole) == len(checks) else Exit.CANNOT_READ
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A step to check. `hold` keeps it from being removed, and gives what is to be validated."""
+
+    name: str
+    path: str
+    hold: Callable[[], AbstractContextManager[str | StepSource]]
+
+
+def _targets(path: str) -> tuple[list[_Target], bool]:
+    """Return what is to be checked, and whether `path` is a root."""
+    if is_object_url(path):
+        steps = open_root(path).steps()
+        found = [_Target(step_name(step), path, functools.partial(held_objects, path, step)) for step in steps]
+        return found or [_Target(path, path, functools.partial(held_objects, path))], bool(steps)
+    is_root = step_path(path) != path
+    paths = [CheckpointRoot(path).step_path(step) for step in steps_of(path)] if is_root else [path]
+    return [
+        _Target(os.path.basename(os.path.abspath(each)), each, _directory(each)) for each in paths or [path]
+    ], is_root
+
+
+def _directory(path: str) -> Callable[[], AbstractContextManager[str]]:
+    @contextmanager
+    def hold() -> Iterator[str]:
+        with protected(path):
+            yield path
+
+    return hold
 
 
 def problem_line(problem: Problem) -> str:
@@ -99,22 +134,22 @@ class _Check:
         }
 
 
-def _check_one_of_many(path: str, arguments: argparse.Namespace, output: Output) -> _Check:
+def _check_one_of_many(target: _Target, arguments: argparse.Namespace, output: Output) -> _Check:
     """Check a step of a root. An error becomes a result, so that the other steps are checked, too."""
     begin = time.perf_counter()
     try:
-        return _check(path, arguments, output)
+        return _check(target, arguments, output)
     except (CheckpointError, CannotReadError) as error:
-        output.line(f"{os.path.basename(path)}: cannot be checked: {error}", "bold red")
-        return _Check(Report(path), time.perf_counter() - begin, str(error))
+        output.line(f"{target.name}: cannot be checked: {error}", "bold red")
+        return _Check(Report(target.path), time.perf_counter() - begin, str(error))
 
 
-def _check(path: str, arguments: argparse.Namespace, output: Output) -> _Check:
+def _check(target: _Target, arguments: argparse.Namespace, output: Output) -> _Check:
     begin = time.perf_counter()
-    with protected(path), output.meter(os.path.basename(os.path.abspath(path))) as meter:
-        report = validate_step(path, quick=arguments.quick, jobs=arguments.jobs, progress=meter)
+    name = target.name
+    with target.hold() as step, output.meter(name) as meter:
+        report = validate_step(step, quick=arguments.quick, jobs=arguments.jobs, progress=meter)
     seconds = time.perf_counter() - begin
-    name = os.path.basename(os.path.abspath(path))
     what = f"{plural(report.files, 'file')}, metadata only" if arguments.quick else plural(report.files, "file")
     if not arguments.quick:
         what += f", {size(report.bytes_read)} read at {size(report.bytes_read / max(seconds, 1e-9))}/s"

@@ -206,3 +206,36 @@ def _keys(bucket: Bucket) -> list[str]:
 
     _, text = bucket.server.request("GET", f"/{bucket.name}?list-type=2&max-keys=1000")
     return re.findall("<Key>([^<]*)</Key>", text.decode())
+
+
+def test_zarr_reads_where_the_chunks_lie(bucket: Bucket) -> None:
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        checkpointer.save(_state(3), 3)
+    import pickle
+
+    import zarr
+
+    for name in bucket.env:
+        del os.environ[name]
+    with ckpt.zarr_store(bucket.url, storage_options=bucket.options) as opened:
+        store = pickle.loads(pickle.dumps(opened))
+        array: Any = zarr.open_group(store, mode="r")["weights/w2"]
+        assert np.array_equal(array[:], _state(3)["weights"]["w2"].numpy())
+        store.close()
+
+
+def test_what_a_save_costs(bucket: Bucket) -> None:
+    """Requests of a save of one rank: its packs and its part, and a constant number for the whole job."""
+    state = {f"w{n}": torch.zeros(250_000) for n in range(12)}
+    with ckpt.Checkpointer(bucket.url, file_bytes=2_000_000) as checkpointer:
+        checkpointer.save(state, 1)
+        checkpointer.save(state, 2)
+        before, first = bucket.proxy.counts.copy(), len(bucket.proxy.requests)
+        checkpointer.save(state, 3)
+        counts = bucket.proxy.counts - before
+    requests = bucket.proxy.requests[first : first + sum(counts.values())]
+    packs = [request for request in requests if request.method == "PUT" and "/packs/" in request.path]
+    assert len(packs) == 6
+    assert sum(request.nbytes for request in packs) < 12.1e6
+    assert counts["PUT"] <= len(packs) + 8, requests
+    assert counts["GET"] <= 25, "\n".join(f"{request.method} {request.path}" for request in requests)

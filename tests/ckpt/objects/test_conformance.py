@@ -1,0 +1,326 @@
+"""What every root guarantees, in a directory, in an S3 bucket and in memory: one suite for all."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.native import crc32c
+from ckpt.storage.documents import encode_document
+from ckpt.storage.interface import Pending, Root
+from ckpt.storage.names import SaveId
+from ckpt.storage.outcomes import Abandoned, Published, Reason
+from ckpt.storage.ownership import OwnerState
+from ckpt.storage.roots import open_root
+from inprocess.ipc.process import Process
+from tests.support.object_server import Bucket
+
+_REASON = Reason(1, "StorageError", "for a reason")
+
+
+@pytest.fixture(params=["directory", "s3", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Root]:
+    match request.param:
+        case "directory":
+            yield open_root(tmp_path / "root")
+        case "s3":
+            yield open_root(request.getfixturevalue("bucket").url)
+        case _:
+            yield open_root(f"memory:///{tmp_path.name}")
+
+
+@pytest.fixture
+def token(root: Root) -> int:
+    root.make()
+    return root.ownership.claim(0)
+
+
+def _save(root: Root, token: int, step: int, number: int = 0, *, begin: bool = True, parts: int = 2) -> Pending:
+    pending = root.pending_save(SaveId(step, token, f"{number:016x}"))
+    if begin:
+        pending.begin(2, "plan")
+    else:
+        pending.join()
+    for rank in range(parts):
+        pending.write_part(rank, {"rank": rank})
+    return pending
+
+
+def _published(root: Root, token: int, step: int, number: int = 0) -> str:
+    pending = _save(root, token, step, number)
+    pending.write_documents({"zarr.json": encode_document({"step": step}), "state.json": b"{}"})
+    assert pending.publish() == Published()
+    return pending.save.name
+
+
+def test_a_root_that_is_not_there(root: Root) -> None:
+    assert root.steps() == []
+    assert root.tip() is None
+    assert root.pending() == []
+    assert root.superseded() == []
+    assert root.pinned_steps() == set()
+    assert root.ownership.newest() == 0
+    with pytest.raises(CheckpointNotFoundError):
+        root.hold_step(3, lease=True)
+    with pytest.raises(CheckpointNotFoundError):
+        root.hold_itself()
+
+
+def test_the_life_of_a_save(root: Root, token: int) -> None:
+    pending = _save(root, token, 7, parts=0)
+    assert root.pending() == [pending.save]
+    assert (pending.outcome(), pending.decided(), pending.has_begun()) == (None, None, True)
+    assert pending.look()[0] is None
+    intent = pending.intent()
+    assert intent is not None
+    assert (intent["save"], intent["world_size"], intent["plan"]) == (pending.save.name, 2, "plan")
+    assert pending.parts_present() == set()
+    assert pending.write_part(1, {"rank": 1}) == crc32c(encode_document({"rank": 1}))
+    assert (pending.has_part(0), pending.has_part(1)) == (False, True)
+    pending.write_part(0, {"rank": 0})
+    assert pending.parts_present() == pending.ranks_in("parts/000") == {0, 1}
+    assert pending.read_part(1) == ({"rank": 1}, crc32c(encode_document({"rank": 1})))
+    pending.write_documents({"state.json": b"{}", "zarr.json": b"{}"})
+    assert pending.read_document("state.json") == b"{}"
+    assert root.steps() == []
+    assert pending.publish() == Published()
+    assert pending.publish() == pending.outcome() == pending.decided() == Published()
+    pending.confirm()
+    assert pending.abandon(_REASON) == Published(), "it is decided once and for ever"
+    assert (root.steps(), root.pending(), pending.has_begun()) == ([7], [], False)
+    assert root.tip() == {"step": 7, "save": pending.save.name}
+    assert (root.owner_of(7), root.save_of(7)) == (token, pending.save.name)
+    assert root.source_of(7).read("state.json", 100) == b"{}"
+    assert abs(root.published_s(7) - time.time()) < 100
+
+
+def test_an_abandoned_save_can_never_be_published(root: Root, token: int) -> None:
+    pending = _save(root, token, 7)
+    assert pending.abandon(_REASON) == Abandoned(_REASON)
+    assert pending.publish() == pending.outcome() == pending.decided() == Abandoned(_REASON)
+    assert pending.abandon(Reason(0, "Other", "")) == Abandoned(_REASON)
+    assert (root.steps(), root.pending(), root.abandoned()) == ([], [], [pending.save])
+    with pytest.raises(StorageError, match="abandoned"):
+        pending.join()
+    with pytest.raises(StorageError, match="abandoned"):
+        pending.begin(2, "plan")
+
+
+def test_a_save_is_abandoned_before_it_begins(root: Root, token: int) -> None:
+    pending = root.pending_save(SaveId(3, token, "0" * 16))
+    assert pending.abandon(_REASON) == Abandoned(_REASON)
+    with pytest.raises(StorageError, match="abandoned before"):
+        pending.begin(1, "plan")
+    assert root.steps() == root.pending() == []
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_many_decide_and_agree(root: Root, token: int, number: int) -> None:
+    pending = _save(root, token, 7)
+    start, found = threading.Barrier(6), []
+
+    def decide(act: Callable[[Pending], Any]) -> None:
+        other = root.pending_save(pending.save)
+        start.wait(20)
+        found.append(act(other))
+
+    acts: list[Callable[[Pending], Any]] = [lambda p: p.publish(), lambda p: p.abandon(_REASON)] * 3
+    threads = [threading.Thread(target=decide, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 6
+    assert len({type(outcome) for outcome in found}) == 1
+    assert root.steps() == ([7] if found[0] == Published() else [])
+
+
+def test_a_step_is_published_once(root: Root, token: int) -> None:
+    late = _save(root, token, 7, 1)
+    _published(root, token, 7, 0)
+    with pytest.raises(CheckpointExistsError, match="already published"):
+        _save(root, token, 7, 2)
+    with pytest.raises(CheckpointExistsError, match="already published"):
+        late.publish()
+    assert late.abandon(_REASON) == Abandoned(_REASON)
+    again = root.pending_save(_save(root, token, 8).save)
+    with pytest.raises(StorageError, match="begun already"):
+        again.begin(3, "another plan")
+
+
+def test_an_earlier_owner_decides_nothing(root: Root, token: int) -> None:
+    _published(root, token, 1)
+    _published(root, token, 2)
+    left = _save(root, token, 3)
+    later = root.ownership.claim(token)
+    assert later > token
+    assert root.ownership.newest() == later
+    for act in (
+        left.publish,
+        lambda: left.abandon(_REASON),
+        left.check_token,
+        lambda: _save(root, token, 9),
+        lambda: root.move_aside(2, token, "superseded"),
+    ):
+        with pytest.raises(FencedError, match="owned by a job that started later"):
+            act()
+    assert root.pending_save(left.save, later).publish() == Published()
+    _published(root, later, 10)
+    with pytest.raises(FencedError):
+        root.remove_step(10, token)
+    with pytest.raises(FencedError):
+        root.retire_step(10, token)
+    assert root.steps() == [1, 2, 3, 10]
+
+
+def test_a_claim_while_a_save_begins(root: Root, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever claims sees the save, or the save sees the claim."""
+    seen = []
+    check = root.ownership.check
+
+    def claim_first(number: int) -> None:
+        monkeypatch.setattr(root.ownership, "check", check)
+        later = root.ownership.claim(token)
+        seen.append((later, root.pending()))
+        check(number)
+
+    monkeypatch.setattr(root.ownership, "check", claim_first)
+    with pytest.raises(FencedError):
+        _save(root, token, 5)
+    ((later, pending),) = seen
+    assert [save.step for save in pending] == [5]
+    root.clean_records()
+    assert root.pending() == []
+    assert root.steps() == []
+    assert _published(root, later, 5, 1)
+
+
+def test_steps_are_moved_aside(root: Root, token: int) -> None:
+    names = [_published(root, token, step) for step in (1, 2, 3)]
+    later = root.ownership.claim(token)
+    assert root.move_aside(3, later, "superseded")
+    assert root.move_aside(2, later, "damaged")
+    assert root.move_aside(2, later, "damaged") is None
+    assert (root.steps(), root.superseded()) == ([1], names[2:])
+    _published(root, later, 3, 1)
+    assert root.move_aside(1, later, "superseded")
+    assert root.superseded() == [names[0], names[2]]
+
+
+def test_removal_waits_for_readers_and_pins(root: Root, token: int) -> None:
+    names = {step: _published(root, token, step) for step in (1, 2, 3)}
+    with root.hold_step(1, lease=True) as held:
+        assert held.source.read("state.json", 100) == b"{}"
+        assert not root.remove_step(1, token)
+        assert not root.retire_step(1, token)
+        held.check()
+        assert held.still_there
+    root.pin_step(2)
+    root.pin_step(2)
+    assert root.pinned_steps() == {2}
+    assert not root.remove_step(2, token)
+    assert root.unpin_step(2)
+    assert not root.unpin_step(2)
+    with pytest.raises(CheckpointNotFoundError):
+        root.pin_step(9)
+    unheld = root.hold_step(2, lease=False)
+    unheld.close()
+    assert root.remove_step(2, token)
+    with pytest.raises(CheckpointNotFoundError, match="removed"):
+        unheld.check()
+    assert not unheld.still_there
+    assert root.retire_step(1, token)
+    assert root.steps() == [3]
+    assert root.save_of(3) == names[3]
+    for place, is_record in root.removed():
+        root.delete_share(place, 0, lambda: None)
+        root.delete_contents(place, lambda: None, is_record=is_record)
+    assert root.removed() == []
+    assert root.save_of(1) is None
+    root.clean()
+    assert root.steps() == [3]
+    _published(root, token, 2, 5)
+    assert root.steps() == [2, 3]
+
+
+def test_what_is_left_of_abandoned_saves_is_deleted(root: Root, token: int) -> None:
+    pending = _save(root, token, 1)
+    pending.abandon(_REASON)
+    root.clean()
+    assert pending.outcome() == Abandoned(_REASON), "ranks learn it from the record"
+    assert not pending.has_part(0)
+    assert root.pending() == []
+
+
+def test_who_is_alive(root: Root, token: int) -> None:
+    ownership, here = root.ownership, Process.here()
+    assert ownership.state(token) is OwnerState.ACTIVE
+    leases = ownership.leases(token)
+    gone = Process(here.host, 2**22 + 1, 1)
+    lease = leases.register(0, here, lambda: False)
+    leases.enter(1, gone, gone)
+    try:
+        assert leases.alive_ranks() == {0}
+        assert {(each.rank, each.alive, each.has_trainer) for each in leases.writers()} == {
+            (0, True, True),
+            (1, False, False),
+        }
+        assert leases.watch_host(here.host).alive_ranks() == {0}
+        assert not leases.has_left(here)
+        leases.enter(2, here, gone)
+        ownership.release(token, done=False)
+        assert leases.has_left(here)
+        assert ownership.state(token) is OwnerState.FINISHING
+        ownership.release(token, done=True)
+    finally:
+        lease.close()
+    assert ownership.state(token) is OwnerState.FINISHING, "the writer of another trainer"
+    assert ownership.claimer(token) == here
+    later = ownership.claim(token)
+    assert ownership.state(later) is OwnerState.ACTIVE
+    ownership.renew(later)
+    root.confirm(later)
+    root.check_writable()
+
+
+def test_saves_in_this_process(root: Root) -> None:
+    """From the state to the bytes and back, entirely in this thread."""
+
+    def state(value: float) -> dict[str, Any]:
+        return {"w": torch.arange(30_000.0) * value, "small": torch.tensor([value]), "value": value}
+
+    with ckpt.Checkpointer(root.path, keep_last=2, threads=2, file_bytes=50_000) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save_request(state(float(step)), step).execute_sync()
+        assert checkpointer.all_steps() == [2, 3]
+    restored = state(0.0)
+    with ckpt.Checkpointer(root.path, read_only=True) as checkpointer:
+        assert checkpointer.restore(restored) == 3
+    assert torch.equal(restored["w"], state(3.0)["w"])
+    assert restored["value"] == 3.0
+    assert torch.equal(ckpt.load(root.path, 2)["w"], state(2.0)["w"])
+
+
+def test_records_of_what_is_gone_are_deleted_after_an_hour(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = open_root(bucket.url)
+    token = root.ownership.claim(0)
+    _published(root, token, 1)
+    _published(root, token, 2)
+    kept, abandoned = _save(root, token, 3), _save(root, token, 4)
+    abandoned.abandon(_REASON)
+    assert root.remove_step(1, token)
+    root.clean()
+    assert [save.step for save in root.abandoned()] == [4]
+    assert len(root._records.all()) == 3  # type: ignore[attr-defined]
+    real = root._store.now()  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(root._store), "now", lambda store: real + 3700)  # type: ignore[attr-defined]
+    root.clean_records()
+    assert [each.save.step for each in root._records.all()] == [2]  # type: ignore[attr-defined]
+    assert root.steps() == [2]
+    assert root.pending() == [kept.save]

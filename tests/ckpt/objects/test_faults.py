@@ -1,0 +1,151 @@
+"""A store that fails: what the library repeats, and what is an error on all ranks, after which training goes on."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.storage.object_store import ObjectStore, object_store
+from ckpt.storage.options import StorageOptions
+from tests.support import run_ranks
+from tests.support.object_server import Bucket, Request, slow_down
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"w": torch.arange(50_000, dtype=torch.float32) * step, "step": step}
+
+
+def _store(bucket: Bucket, timeout_s: float = 20.0) -> ObjectStore:
+    return object_store(bucket.url, StorageOptions.of(bucket.options, timeout_s))
+
+
+@pytest.mark.parametrize("fault", [slow_down(), (500, b""), "reset", "lost"], ids=["503", "500", "reset", "lost"])
+def test_faults_of_a_moment_are_not_noticed(bucket: Bucket, fault: Any) -> None:
+    """Every second request fails at first, before or after the server has done what it asks for."""
+    failed = set()
+
+    def rule(request: Request) -> Any:
+        what = request.method, request.path
+        if what in failed or request.number % 2:
+            return None
+        failed.add(what)
+        return fault
+
+    with ckpt.Checkpointer(bucket.url, file_bytes=100_000, timeout=timedelta(seconds=40)) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        bucket.proxy.rule = rule
+        checkpointer.save(_state(2), 2)
+        checkpointer.save(_state(3), 3)
+    state = _state(0)
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        assert checkpointer.restore(state) == 3
+        assert checkpointer.all_steps() == [1, 2, 3]
+    assert torch.equal(state["w"], _state(3)["w"])
+    assert len(failed) > 10
+
+
+def _fail_then_go_on(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    with ckpt.Checkpointer(url, timeout=timedelta(seconds=6)) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        answer: dict[str, Any] = {}
+        begin = time.monotonic()
+        try:
+            checkpointer.save(_state(2), 2)
+        except ckpt.CheckpointError as error:
+            answer = {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begin}
+        checkpointer.save(_state(3), 3)
+        return answer | {"steps": checkpointer.all_steps()}
+
+
+def test_packs_that_cannot_be_put_end_the_save_on_all_ranks(bucket: Bucket) -> None:
+    """Of rank 1, for longer than the timeout."""
+
+    def rule(request: Request) -> Any:
+        return slow_down() if "step_00000002-" in request.path and "rank_00001_" in request.path else None
+
+    bucket.proxy.rule = rule
+    results = run_ranks(_fail_then_go_on, 2, bucket.url, timeout=55, env=bucket.env)
+    for result in results:
+        assert result.value["steps"] == [1, 3]
+        assert result.value["kind"] == "SaveAbandonedError"
+        assert "rank 1" in result.value["text"]
+        assert "SlowDown" in result.value["text"]
+        assert result.value["seconds"] < 20
+
+
+def test_a_bucket_that_is_gone(bucket: Bucket) -> None:
+    gone = 404, b"<Error><Code>NoSuchBucket</Code><Message>gone</Message></Error>"
+    with ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=6)) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        bucket.proxy.rule = lambda request: gone
+        with pytest.raises(ckpt.CheckpointError, match="bucket does not exist"):
+            checkpointer.save(_state(2), 2)
+        with pytest.raises(ckpt.StorageError, match="bucket does not exist"):
+            checkpointer.all_steps()
+        bucket.proxy.rule = lambda request: None
+        checkpointer.save(_state(3), 3)
+        assert checkpointer.all_steps() == [1, 3]
+
+
+def test_credentials_that_have_expired(bucket: Bucket) -> None:
+    expired = 400, b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+    with ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=20)) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        bucket.proxy.rule = lambda request: expired if request.method == "PUT" else None
+        with pytest.raises(ckpt.CheckpointError, match="renew them"):
+            checkpointer.save(_state(2), 2)
+        bucket.proxy.rule = lambda request: None
+        checkpointer.save(_state(3), 3)
+
+
+@pytest.mark.parametrize("header", ["if-none-match", "if-match"])
+def test_a_store_that_ignores_conditions_is_refused(bucket: Bucket, header: str) -> None:
+    bucket.proxy.hidden_headers = {header}
+    with (
+        ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=20)) as checkpointer,
+        pytest.raises(ckpt.StorageError, match="ignores conditions of puts"),
+    ):
+        checkpointer.save(_state(1), 1)
+    bucket.proxy.hidden_headers = set()
+    assert [each.key for each in _store(bucket).below("")] == []
+
+
+def test_a_create_whose_answer_is_lost_is_its_own(bucket: Bucket) -> None:
+    """The library repeats the put; the object that it finds then is the one that it has put itself."""
+    answers = iter(["lost"])
+    bucket.proxy.rule = lambda request: next(answers, None) if request.method == "PUT" else None
+    store = _store(bucket)
+    assert store.create("a", b"mine")
+    assert not store.create("a", b"another")
+    about = store.about("a")
+    assert about is not None
+    answers = iter(["lost"])
+    assert store.replace(about, b"newer")
+    assert not store.replace(about, b"late")
+    found = store.get("a", 100)
+    assert found is not None
+    assert found.data == b"newer"
+
+
+def test_of_many_creates_one_succeeds(bucket: Bucket) -> None:
+    store = _store(bucket)
+    start = threading.Barrier(8)
+    won = []
+
+    def create(number: int) -> None:
+        start.wait(20)
+        if store.create("one", b"%d" % number):
+            won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    found = store.get("one", 100)
+    assert found is not None
+    assert won == [int(found.data)]

@@ -1,0 +1,108 @@
+"""Two jobs on one root in a bucket: the second must never lose a step, whatever request of the first is late."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.storage.roots import open_root
+from tests.support.object_server import Bucket, Request
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"w": torch.arange(3000.0) * value, "value": value}
+
+
+_COMPLETE = ("/zarr.json", "/records/")  # then all parts are there
+
+
+class _Held:
+    """Holds the first request to a key with this text, until `release`."""
+
+    def __init__(self, bucket: Bucket, text: str) -> None:
+        self.arrived = threading.Event()
+        self._released = threading.Event()
+        self._text = text
+        bucket.proxy.rule = self
+
+    def __call__(self, request: Request) -> None:
+        if request.method == "PUT" and self._text in request.path and not self.arrived.is_set():
+            self.arrived.set()
+            assert self._released.wait(40), "the test did not release the request"
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.mark.parametrize("text", ["/intent.json", "/packs/", "/parts/", "/zarr.json", "/records/"])
+def test_a_request_of_the_earlier_owner_is_late(bucket: Bucket, text: str) -> None:
+    with ckpt.Checkpointer(bucket.url) as later:
+        earlier = ckpt.Checkpointer(bucket.url)
+        earlier.save(_state(1), 1)
+        held = _Held(bucket, text)
+        earlier.async_save(_state(2), 2)
+        assert held.arrived.wait(20)
+        assert later.restore(_state(0)) == 1
+        later.save(_state(22), 2)
+        assert later.all_steps() == [1, 2]
+        held.release()
+        outcome: Any = None
+        try:
+            outcome = earlier.maybe_finalize(blocking=True)
+        except ckpt.CheckpointError as error:
+            outcome = error
+        if text in _COMPLETE:
+            assert outcome == [2], "complete, it was published by the later owner, before that one began a branch"
+        else:
+            assert isinstance(outcome, ckpt.FencedError | ckpt.errors.SaveAbandonedError), outcome
+        with pytest.raises(ckpt.FencedError):
+            earlier.save(_state(3), 3)
+        with pytest.raises(ckpt.FencedError):
+            earlier.delete(1)
+        earlier.close()
+        later.save(_state(4), 4)
+        assert later.all_steps() == [1, 2, 4]
+        for step, value in ((1, 1), (2, 22), (4, 4)):
+            assert ckpt.load(bucket.url, step)["value"] == value
+    root = open_root(bucket.url)
+    assert len(root.superseded()) == (text in _COMPLETE)
+    assert root.pending() == []
+
+
+def test_a_later_owner_publishes_what_is_complete(bucket: Bucket) -> None:
+    """Its restore waits for nothing: the first job has left, with a save that its writer could not publish."""
+    with ckpt.Checkpointer(bucket.url) as earlier:
+        earlier.save(_state(1), 1)
+        refused = 403, b"<Error><Code>AccessDenied</Code></Error>"
+        bucket.proxy.rule = lambda request: refused if "/records/" in request.path and request.method == "PUT" else None
+        with pytest.raises(ckpt.CheckpointError):
+            earlier.save(_state(2), 2)
+    bucket.proxy.rule = lambda request: None
+    assert open_root(bucket.url).steps() == [1]
+    state = _state(0)
+    with ckpt.Checkpointer(bucket.url) as later:
+        assert later.restore(state) == 2
+    assert state["value"] == 2
+
+
+def test_what_a_late_writer_has_put_is_deleted(bucket: Bucket) -> None:
+    """Of a save that was abandoned: nothing that it puts later can be a part of a step, and none of it stays."""
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        held = _Held(bucket, "/packs/")
+        checkpointer.async_save(_state(2), 2)
+        assert held.arrived.wait(20)
+        root = open_root(bucket.url)
+        (save,) = root.pending()
+        reason = ckpt.storage.outcomes.Reason(0, "StorageError", "given up by the test")
+        root.pending_save(save).abandon(reason)
+        held.release()
+        with pytest.raises(ckpt.errors.SaveAbandonedError, match="given up by the test"):
+            checkpointer.maybe_finalize(blocking=True)
+        checkpointer.save(_state(3), 3)
+        assert checkpointer.all_steps() == [1, 3]
+    assert save in root.abandoned()
+    assert root.pending() == []
+    assert [name for name, _ in root.removed()] == []
