@@ -119,9 +119,9 @@ class Checkpointer:
         of low priority. At most one runs; while it does, the newest step that is due waits, and replaces an older one.
         What fails is logged and never raised. `close` waits for exports, at most `timeout`.
 
-        `mirror`: a process of rank 0, of the lowest priority, copies published steps to a second root, and `restore`
-        looks there, too; all ranks must be able to read it. `all_steps`, `latest_step`, `delete` and `pin` are about
-        the first root only. See `Mirror` and docs/mirrors.md.
+        `mirror`: a process of each rank, of the lowest priority, copies published steps to a second root, and `restore`
+        looks there, too. `all_steps`, `latest_step`, `delete` and `pin` are about the first root only. See `Mirror` and
+        docs/mirrors.md.
         """
         warn_if_portable()
         policy = keep_policy(keep, keep_last, keep_every)
@@ -463,8 +463,9 @@ class Checkpointer:
         self._finalized.append(step)
         if self._exports is not None and self._saver.last_rank == 0:
             self._exports.published(step)
-        if self._mirror is not None and self._saver.last_rank == 0 and self._saver.token is not None:
-            self._mirror.published(step, self._saver.token, self._branch)
+        rank, token = self._saver.last_rank, self._saver.token
+        if self._mirror is not None and rank is not None and token is not None:
+            self._mirror.published(step, token, self._branch, rank, self._ranks.world_size)
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report

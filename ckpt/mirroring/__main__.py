@@ -29,7 +29,7 @@ from ckpt.errors import (
     FencedError,
     StorageError,
 )
-from ckpt.mirroring.messages import Done, Due, Failed, Owner, Report, Setup
+from ckpt.mirroring.messages import Begun, Done, Due, Failed, Owner, Report, Setup
 from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
 from ckpt.saving.recover import adopt
 from ckpt.saving.retention import Facts, Retention, retain
@@ -42,8 +42,10 @@ _PR_SET_NAME = 15
 _NICE = 19
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REPORT_S = 60.0
+_LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0
+_BEGIN_S = 900.0  # the process of rank 0 may copy another step first
 _END_S = 3.0  # for a request that is under way when the time is over
-_RANK = 0
+_COORDINATOR = 0
 
 
 class Wanted:
@@ -119,7 +121,8 @@ class MirrorProcess:
         self._report = report
         self.stopping = threading.Event()
         self._throttle = Throttle(setup.bandwidth, self.stopping)
-        self.wanted = Wanted(lambda step: self._root.hold_step(step, lease=True, renewing=True))
+        self.wanted = Wanted(lambda step: self._root.hold_step(step, lease=self._leads, renewing=True))
+        self._leads = setup.rank == _COORDINATOR
         self._job = 0  # the token in the first root of the job that has taken over the mirror
         self._token = setup.before
         self._lease: Lease | None = None
@@ -153,12 +156,12 @@ class MirrorProcess:
         if self._lease is not None:
             self._lease.close()
             with contextlib.suppress(CheckpointError):
-                self._mirror.ownership.release(self._token, _RANK)
+                self._mirror.ownership.release(self._token, _COORDINATOR)
 
     def _try(self, due: Due) -> Failed | None:
         try:
             try:
-                self._copy(due)
+                self._copy(due) if self._leads else self._help(due)
             except FencedError:
                 if self._lease is None:
                     raise
@@ -186,7 +189,7 @@ class MirrorProcess:
         mirror = self._mirror
         mirror.make()
         self._token = mirror.ownership.claim_as(due.token, self._token)
-        self._lease = mirror.ownership.leases(self._token).register(_RANK, Process.here(), lambda: False)
+        self._lease = mirror.ownership.leases(self._token).register(_COORDINATOR, Process.here(), lambda: False)
         self._report(Owner(self._token))
         mirror.refresh()
         here = self._root.saves()
@@ -207,7 +210,7 @@ class MirrorProcess:
         self._own(due)
         held = self.wanted.held(due.step)
         try:
-            copy = StepCopy(held.source, self._mirror, self._token, self._throttle)
+            copy = StepCopy(held.source, self._mirror, self._token, self._throttle, is_helped=due.is_helped)
             copy.run(lambda: self._before_commit(due, held))
         except CheckpointCorruptError as error:
             if not held.still_there:
@@ -216,6 +219,18 @@ class MirrorProcess:
         self._report(Done(due.step, copy.nbytes, time.monotonic() - begin, copy.resumed))
         with contextlib.suppress(StorageError):  # the next copy does it
             self._remove()
+
+    def _help(self, due: Due) -> None:
+        """Copy the share of this rank, once the process of rank 0 has begun; do nothing if that does not begin."""
+        begin, pause_s = time.monotonic(), _LOOK_S
+        copy = StepCopy(self.wanted.held(due.step).source, self._mirror, due.token, self._throttle)
+        while not (has_begun := copy.has_begun) and not copy.is_decided and time.monotonic() - begin < _BEGIN_S:
+            self._throttle.pause(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        if has_begun:
+            self._report(Begun())
+            copy.copy_share(self._setup.rank)
+        self._report(Done(due.step, copy.nbytes, time.monotonic() - begin))
 
     def _before_commit(self, due: Due, held: HeldStep) -> None:
         """Check that the step is still the one that was copied, and move steps of another branch aside."""

@@ -1,4 +1,4 @@
-"""The trainer's side of a mirror, on rank 0: says which steps are due, and starts the process that copies them.
+"""The trainer's side of a mirror: says which steps are due, and starts the process that copies them, or its share.
 
 The trainer never waits for that process before `close`: messages that a pipe cannot take are sent later.
 """
@@ -16,7 +16,7 @@ import time
 from typing import IO
 
 from ckpt.events import MirrorDone, MirrorFailed
-from ckpt.mirroring.messages import Done, Due, Failed, Owner, Report, Setup
+from ckpt.mirroring.messages import Begun, Done, Due, Failed, Owner, Report, Setup
 from ckpt.mirroring.options import Mirror
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.recover import Branch
@@ -36,17 +36,21 @@ _RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 _READ_BYTES = 1 << 16
 _LOGGED_CHARACTERS = 4000
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_RANK = 0  # which alone copies
+_COORDINATOR = 0
 
 
 class BackgroundMirror:
-    """The copies of one Checkpointer. What fails is logged and never raised. For the thread that trains, on rank 0."""
+    """The copies of one Checkpointer, or the share of this rank in them. For the thread that trains.
+
+    What fails is never raised, and logged by rank 0, which is told of all that matters.
+    """
 
     def __init__(self, root: Root, mirror: Root, options: Mirror, mirror_options: StorageOptions) -> None:
         self._root = root
         self._mirror = mirror
         self._options = options
         self._mirror_options = mirror_options
+        self._rank = _COORDINATOR
         self._published = 0
         self._newest: Due | None = None
         self._due: dict[int, Due] = {}  # not copied yet, or given up
@@ -58,14 +62,18 @@ class BackgroundMirror:
         self._buffer = b""
         self._start_at, self._restart_s = 0.0, _RESTART_S
 
-    def published(self, step: int, token: int, branch: Branch) -> None:
+    def published(self, step: int, token: int, branch: Branch, rank: int, world_size: int) -> None:
         """Note a published step of the owner with `token`, and have it copied if it is due."""
+        if rank != self._rank:  # since a restart
+            self._end(wait=False)
+            self._rank, self._owner, self._due, self._unsent = rank, 0, {}, []
         self._published += 1
-        self._newest = Due(step, token, branch)
+        self._newest = Due(step, token, branch, world_size > 1)
         if (self._published - 1) % self._options.every == 0:
             self._want(self._newest)
 
     def _want(self, due: Due) -> None:
+        self._is_failing = self._is_failing or self._rank != _COORDINATOR  # until that of rank 0 has begun
         self._due[due.step] = due
         self._unsent.append(due)
         self.poll()
@@ -104,6 +112,7 @@ class BackgroundMirror:
     def _start(self) -> None:
         options = self._options
         setup = Setup(
+            self._rank,
             self._root.path,
             self._root.options,
             self._mirror.path,
@@ -173,13 +182,16 @@ class BackgroundMirror:
         match report:
             case Owner(token):
                 self._owner = token
+            case Begun():
+                self._is_failing = False
             case Done(step, nbytes, seconds):
                 self._is_failing = False
                 self._due.pop(step, None)
                 self._restart_s = _RESTART_S
-                _log.info("copied step %d to %s: %d bytes, %.1f s", step, self._mirror.path, nbytes, seconds)
-                if is_observed():
-                    emit(MirrorDone(time.time(), _RANK, step, self._mirror.path, nbytes, seconds))
+                level = logging.INFO if self._rank == _COORDINATOR else logging.DEBUG
+                _log.log(level, "copied step %d to %s: %d bytes, %.1f s", step, self._mirror.path, nbytes, seconds)
+                if is_observed() and self._rank == _COORDINATOR:
+                    emit(MirrorDone(time.time(), self._rank, step, self._mirror.path, nbytes, seconds))
             case Failed(step):
                 if step is not None and not report.again:
                     self._due.pop(step, None)
@@ -189,10 +201,11 @@ class BackgroundMirror:
         self._is_failing = report.again
         what = "the mirror" if report.step is None else f"step {report.step} is not in the mirror"
         later = "; it is tried again" if report.again else ""
-        _log.warning("%s %s: %s%s", what, self._mirror.path, report.cause, later)
-        if is_observed():
+        level = logging.WARNING if self._rank == _COORDINATOR else logging.DEBUG
+        _log.log(level, "%s %s: %s%s", what, self._mirror.path, report.cause, later)
+        if is_observed() and self._rank == _COORDINATOR:
             cause = shortened(report.cause)
-            emit(MirrorFailed(time.time(), _RANK, report.step, self._mirror.path, cause, report.again))
+            emit(MirrorFailed(time.time(), self._rank, report.step, self._mirror.path, cause, report.again))
 
     def _died(self, process: subprocess.Popen[bytes]) -> None:
         """Note that the process has ended although it was not asked to."""

@@ -8,13 +8,17 @@ from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Keep
 from ckpt.storage.options import StorageOptions
 
-__all__ = ["Done", "Due", "Failed", "Owner", "Report", "Setup"]
+__all__ = ["Begun", "Done", "Due", "Failed", "Owner", "Report", "Setup"]
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the process copies from and to. `before` is the token that an earlier process of this job had there."""
+    """What the process copies from and to. `before` is the token that an earlier process of this job had there.
 
+    That of rank 0 owns the mirror and publishes; the others copy the shares of their ranks.
+    """
+
+    rank: int
     root: str
     root_options: StorageOptions | None
     mirror: str
@@ -27,11 +31,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A step to copy. `token` is that of the job in the first root, `branch` what its steps continue."""
+    """A step to copy. `token` is that of the job in the first root, `branch` what its steps continue.
+
+    `is_helped`: the processes of other ranks were told, too.
+    """
 
     step: int
     token: int
     branch: Branch
+    is_helped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,11 @@ class Owner:
     """The process owns the mirror with this token."""
 
     token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A rank other than 0 copies its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +73,4 @@ class Failed:
     again: bool
 
 
-Report = Owner | Done | Failed
+Report = Owner | Begun | Done | Failed

@@ -21,7 +21,7 @@ class Mirror:
     root: a directory or a URL, as `Checkpointer` takes them; no other job may save there
     every: the first step that a Checkpointer publishes is copied, then every N-th after it; with `close` the last one
     keep: which steps stay in the mirror; None keeps all. The first root's `keep` does not matter here
-    bandwidth: at most so many bytes per second are read to be copied, for the whole job; None: no limit
+    bandwidth: at most so many bytes per second are read to be copied, by each rank; None: no limit
     storage_options: for this root, as those of `Checkpointer`; they are not shown
     close_timeout: `close` waits so long for what is not copied yet
     """

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from ckpt.native import crc32c
 from ckpt.storage.chunk_codec import READ_BYTES
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
 from ckpt.storage.files import storage_errors
-from ckpt.storage.interface import Pending, Root
+from ckpt.storage.interface import PartsWatch, Pending, Root
 from ckpt.storage.names import INDEX, REFERENCES, pack_file, parse_save_name, part_name
 from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
@@ -36,12 +36,16 @@ from ckpt.storage.step_source import StepSource
 from ckpt.validation.pack_files import PackChecks
 from ckpt.validation.step_files import PackFile
 
-__all__ = ["StepCopy", "StoppedError", "Throttle"]
+__all__ = ["PATIENCE_S", "StepCopy", "StoppedError", "Throttle"]
+
+PATIENCE_S = 30.0
+"""How long a rank may complete nothing, at least, before the process of rank 0 copies its share."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _THREADS = 4  # each has one file in memory
 _PIECE_BYTES = 4 << 20
+_LOOK_S = 1.0
 _OF_BEGIN = ("format", "save", "step", "owner", "world_size", "plan", "continues")
 
 
@@ -66,7 +70,11 @@ class Throttle:
                 now = time.monotonic()
                 wait_s = max(0.0, self._free_at - now)
                 self._free_at = max(self._free_at, now) + nbytes / self._bytes_per_s
-        if self._stopping.wait(wait_s):
+        self.pause(wait_s)
+
+    def pause(self, seconds: float) -> None:
+        """Wait. StoppedError if the process is to end meanwhile."""
+        if self._stopping.wait(seconds):
             raise StoppedError
 
 
@@ -78,8 +86,24 @@ class StepCopy:
     copy was abandoned there.
     """
 
-    def __init__(self, source: StepSource, mirror: Root, token: int, throttle: Throttle) -> None:
+    def __init__(
+        self,
+        source: StepSource,
+        mirror: Root,
+        token: int,
+        throttle: Throttle,
+        *,
+        is_helped: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`is_helped`: the processes of other ranks call `copy_share`.
+
+        If they complete nothing for `patience_s`, and for twice the time that the share of this process has taken, it
+        copies theirs, too.
+        """
         self._source = source
+        self._is_helped = is_helped
+        self._patience_s = patience_s
         self._throttle = throttle
         self._index: CheckpointIndex = read_index(source)
         self._checks = PackChecks(self._index)
@@ -89,7 +113,7 @@ class StepCopy:
         if save is None:
             raise CheckpointCorruptError(f"{source.path} is of save {self._index.summary['save']!r:.80}, which is none")
         self._pending: Pending = mirror.pending_save(save, token)
-        self.resumed = False
+        self.resumed = False  # what is in the mirror already is not written again
         self.nbytes = 0
 
     def run(self, before_commit: Callable[[], None]) -> None:
@@ -100,7 +124,7 @@ class StepCopy:
             summary = self._index.summary
             first = [name for name in (INDEX, REFERENCES) if name.removesuffix(".json") in summary]
             self._pending.write_documents({name: self._document(name) for name in first})
-            self._copy_ranks()
+            self._copy_ranks_with_helpers() if self._is_helped and not self.resumed else self._copy_ranks(self._ranks)
             self._pending.write_documents({name: self._document(name) for name in ("state.json", "zarr.json")})
             before_commit()
             outcome = self._pending.publish()
@@ -108,6 +132,40 @@ class StepCopy:
             why = outcome.reason
             raise SaveAbandonedError(f"the copy {self._pending.path} was abandoned: {why.kind}: {why.message}")
         assert isinstance(outcome, Published)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the copy has begun, and is not decided, so that others may `copy_share`."""
+        return self._pending.has_begun()
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the copy has ended."""
+        return self._pending.outcome() is not None
+
+    def copy_share(self, rank: int) -> None:
+        """Copy the files of one rank, for a copy that has begun. Raises as the class says."""
+        if rank in self._ranks and not self._pending.has_part(rank):
+            self.resumed = True
+            self._copy_ranks([rank])
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._index.world_size)
+
+    def _copy_ranks_with_helpers(self) -> None:
+        """Copy the files of rank 0, wait for those of the others, and copy what they do not."""
+        begin = time.monotonic()
+        self._copy_ranks([0])
+        patience_s = max(self._patience_s, 2 * (time.monotonic() - begin))
+        watch = PartsWatch(self._pending, self._index.world_size)
+        progress, missing = time.monotonic(), len(self._ranks)
+        while not watch.look() and time.monotonic() - progress < patience_s:
+            if len(watch.missing) < missing:
+                progress, missing = time.monotonic(), len(watch.missing)
+            self._throttle.pause(_LOOK_S)
+        self.resumed = True  # by those that have not completed their shares
+        self._copy_ranks(sorted(watch.missing))
 
     def _begin(self) -> None:
         intent = self._document(INTENT)
@@ -137,24 +195,24 @@ class StepCopy:
         self._throttle.take(len(data))
         return data
 
-    def _copy_ranks(self) -> None:
-        """Copy the files of all ranks, many ranks at once as each may have one file only."""
+    def _copy_ranks(self, ranks: Iterable[int]) -> None:
+        """Copy the files of ranks, many ranks at once as each may have one file only."""
         with ThreadPoolExecutor(_THREADS, "ckpt-mirror") as pool:
-            for batch in self._batches():
+            for batch in self._batches(ranks):
                 parts = {name: data for name, data, _ in batch}
                 for _ in pool.map(self._copy_pack, [pack for _, _, packs in batch for pack in packs]):
                     pass
                 for _ in pool.map(lambda part: self._pending.write_file(part[0], memoryview(part[1])), parts.items()):
                     pass
 
-    def _batches(self) -> Iterator[list[tuple[str, bytes, list[PackFile]]]]:
+    def _batches(self, ranks: Iterable[int]) -> Iterator[list[tuple[str, bytes, list[PackFile]]]]:
         """Yield lists of parts: name, content, pack files. Each list has a few times as many files as threads."""
         batch: list[tuple[str, bytes, list[PackFile]]] = []
-        for rank, checksum in enumerate(self._index.summary["parts"]):
+        for rank in ranks:
             name = part_name(rank)
             where = os.path.join(self._source.path, name)
             data = self._document(name)
-            if crc32c(data) != checksum:
+            if crc32c(data) != self._index.summary["parts"][rank]:
                 raise CheckpointCorruptError(f"{where} is damaged: it is not the one that belongs to this step")
             with well_formed(where):
                 listed = [sizes(entry) for entry in items(decode_document(data, where)["files"])]

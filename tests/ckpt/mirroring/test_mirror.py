@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import ckpt
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ckpt.mirroring.messages import Due
+from ckpt.mirroring.step_copy import StepCopy, Throttle
 from ckpt.saving.recover import Branch
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
@@ -343,6 +345,60 @@ def test_ranks(roots: tuple[Path, Path], after: int) -> None:
     shutil.rmtree(first)
     for result in run_ranks(_job_of_ranks, after, str(first), str(second), False, timeout=60):
         assert result.value is True
+
+
+def _mirrored_by_two(rank: int, world_size: int, first: str, second: str) -> int:
+    """Save a step of which each rank has a share, and return how many processes for mirrors this rank has started."""
+    mirror = mirror_of(second, close_timeout=timedelta(seconds=80))
+    with ckpt.Checkpointer(first, mirror=mirror) as checkpointer:
+        checkpointer.save({"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
+        return len(mirror_processes())
+
+
+def test_each_rank_has_a_process(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    for result in run_ranks(_mirrored_by_two, 2, str(first), str(second), timeout=100):
+        assert result.value == 1
+    assert files_of(first / _name(8)) == files_of(second / _name(8))
+
+
+def _copy_of(first: Path, second: Path, token: int, **options: Any) -> tuple[StepCopy, Throttle]:
+    mirror = open_root(second)
+    mirror.make()
+    mirror.ownership.claim_as(token)
+    throttle = Throttle(None, threading.Event())
+    return StepCopy(open_root(first).source_of(8), mirror, token, throttle, **options), throttle
+
+
+def test_shares(roots: tuple[Path, Path]) -> None:
+    """Whether the process of rank 1 helps or not, each file is written once."""
+    first, second = roots
+    run_ranks(_save_of_two, 2, str(first), timeout=60)
+    token = open_root(first).owner_of(8)
+    alone, _ = _copy_of(first, second / "alone", token, is_helped=True, patience_s=0.0)
+    alone.run(lambda: None)
+    total = alone.nbytes
+    copy, throttle = _copy_of(first, second / "helped", token, is_helped=True, patience_s=60.0)
+    helper = StepCopy(open_root(first).source_of(8), open_root(second / "helped"), token, throttle)
+    assert not helper.has_begun
+    thread = threading.Thread(target=copy.run, args=(lambda: None,))
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not helper.has_begun:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    helper.copy_share(1)
+    thread.join(30)
+    assert copy.nbytes + helper.nbytes == total
+    assert min(copy.nbytes, helper.nbytes) >= 400_000
+    for name in ("alone", "helped"):
+        assert files_of(first / _name(8)) == files_of(second / name / _name(8))
+    assert helper.is_decided
+
+
+def _save_of_two(rank: int, world_size: int, first: str) -> None:
+    with ckpt.Checkpointer(first) as checkpointer:
+        checkpointer.save({"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
 
 
 def test_arguments(tmp_path: Path) -> None:
