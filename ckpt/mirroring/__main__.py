@@ -86,6 +86,11 @@ class Wanted:
             self._release()
             return None if self._copying is None else self._steps[self._copying]
 
+    def has_newer(self, step: int) -> bool:
+        """Return whether a newer step is wanted."""
+        with self._changed:
+            return max(self._steps, default=step) > step
+
     def pause(self, seconds: float) -> None:
         """Wait, but not longer than until another step is wanted, or no more are to come."""
         with self._changed:
@@ -221,10 +226,15 @@ class MirrorProcess:
             self._remove()
 
     def _help(self, due: Due) -> None:
-        """Copy the share of this rank, once the process of rank 0 has begun; do nothing if that does not begin."""
+        """Copy the share of this rank, once the process of rank 0 has begun.
+
+        Do nothing if that does not begin, or not before a newer step is wanted, with which it will begin then.
+        """
         begin, pause_s = time.monotonic(), _LOOK_S
         copy = StepCopy(self.wanted.held(due.step).source, self._mirror, due.token, self._throttle)
-        while not (has_begun := copy.has_begun) and not copy.is_decided and time.monotonic() - begin < _BEGIN_S:
+        while not (has_begun := copy.has_begun) and not copy.is_decided:
+            if self.wanted.has_newer(due.step) or time.monotonic() - begin > _BEGIN_S:
+                break
             self._throttle.pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
         if has_begun:
@@ -267,7 +277,8 @@ def main() -> None:
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
     with open(int(sys.argv[1]), "rb") as stream:
         setup: Setup = pickle.load(stream)
-    reports = sys.stdout.buffer
+    reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library may print is no report
 
     def report(what: Report) -> None:
         with contextlib.suppress(OSError):  # the trainer has ended

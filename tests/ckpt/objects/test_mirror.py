@@ -3,16 +3,19 @@
 import os
 import shutil
 import threading
+import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 import ckpt
 from ckpt.storage.roots import open_root
 from tests.ckpt.mirroring.support import assert_state, files_of, job, mirror_of, mirror_processes, state_of
 from tests.ckpt.mirroring.test_mirror import _job_of_ranks
-from tests.support import run_ranks
+from tests.support import is_gone, launch_ranks, run_ranks
 from tests.support.object_server import Answer, Bucket, Request, slow_down
 
 pytestmark = pytest.mark.timeout(120)
@@ -173,6 +176,41 @@ def test_from_a_bucket_to_a_directory(bucket: Bucket, tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(state) == 1
     assert_state(state, 1)
+
+
+def _trainer(rank: int, world_size: int, first: str, second: str, close_s: float) -> None:
+    mirror = ckpt.Mirror(second, close_timeout=timedelta(seconds=close_s))
+    with ckpt.Checkpointer(first, mirror=mirror) as checkpointer:
+        checkpointer.save(state_of(1), 1)
+        print("pid", mirror_processes()[0].pid, flush=True)
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("close_s", [0.0, 60.0])
+def test_kill_of_the_trainer(bucket: Bucket, tmp_path: Path, close_s: float) -> None:
+    """Its mirror process ends, after what it was doing, or after the time for that."""
+    stalled, go = threading.Event(), threading.Event()
+
+    def rule(request: Request) -> Answer:
+        if request.method == "PUT" and "/packs/" in request.key:
+            stalled.set()
+            go.wait(60)
+        return None
+
+    bucket.proxy.rule = rule
+    arguments = str(tmp_path), bucket.url, close_s
+    with launch_ranks(_trainer, 1, *arguments, env=bucket.env) as ranks:
+        process = psutil.Process(int(ranks.wait_for_output(0, r"pid (\d+)")[1]))
+        assert stalled.wait(40)
+        ranks.kill(0)
+        if close_s:
+            go.set()
+        deadline = time.monotonic() + 40
+        while not is_gone(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    go.set()
+    assert open_root(bucket.url).steps() == ([1] if close_s else [])
 
 
 def test_ranks(bucket: Bucket, tmp_path: Path) -> None:
