@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint"]
 
 _ATTEMPTS = 20
-_TIMEOUT_S = 600.0  # for a storage that fails
+_TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _BLOCK_BYTES = 4 << 20
 
 

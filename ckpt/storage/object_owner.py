@@ -39,14 +39,16 @@ class ObjectOwnership(Ownership):
 
     renew_s = OBJECT_RENEW_S
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, impatient: ObjectStore) -> None:
+        """`impatient` is the same store, and gives up soon while it fails: for what is not worth a long wait."""
         super().__init__(store.url)
         self._store = store
+        self._impatient = impatient
         self._leases: dict[int, ObjectLeases] = {}
 
     def leases(self, token: int) -> ObjectLeases:
         """See `Ownership.leases`."""
-        return self._leases.setdefault(token, ObjectLeases(self._store, f"owner/{token:08d}/leases"))
+        return self._leases.setdefault(token, ObjectLeases(self._store, self._impatient, f"owner/{token:08d}/leases"))
 
     def has(self, token: int) -> bool:
         """See `Ownership.has`."""
@@ -65,7 +67,7 @@ class ObjectOwnership(Ownership):
 
     def renew(self, token: int) -> None:
         """See `Ownership.renew`."""
-        self._store.put(f"owner/{token:08d}/renewed", b"")
+        self._impatient.put(f"owner/{token:08d}/renewed", b"")
 
     def _claimed(self) -> list[int]:
         _, objects = self._store.names("owner/")
@@ -102,9 +104,10 @@ class ObjectOwnership(Ownership):
 class ObjectLeases(Leases):
     """The leases of the writers of one owner."""
 
-    def __init__(self, store: ObjectStore, prefix: str) -> None:
+    def __init__(self, store: ObjectStore, impatient: ObjectStore, prefix: str) -> None:
         super().__init__(store.place(prefix))
         self._store = store
+        self._impatient = impatient
         self._prefix = prefix
         self._ranks_here: tuple[float, int] | None = None
 
@@ -116,15 +119,15 @@ class ObjectLeases(Leases):
 
     def enter(self, rank: int, writer: Process, trainer: Process) -> None:
         """See `Leases.enter`."""
-        self._put(f"writer-{rank}-{writer.pid}-{writer.start}-{trainer.pid}-{trainer.start}")
+        self._put(self._store, f"writer-{rank}-{writer.pid}-{writer.start}-{trainer.pid}-{trainer.start}")
 
     def leave(self, rank: int, trainer: Process, *, done: bool) -> None:
         """See `Leases.leave`."""
-        self._put(f"left-{trainer.pid}-{trainer.start}-{int(done)}")
+        self._put(self._impatient, f"left-{trainer.pid}-{trainer.start}-{int(done)}")
 
     def renew(self) -> None:
         """See `Leases.renew`."""
-        self._put("renewed")
+        self._put(self._impatient, "renewed")
 
     def writers(self) -> list[Writer]:
         """See `Leases.writers`. One list."""
@@ -156,14 +159,14 @@ class ObjectLeases(Leases):
 
     def has_claim(self) -> bool:
         """Return whether the claim of this owner is still there."""
-        return self._store.about(f"{self._prefix.removesuffix('/leases')}.json") is not None
+        return self._impatient.about(f"{self._prefix.removesuffix('/leases')}.json") is not None
 
     def own_file(self) -> str:
         """Return the place of this host's leases, by which its processes choose the one that renews them."""
         return f"{self.path}/{Process.here().host}"
 
-    def _put(self, name: str) -> None:
-        self._store.put(f"{self._prefix}/{Process.here().host}/{name}", b"")
+    def _put(self, store: ObjectStore, name: str) -> None:
+        store.put(f"{self._prefix}/{Process.here().host}/{name}", b"")
 
     def _writers_in(self, host: str, found: list[ObjectAbout]) -> Iterable[Writer]:
         names = {each.key.rpartition("/")[2]: each for each in found}

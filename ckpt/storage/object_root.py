@@ -18,6 +18,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
@@ -36,6 +37,7 @@ __all__ = ["ObjectRoot", "object_root"]
 
 _KEEP_RECORDS_S = 3600.0
 _LEAST_LOOK_S = 0.2
+_LEASE_TIMEOUT_S = 5.0
 _OF_STEP = re.compile(r"(?P<root>.*)/saves/(?P<save>step_\d{8,18}-o\d+-[0-9a-f]{16})")
 
 
@@ -46,11 +48,17 @@ class ObjectRoot(Root):
     removed_by_all = False
     least_look_s = _LEAST_LOOK_S
 
-    def __init__(self, store: ObjectStore, options: StorageOptions | None = None, step: SaveId | None = None) -> None:
-        """`step`: this is the place of a step, not of a root; see `hold_itself`."""
+    def __init__(
+        self,
+        store: ObjectStore,
+        options: StorageOptions | None = None,
+        step: SaveId | None = None,
+        impatient: ObjectStore | None = None,
+    ) -> None:
+        """`step`: this is the place of a step, not of a root; see `hold_itself`. `impatient`: see `ObjectOwnership`."""
         self.path = store.url
         self.options = options
-        self.ownership = ObjectOwnership(store)
+        self.ownership = ObjectOwnership(store, impatient or store)
         self._store = store
         self._records = Records(store)
         self._step = step
@@ -261,6 +269,6 @@ def object_root(url: str, options: StorageOptions) -> ObjectRoot:
 @functools.lru_cache(maxsize=64)
 def _opened(url: str, options: StorageOptions, pid: int) -> ObjectRoot:
     match = _OF_STEP.fullmatch(url)
-    if match is None:
-        return ObjectRoot(object_store(url, options), options)
-    return ObjectRoot(object_store(match["root"], options), options, parse_save_name(match["save"]))
+    where, step = (url, None) if match is None else (match["root"], parse_save_name(match["save"]))
+    impatient = replace(options, timeout_s=min(options.timeout_s, _LEASE_TIMEOUT_S))
+    return ObjectRoot(object_store(where, options), options, step, object_store(where, impatient))

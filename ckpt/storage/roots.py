@@ -10,6 +10,7 @@ from ckpt.storage.root import CheckpointRoot, local_path
 
 __all__ = ["is_object_url", "open_root"]
 
+_TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "memory://")
 
 
@@ -27,4 +28,4 @@ def open_root(path: str | os.PathLike[str], options: StorageOptions | None = Non
         return CheckpointRoot(local_path(path))
     from ckpt.storage.object_root import object_root  # needs obstore
 
-    return object_root(os.fspath(path), options or StorageOptions.of(None, 600.0))
+    return object_root(os.fspath(path), options or StorageOptions.of(None, _TIMEOUT_S))

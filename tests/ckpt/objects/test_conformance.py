@@ -15,11 +15,13 @@ from ckpt.native import crc32c
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
+from ckpt.storage.object_store import object_store
+from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, Published, Reason
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.roots import open_root
 from inprocess.ipc.process import Process
-from tests.support.object_server import Bucket
+from tests.support.object_server import Bucket, slow_down
 
 _REASON = Reason(1, "StorageError", "for a reason")
 
@@ -324,3 +326,32 @@ def test_records_of_what_is_gone_are_deleted_after_an_hour(bucket: Bucket, monke
     assert [each.save.step for each in root._records.all()] == [2]  # type: ignore[attr-defined]
     assert root.steps() == [2]
     assert root.pending() == [kept.save]
+
+
+def test_processes_of_other_hosts_are_alive_while_they_renew(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this host cannot look up in /proc is told by the age of objects, by the clock of the store."""
+    root = open_root(bucket.url)
+    store = object_store(bucket.url, StorageOptions.of(None, 60.0))
+    elsewhere = Process("another-host", 71, 512)
+    with monkeypatch.context() as there:
+        there.setattr(Process, "here", classmethod(lambda cls: elsewhere))
+        token = root.ownership.claim(0)
+        leases = root.ownership.leases(token)
+        leases.enter(3, elsewhere, elsewhere)
+    assert root.ownership.state(token) is OwnerState.ACTIVE
+    assert leases.alive_ranks() == leases.watch_host("another-host").alive_ranks() == {3}
+    ahead = store.now() - time.time()
+    assert abs(ahead) < 5
+    monkeypatch.setattr(type(store), "now", lambda self: time.time() + 60)
+    assert leases.alive_ranks() == set()
+    assert root.ownership.state(token) is OwnerState.GONE
+    later = root.ownership.claim(0)
+    assert later > token, "an owner that is gone does not keep others out"
+
+
+def test_a_close_does_not_wait_for_a_store_that_is_gone(bucket: Bucket) -> None:
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        checkpointer.save({"w": torch.ones(3)}, 1)
+        bucket.proxy.rule = lambda request: slow_down()
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 45

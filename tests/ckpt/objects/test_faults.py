@@ -77,6 +77,26 @@ def test_packs_that_cannot_be_put_end_the_save_on_all_ranks(bucket: Bucket) -> N
         assert result.value["seconds"] < 20
 
 
+def test_training_does_not_wait_for_the_store(bucket: Bucket) -> None:
+    """No request is answered while saves are staged and scheduled."""
+    released = threading.Event()
+
+    def rule(request: Request) -> None:
+        assert released.wait(40)
+
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        bucket.proxy.rule = rule
+        state = _state(2)
+        checkpointer.async_save(state, 2)
+        state["w"].zero_()
+        assert checkpointer.maybe_finalize() == []
+        checkpointer.async_save(_state(3), 3)
+        released.set()
+        assert checkpointer.maybe_finalize(blocking=True) == [2, 3]
+    assert torch.equal(ckpt.load(bucket.url, 2)["w"], _state(2)["w"])
+
+
 def test_a_bucket_that_is_gone(bucket: Bucket) -> None:
     gone = 404, b"<Error><Code>NoSuchBucket</Code><Message>gone</Message></Error>"
     with ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=6)) as checkpointer:

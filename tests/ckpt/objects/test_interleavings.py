@@ -1,0 +1,189 @@
+"""Two owners of one root, with their requests in any order: a scheduler lets one request of one of them pass at a time.
+
+earlier    begins step 2, writes, publishes it, removes step 1
+later      claims, decides what it finds, begins another step 2 after step 1, publishes it
+remover    a thread of the earlier one, which deletes what is of no use any more
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckpt.errors import CheckpointError
+from ckpt.saving.publish import publish
+from ckpt.saving.recover import Branch, supersede, superseded, take_over
+from ckpt.storage.documents import encode_document
+from ckpt.storage.interface import Pending
+from ckpt.storage.names import INDEX, REFERENCES, SaveId
+from ckpt.storage.object_root import ObjectRoot
+from ckpt.storage.object_store import ObjectStore
+from ckpt.storage.outcomes import Abandoned, Published
+from tests.support.selection import FULL
+
+_SEEDS = 3000 if FULL else 300
+_RANKS = 2
+_OPERATIONS = ("create", "replace", "put", "get", "about", "below", "names", "delete")
+
+
+class _Scheduler:
+    """Lets one actor at a time make one request; which one is drawn. For threads that `run` has started."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._switches = self._random.choice((0.5, 0.1, 0.03))  # rare ones find what is late by many requests
+        self._last: int | None = None
+        self._turn = threading.Condition()
+        self._waiting: dict[int | None, bool] = {}  # of each actor that has not ended: whether it waits for its turn
+        self._own = threading.local()
+        self.order: list[str] = []
+
+    def pass_through(self, what: str) -> None:
+        """Wait for the turn of the calling actor; do nothing in other threads."""
+        actor = getattr(self._own, "number", None)
+        if actor is None:
+            return
+        with self._turn:
+            self._waiting[actor] = True
+            self._choose()
+            assert self._turn.wait_for(lambda: not self._waiting[actor], 30)
+            self.order.append(f"{actor}:{what}")
+
+    def _choose(self) -> None:
+        if self._waiting and all(self._waiting.values()):
+            if self._last not in self._waiting or self._random.random() < self._switches:
+                self._last = self._random.choice(list(self._waiting))
+            self._waiting[self._last] = False
+            self._turn.notify_all()
+
+    def run(self, *actors: Callable[[], Any]) -> list[Any]:
+        """Run the actors, and return what they return or raise."""
+        results: list[Any] = [None] * len(actors)
+        self._waiting = dict.fromkeys(range(len(actors)), False)
+
+        def act(number: int) -> None:
+            self._own.number = number
+            try:
+                self.pass_through("start")
+                results[number] = actors[number]()
+            except CheckpointError as error:
+                results[number] = error
+            finally:
+                with self._turn:
+                    del self._waiting[number]
+                    self._choose()
+
+        threads = [threading.Thread(target=act, args=(number,)) for number in range(len(actors))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+        return results
+
+
+class _ScheduledStore(ObjectStore):
+    def __init__(self, store: Any, scheduler: _Scheduler) -> None:
+        super().__init__("memory:///scheduled", store)
+        for name in _OPERATIONS:
+            setattr(self, name, self._scheduled(getattr(self, name), name, scheduler))
+
+    @staticmethod
+    def _scheduled(function: Callable[..., Any], name: str, scheduler: _Scheduler) -> Callable[..., Any]:
+        def call(key: Any, *rest: Any) -> Any:
+            scheduler.pass_through(f"{name} {key}")
+            return function(key, *rest)
+
+        return call
+
+
+def _write(pending: Pending) -> None:
+    """Write all parts of a save without tensors, and what rank 0 adds to them."""
+    index = encode_document({"arrays": [], "regions": []})
+    pending.pack_writer(0, threads=1, reuse=False).write_documents({INDEX: index, REFERENCES: b"{}"})
+    for rank in range(_RANKS):
+        part = {"save": pending.save.name, "rank": rank, "world_size": _RANKS, "plan": "plan", "files": []}
+        pending.write_part(rank, part | {"values": [], "aliases": [], "containers": []})
+
+
+def _save(
+    root: ObjectRoot,
+    token: int,
+    step: int,
+    number: int,
+    branch: Branch | None,
+    on_begun: Callable[[], None] = lambda: None,
+) -> Published | Abandoned:
+    pending = root.pending_save(SaveId(step, token, f"{number:016x}"))
+    others = [] if branch is None else superseded(root, token, branch)
+    pending.begin(_RANKS, "plan", None, others)
+    on_begun()
+    _write(pending)
+
+    def before_commit() -> None:
+        if branch is not None:
+            supersede(root, token, branch, lambda text: None)
+
+    return publish(pending, lambda: None, before_commit=before_commit)
+
+
+@pytest.mark.parametrize("first", range(0, _SEEDS, 50))
+def test_any_order_of_requests(first: int) -> None:
+    for seed in range(first, first + 50):
+        _play(seed)
+
+
+def _play(seed: int) -> None:
+    import obstore.store
+
+    scheduler, memory = _Scheduler(seed), obstore.store.MemoryStore()
+    roots = [ObjectRoot(_ScheduledStore(memory, scheduler)) for _ in range(3)]
+    token = roots[0].ownership.claim(0)
+    assert _save(roots[0], token, 1, 0, None) == Published()
+    branch = Branch(1, roots[0].save_of(1))
+    tokens: list[int] = []
+    begun: list[bool] = []
+
+    def earlier() -> Any:
+        outcome = _save(roots[0], token, 2, 1, None, lambda: begun.append(True))
+        if outcome == Published():
+            roots[0].ownership.check(token)
+            roots[0].retire_step(1, token)
+            for place, is_record in roots[0].removed():
+                roots[0].delete_contents(place, lambda: None, is_record=is_record)
+        roots[0].clean_records()
+        return outcome
+
+    def later() -> Any:
+        tokens.append(roots[1].ownership.claim(token))
+        take_over(roots[1], tokens[0], branch, 0.0, lambda text: None)
+        outcome = _save(roots[1], tokens[0], 2, 2, branch)
+        roots[1].clean_records()
+        return outcome
+
+    outcomes = scheduler.run(earlier, later, roots[0].clean_records)
+    root, order = roots[2], "\n".join(scheduler.order)
+    why = f"seed {seed}: {outcomes}\n{order}"
+    assert outcomes[1] == Published(), why
+    assert isinstance(outcomes[0], Published | Abandoned | CheckpointError), why
+    records = {record.save.owner: record for record in root._records.all() if record.save.step == 2}
+    assert records[tokens[0]].state == "published", why
+    assert root.save_of(2) == records[tokens[0]].save.name, why
+    mine = records.get(token)
+    if outcomes[0] == Published():
+        assert mine is not None, why
+        assert mine.state == "superseded", why
+    if isinstance(outcomes[0], Abandoned):
+        assert mine is not None, why
+        assert mine.state == "abandoned", why
+    if begun and mine is not None and mine.reason is not None:
+        assert "left behind by an earlier run" in mine.reason.message, why
+    if mine is not None and mine.state == "superseded":
+        names, _ = ObjectStore("memory:///x", memory).names(f"saves/{mine.save.name}/")
+        assert names == ["parts"], why
+    assert root.steps() in ([1, 2], [2]), why
+    for step in root.steps():
+        assert {"zarr.json", "state.json", INDEX} <= root.source_of(step).scan()[0].keys(), why
+    roots[1].clean()
+    assert [save.step for save in root.pending()] == [], why
