@@ -39,7 +39,6 @@ from ckpt.storage.roots import open_root
 from inprocess.ipc.process import Process
 
 _PR_SET_NAME = 15
-_NICE = 19
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REPORT_S = 60.0
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0
@@ -111,6 +110,12 @@ class Wanted:
                 del self._steps[due.step]
             self._release()
 
+    def release_all(self) -> None:
+        """Hold nothing any more."""
+        with self._changed:
+            self._steps, self._copying = {}, None
+            self._release()
+
     def _release(self) -> None:
         for step in self._held.keys() - {max(self._steps, default=None), self._copying}:
             self._held.pop(step).close()
@@ -157,7 +162,8 @@ class MirrorProcess:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def close(self) -> None:
-        """Give up the ownership, as far as that is possible."""
+        """Give up the steps and the ownership, as far as that is possible."""
+        self.wanted.release_all()
         if self._lease is not None:
             self._lease.close()
             with contextlib.suppress(CheckpointError):
@@ -270,10 +276,9 @@ def _messages(stream: BinaryIO) -> Iterator[Due]:
 
 
 def main() -> None:
-    """Copy with the lowest priority until the trainer closes its end, and for the time of the setup after that."""
+    """Copy until the trainer closes its end, and for the time of the setup after that."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-mirror", 0, 0, 0)
     with contextlib.suppress(OSError, psutil.Error):
-        os.nice(_NICE)
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
     with open(int(sys.argv[1]), "rb") as stream:
         setup: Setup = pickle.load(stream)

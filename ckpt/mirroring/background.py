@@ -36,6 +36,7 @@ _RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 _READ_BYTES = 1 << 16
 _LOGGED_CHARACTERS = 4000
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_NICE = 19
 _COORDINATOR = 0
 
 
@@ -145,6 +146,8 @@ class BackgroundMirror:
                 messages.close()
             self._failed(Failed(None, f"the process cannot be started: {error}", again=True))
             return
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)  # its threads inherit that
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdin.fileno(), False)
