@@ -17,6 +17,7 @@ from tests.ckpt.mirroring.support import assert_state, files_of, job, mirror_of,
 from tests.ckpt.mirroring.test_mirror import _job_of_ranks
 from tests.support import is_gone, launch_ranks, run_ranks
 from tests.support.object_server import Answer, Bucket, Request, slow_down
+from tests.support.selection import FULL
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -101,6 +102,47 @@ def test_kill_in_the_middle_and_resume(bucket: Bucket, tmp_path: Path) -> None:
     assert sent.isdisjoint(present)
     assert len(sent | present) == sum(name.startswith("packs/") for name in files)
     assert _objects(bucket) == files
+
+
+_PUTS = ("probe", "owner/", "intent", "index.json", "packs/", "parts/", "state.json", "zarr.json", "records/")
+_CELLS = [(put, answer) for put in _PUTS for answer in ("reset", "lost")]
+_REPRESENTATIVE = {
+    ("owner/", "lost"),
+    ("intent", "lost"),
+    ("parts/", "lost"),
+    ("zarr.json", "reset"),
+    ("records/", "lost"),
+}
+
+
+@pytest.mark.parametrize(("put", "answer"), [cell for cell in _CELLS if FULL or cell in _REPRESENTATIVE])
+def test_kill_at_each_put(bucket: Bucket, tmp_path: Path, put: str, answer: str) -> None:
+    """Before the put is done, or just after it. A half-copied step is never visible, and the copy is completed."""
+    killed: list[int] = []
+    lock = threading.Lock()
+
+    def rule(request: Request) -> Answer:
+        with lock:
+            if killed or request.method != "PUT" or put not in request.key:
+                return None
+            (process,) = mirror_processes()
+            process.kill()
+            process.wait(10)
+            killed.append(process.pid)
+        return answer
+
+    bucket.proxy.rule = rule
+    with job(tmp_path, mirror_of(bucket.url)) as run:
+        run.save(1)
+        run.wait(lambda: killed)
+        if put != "records/":
+            assert open_root(bucket.url).steps() == []
+        elif open_root(bucket.url).steps():
+            assert _objects(bucket) == files_of(tmp_path / "step_00000001")
+        run.wait(lambda: run.copied)
+    assert open_root(bucket.url).steps() == [1]
+    assert _objects(bucket) == files_of(tmp_path / "step_00000001")
+    assert open_root(bucket.url).pending() == []
 
 
 def test_damage_of_what_an_earlier_attempt_has_sent(bucket: Bucket, tmp_path: Path) -> None:
