@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from ckpt.errors import StorageError
 from ckpt.storage.options import StorageOptions
@@ -31,10 +31,12 @@ __all__ = ["ObjectAbout", "ObjectStore", "StoredObject", "object_store"]
 _REQUEST_S = 60.0  # for one attempt, with the data of a pack file
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_CONFLICT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _RETRIES = 1000  # the time ends before
 _CLOCK_S = 600.0
 _KEYS_PER_DELETE = 1000
 _SHOWN = 300
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _ENVIRONMENT = MappingProxyType({"s3": "aws_", "s3a": "aws_", "gs": "google_", "az": "azure_", "azure": "azure_"})
 _SECRET = re.compile("key|secret|token|password|credential")
@@ -98,28 +100,37 @@ class ObjectStore:
         A request that is repeated may find its own object, so the content is compared: it must be different for
         different callers.
         """
-        try:
-            self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
-        except self._obstore.exceptions.AlreadyExistsError:
-            return self._holds(key, data)
-        except Exception as error:
-            if _code(error) == "ConditionalRequestConflict":  # another put of the key was going on at the same time
-                return self._holds(key, data)
-            raise self._failed("create", key, error) from error
-        return True
+        for pause_s in _CONFLICT_PAUSES_S:
+            try:
+                self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
+            except Exception as error:
+                if not self._is_refusal(error):
+                    self._raise("create", key, error)
+                if (held := self._holds(key, data)) is not None:
+                    return held
+                time.sleep(pause_s)  # a conflict of puts at the same time, of which none may have succeeded
+            else:
+                return True
+        raise StorageError(f"cannot create {self.place(key)}: the store reports conflicts, but there is no object")
 
     def replace(self, about: ObjectAbout, data: bytes) -> bool:
         """Put an object if the one that is there is still the one described; return whether this call has put it."""
         mode = {"e_tag": about.etag} | ({} if about.version is None else {"version": about.version})
-        try:
-            self._obstore.put(self._store, about.key, data, mode=mode, use_multipart=False)
-        except (self._obstore.exceptions.PreconditionError, FileNotFoundError):
-            return self._holds(about.key, data)
-        except Exception as error:
-            if _code(error) == "ConditionalRequestConflict":
-                return self._holds(about.key, data)
-            raise self._failed("replace", about.key, error) from error
-        return True
+        for pause_s in _CONFLICT_PAUSES_S:
+            try:
+                self._obstore.put(self._store, about.key, data, mode=mode, use_multipart=False)
+            except Exception as error:
+                if not self._is_refusal(error):
+                    self._raise("replace", about.key, error)
+                if self._holds(about.key, data):
+                    return True
+                now = self.about(about.key)
+                if now is None or now.etag != about.etag:
+                    return False
+                time.sleep(pause_s)
+            else:
+                return True
+        raise StorageError(f"cannot replace {self.place(about.key)}: the store reports a conflict again and again")
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Put an object, with one request and no copy of the data. What was there is replaced."""
@@ -127,7 +138,7 @@ class ObjectStore:
             content = bytes(data) if self._keeps_buffers else data
             self._obstore.put(self._store, key, content, use_multipart=False)
         except Exception as error:
-            raise self._failed("write", key, error) from error
+            self._raise("write", key, error)
 
     def get(self, key: str, max_bytes: int) -> StoredObject | None:
         """Return an object; None if it does not exist. ValueError if it has more bytes; nothing is read then."""
@@ -142,7 +153,7 @@ class ObjectStore:
         except Exception as error:
             if self._is_missing(error):
                 return None
-            raise self._failed("read", key, error) from error
+            self._raise("read", key, error)
 
     def about(self, key: str) -> ObjectAbout | None:
         """Return what the store says of an object; None if it does not exist."""
@@ -151,7 +162,7 @@ class ObjectStore:
         except Exception as error:
             if self._is_missing(error):
                 return None
-            raise self._failed("find", key, error) from error
+            self._raise("find", key, error)
 
     def get_range(self, key: str, offset: int, nbytes: int) -> memoryview | None:
         """Return bytes of an object, fewer at its end; None if it does not exist."""
@@ -164,7 +175,7 @@ class ObjectStore:
                 return None
             if (about := self.about(key)) is not None and offset >= about.nbytes:
                 return memoryview(b"")
-            raise self._failed("read", key, error) from error
+            self._raise("read", key, error)
 
     def below(self, prefix: str) -> Iterator[ObjectAbout]:
         """Yield all objects below a prefix, which ends at a ``/``."""
@@ -173,7 +184,7 @@ class ObjectStore:
                 yield from map(_about, batch)
         except Exception as error:
             if not self._is_missing(error):
-                raise self._failed("list", prefix, error) from error
+                self._raise("list", prefix, error)
 
     def names(self, prefix: str) -> tuple[list[str], list[ObjectAbout]]:
         """Return what is directly below a prefix: the names of prefixes, and the objects. Sorted."""
@@ -182,7 +193,7 @@ class ObjectStore:
         except Exception as error:
             if self._is_missing(error):
                 return [], []
-            raise self._failed("list", prefix, error) from error
+            self._raise("list", prefix, error)
         folders = sorted(name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"])
         return folders, sorted(map(_about, found["objects"]), key=lambda each: each.key)
 
@@ -193,7 +204,7 @@ class ObjectStore:
                 self._obstore.delete(self._store, list(keys[first : first + _KEYS_PER_DELETE]))
             except Exception as error:
                 if not self._is_missing(error):
-                    raise self._failed("delete", keys[first], error) from error
+                    self._raise("delete", keys[first], error)
 
     def now(self) -> float:
         """Return the time by the clock of the store, in seconds; that of this host if nothing can be put."""
@@ -219,10 +230,10 @@ class ObjectStore:
         try:
             self.create(key, mine)
             about = self.about(key)
-            honoured = not self.create(key, b"another") and self._holds(key, mine)
+            honoured = not self.create(key, b"another") and self._holds(key, mine) is True
             if honoured and about is not None:
                 wrong = ObjectAbout(key, 0, '"00000000000000000000000000000000"', None, 0.0)
-                honoured = not self.replace(wrong, b"another") and self._holds(key, mine)
+                honoured = not self.replace(wrong, b"another") and self._holds(key, mine) is True
         finally:
             self.delete([key])
         if not honoured:
@@ -232,29 +243,34 @@ class ObjectStore:
                 "this one"
             )
 
-    def _holds(self, key: str, data: bytes) -> bool:
+    def _is_refusal(self, error: Exception) -> bool:
+        """Return whether a conditional put was refused: its condition is not met, or another one is going on."""
+        refusals = self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError
+        return isinstance(error, (*refusals, FileNotFoundError)) or _code(error) == "ConditionalRequestConflict"
+
+    def _holds(self, key: str, data: bytes) -> bool | None:
+        """Return whether an object has this content; None if it does not exist."""
         try:
             found = self.get(key, max(len(data), 1))
         except ValueError:
             return False
-        return found is not None and found.data == data
+        return None if found is None else found.data == data
 
     def _is_missing(self, error: Exception) -> bool:
         """Return whether an object does not exist. A bucket that does not exist is another matter."""
         return isinstance(error, FileNotFoundError) and _code(error) not in ("NoSuchBucket", "NoSuchContainer")
 
-    def _failed(self, action: str, key: str, error: Exception) -> StorageError:
+    def _raise(self, action: str, key: str, error: Exception) -> NoReturn:
+        """Raise an error of the library as StorageError, without its text in full: that may have a whole request."""
         code = _code(error)
-        text = str(error).split("\n\nDebug source")[0].partition("<?xml")[0].strip()
+        text = str(error).split("\n\nDebug source")[0].partition("<?xml")[0].partition("<Error>")[0].strip()
         for secret in self._secret:
             text = text.replace(secret, "***")
         text = f"{code}: {text}"[:_SHOWN] if code else text[:_SHOWN]
         hint = _HINTS.get(code or "", "it was tried until the timeout; check the endpoint, the credentials and the net")
-        failure = StorageError(f"cannot {action} {self.place(key)}: {text} ({hint})")
-        names = ("PermissionDeniedError", "UnauthenticatedError")
-        if isinstance(error, PermissionError) or type(error).__name__ in names:
-            failure.__cause__ = PermissionError(errno.EACCES, "denied by the store")
-        return failure
+        denied = isinstance(error, PermissionError) or type(error).__name__ in _DENIED
+        cause = OSError(errno.EACCES if denied else errno.EIO, text)
+        raise StorageError(f"cannot {action} {self.place(key)}: {text} ({hint})") from cause
 
 
 def _code(error: Exception) -> str | None:

@@ -70,7 +70,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
         return os.path.abspath(text)
     url = urllib.parse.urlsplit(text)
     if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        raise StorageError(f"{text}: only local paths and file:// URLs are supported so far")
+        raise StorageError(f"{text}: a root is a local path, or a file://, s3://, gs:// or az:// URL")
     return os.path.abspath(urllib.parse.unquote(url.path))
 
 
@@ -82,6 +82,8 @@ class CheckpointRoot(DirectoryRoot):
     least_look_s = 0.0
 
     def __init__(self, path: str) -> None:
+        if "://" in path:
+            raise StorageError(f"{path}: only directories can be used here, not URLs")
         self.path = path
         self.ownership = Ownership(path)
 

@@ -2,6 +2,8 @@
 
 import threading
 import time
+import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -149,6 +151,30 @@ def test_a_create_whose_answer_is_lost_is_its_own(bucket: Bucket) -> None:
     found = store.get("a", 100)
     assert found is not None
     assert found.data == b"newer"
+
+
+def test_a_conflict_of_conditional_puts_is_settled(bucket: Bucket) -> None:
+    """S3 may refuse both of two puts that go on at the same time."""
+    conflict = 409, b"<Error><Code>ConditionalRequestConflict</Code><Message>try again</Message></Error>"
+    answers: Iterator[Any] = iter([conflict, conflict])
+    bucket.proxy.rule = lambda request: next(answers, None) if request.method == "PUT" else None
+    store = _store(bucket)
+    assert store.create("a", b"mine")
+    answers = iter([conflict])
+    about = store.about("a")
+    assert about is not None
+    assert store.replace(about, b"newer")
+
+
+def test_no_error_shows_what_was_sent(bucket: Bucket) -> None:
+    answer = b"<Error><Code>InvalidAccessKeyId</Code><AWSAccessKeyId>test-key-id</AWSAccessKeyId></Error>"
+    bucket.proxy.rule = lambda request: (403, answer)
+    with pytest.raises(ckpt.StorageError, match="the access key is unknown") as raised:
+        _store(bucket).put("a", b"x")
+    text = "".join(traceback.format_exception(raised.value))
+    for secret in ("test-key-id", "test-secret-key"):
+        assert secret not in text
+    assert isinstance(raised.value.__cause__, OSError)
 
 
 def test_of_many_creates_one_succeeds(bucket: Bucket) -> None:

@@ -257,3 +257,24 @@ def test_a_put_copies_nothing(s3_server: S3Server) -> None:
 def _peak_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def test_steps_are_exported(bucket: Bucket, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    export = ckpt.ExportOptions(tmp_path / "out", every=2, format="safetensors")
+    options = bucket.options
+    for name in bucket.env:
+        del os.environ[name]
+    with ckpt.Checkpointer(bucket.url, export=export, storage_options=options) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({"w": torch.full((30,), float(step))}, step)
+    (file,) = (tmp_path / "out" / "step_00000002").glob("*.safetensors")
+    assert load_file(file)["w"].tolist() == [2.0] * 30
+
+
+def test_adapters_of_directories_refuse_urls() -> None:
+    from ckpt.storage.root import CheckpointRoot
+
+    with pytest.raises(ckpt.StorageError, match="only directories"):
+        CheckpointRoot("s3://bucket/run")
