@@ -299,6 +299,22 @@ def test_another_branch(roots: tuple[Path, Path]) -> None:
         assert run.restore() == (4, str(second))
 
 
+def test_another_save_of_a_step_stays(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second)) as run:
+        run.copy(1)
+    shutil.rmtree(first)
+    before = files_of(second / _name(1))
+    with job(first, mirror_of(second)) as run:
+        run.save(1)  # without a restore
+        run.copy(2)
+    (failed,) = run.failures
+    assert (failed.step, failed.again) == (1, False)
+    assert "already published" in failed.cause
+    assert files_of(second / _name(1)) == before
+    assert _steps(second) == [1, 2]
+
+
 def test_restore_after_a_fault(roots: tuple[Path, Path]) -> None:
     first, second = roots
     with job(first, mirror_of(second)) as run:
