@@ -93,6 +93,11 @@ class Records:
             self._known = {_identity(record.about): record for record in found if record.about is not None}
         return sorted(found, key=lambda record: (record.save.step, record.save.owner, record.save.nonce))
 
+    def known(self) -> list[Record]:
+        """Return the records as `all` returned them last; no request."""
+        with self._lock:
+            return list(self._known.values())
+
     def create(self, record: Record) -> bool:
         """Put a record, unless there is one of this save; return whether this call has put it."""
         return self._store.create(_key(record.save), record.encoded())

@@ -88,13 +88,18 @@ class ObjectRoot(Root):
         return {step: record.save.name for step, record in self._published().items()}
 
     def source_of(self, step: int) -> ObjectStep:
-        """See `Root.source_of`."""
-        return ObjectStep(self._store, f"saves/{self._existing(step).save.name}")
+        """See `Root.source_of`, as of the last list of the steps."""
+        return ObjectStep(self._store, f"saves/{self._listed(step).save.name}")
 
     def published_s(self, step: int) -> float:
-        """See `Root.published_s`."""
-        about = self._existing(step).about
+        """See `Root.published_s`, as of the last list of the steps."""
+        about = self._listed(step).about
         return 0.0 if about is None else about.modified_s
+
+    def _listed(self, step: int) -> Record:
+        """Return the record of a step that `steps` has just listed: no request for each."""
+        found = [each for each in self._records.known() if each.save.step == step and each.state == "published"]
+        return found[0] if len(found) == 1 else self._existing(step)
 
     def _existing(self, step: int) -> Record:
         record = self._record(step)

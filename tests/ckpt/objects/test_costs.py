@@ -79,3 +79,15 @@ def test_a_read_fetches_what_it_needs(bucket: Bucket) -> None:
     assert nbytes < 1.05 * 4 * (4000 * 1000 + 40 * 50)
     assert len(ranges) <= 4, "16 MB in files of 8 MB; what is near each other is fetched at once"
     assert len(bucket.proxy.requests) - before < len(ranges) + 25
+
+
+def test_a_policy_that_looks_at_metrics_reads_each_step_once(bucket: Bucket) -> None:
+    with ckpt.Checkpointer(bucket.url, keep=ckpt.Best("loss", 20)) as checkpointer:
+        costs = []
+        for step in range(1, 17):
+            before = len(bucket.proxy.requests)
+            checkpointer.save({"w": torch.ones(3)}, step, metrics={"loss": 1 / step})
+            made = bucket.proxy.requests[before:]
+            costs.append(sum(each.method == "GET" and "/readers" not in each.path for each in made))
+        assert checkpointer.all_steps() == list(range(1, 17))
+    assert max(costs[5:]) < 31, costs
