@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt.loading.lazy import open_checkpoint as open
     from ckpt.loading.load import load
     from ckpt.loading.zarr_store import zarr_store
+    from ckpt.mirroring.options import Mirror
     from ckpt.observing import Observation, observe
     from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.preemption import PreemptionWatcher
@@ -58,6 +59,7 @@ __all__ = [
     "FormatVersionError",
     "Keep",
     "Latest",
+    "Mirror",
     "Observation",
     "PerRank",
     "Pinned",
@@ -88,6 +90,7 @@ _LAZY = {
     "ExportOptions": "ckpt.exporting.options",
     "export": "ckpt.exporting.export",
     **dict.fromkeys(("Best", "Every", "EverySeconds", "Keep", "Latest", "Pinned"), "ckpt.saving.retention"),
+    "Mirror": "ckpt.mirroring.options",
     "Observation": "ckpt.observing",
     "observe": "ckpt.observing",
     "PerRank": "ckpt.planning.state_dict",

@@ -19,8 +19,10 @@ from ckpt.exporting.background import BackgroundExports
 from ckpt.exporting.options import ExportOptions
 from ckpt.loading.all_or_none import Alone
 from ckpt.loading.options import Rename, RestoreOptions
-from ckpt.loading.restore import candidate_steps, restore
+from ckpt.loading.restore import candidates, restore
 from ckpt.loading.restore_step import RestoreReport
+from ckpt.mirroring.background import BackgroundMirror
+from ckpt.mirroring.options import Mirror
 from ckpt.native import warn_if_portable
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
@@ -29,6 +31,7 @@ from ckpt.saving.retention import Keep, Retention, keep_policy
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
+from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 
@@ -40,6 +43,7 @@ __all__ = ["Checkpointer"]
 Phase = Callable[[str], AbstractContextManager[object]]
 
 _GRID = GridOptions()
+_MIRROR_S = 60.0  # for requests to the mirror, which are tried again later
 _ANSWER_S = 5.0  # for writers to report saves that are already decided
 _log = logging.getLogger("ckpt")
 
@@ -78,6 +82,7 @@ class Checkpointer:
         read_only: bool = False,
         replicas: Literal["error", "warn", "ignore"] = "error",
         export: ExportOptions | None = None,
+        mirror: Mirror | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Start and write nothing yet.
@@ -113,6 +118,10 @@ class Checkpointer:
         `export`: rank 0 exports every published step that is a multiple of `export.every` to a directory, in a process
         of low priority. At most one runs; while it does, the newest step that is due waits, and replaces an older one.
         What fails is logged and never raised. `close` waits for exports, at most `timeout`.
+
+        `mirror`: a process of each rank, of the lowest priority, copies published steps to a second root, and `restore`
+        looks there, too. `all_steps`, `latest_step`, `delete` and `pin` are about the first root only. See `Mirror` and
+        docs/mirrors.md.
         """
         warn_if_portable()
         policy = keep_policy(keep, keep_last, keep_every)
@@ -132,6 +141,15 @@ class Checkpointer:
         self._ranks = Ranks(process_group, self._timeout_s)
         self._owns_queue = queue is None
         self._queue = queue if queue is not None else AsyncCallsQueue(process_group=process_group)
+        self._mirror_root: Root | None = None
+        self._mirror: BackgroundMirror | None = None
+        if mirror is not None:
+            mirror_options = StorageOptions.of(mirror.storage_options, min(_MIRROR_S, self._timeout_s / 2))
+            self._mirror_root = open_root(mirror.root, mirror_options)
+            if self._mirror_root.path == root_at.path:
+                raise ValueError(f"the mirror of {root_at.path} must be another root")
+            self._mirror = BackgroundMirror(root_at, self._mirror_root, mirror, mirror_options)
+        self._branch = Branch()
         self._exports = None if export is None else BackgroundExports(self._root, export)
         self._saver = Saver(self._root, self._ranks, self._queue, staging, options)
         self._reuse_files = reuse_files
@@ -204,6 +222,8 @@ class Checkpointer:
             self._queue.maybe_finalize_async_calls(blocking=blocking)
         if self._exports is not None:
             self._exports.poll()
+        if self._mirror is not None:
+            self._mirror.poll()
         steps, self._finalized = self._finalized, []
         return steps
 
@@ -257,31 +277,44 @@ class Checkpointer:
         options = RestoreOptions.of(strict, only, rename, cast, resize)
         with self._phase("ckpt.restore"):
             report = restore(
-                self._root, state, step, options, self._ranks, self._saver.memory, recover, self._read_only
+                self._root,
+                state,
+                step,
+                options,
+                self._ranks,
+                self._saver.memory,
+                recover,
+                self._read_only,
+                self._mirror_root,
             )
             self._note_restored(report)
-            self._saver.continue_from(_branch_of(report), seen)
+            self._continue_from(report, seen)
             # Without a step nothing of `state` is called: an optimizer's `state_dict` may begin its state.
             if report is not None and not self._read_only and options.only is None:
                 self._saver.warmup_in_background(state)
         return self._resume_step
 
     def recover(self) -> list[int]:
-        """Decide the saves that an ended run left, as `restore` does first, and return the published steps, ascending.
+        """Decide the saves that an ended run left, as `restore` does first, and return the steps it may restore.
 
-        Collective: all ranks get the steps that rank 0 sees. For a program that must know the step before it can build
-        the state to restore. Raises what `restore` raises before it reads a step.
+        Ascending; also those that only the mirror has. Collective: all ranks get the steps that rank 0 sees. For a
+        program that must know the step before it can build the state to restore. Raises what `restore` raises before it
+        reads a step.
         """
         self._check_open()
         self._ranks.doing = "the recovery of earlier saves"
         with self._phase("ckpt.restore"):
-            return sorted(candidate_steps(self._root, None, self._ranks, self._decide_left))
+            found = candidates(self._root, None, self._ranks, self._decide_left, self._mirror_root)
+            return sorted({step for step, _ in found})
 
     def _decide_left(self) -> int | None:
         """Decide what an ended run left, on the coordinator; return the newest token. With `read_only` do nothing."""
         if self._read_only:
             return None
         wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
+        if self._mirror_root is not None:
+            with contextlib.suppress(StorageError):
+                self._saver.claim_above = self._mirror_root.ownership.newest()
         return recover_for_restore(self._root, self._saver.seen, self._saver.token, wait_s, _log.warning)
 
     def delete(self, step: int) -> None:
@@ -395,7 +428,7 @@ class Checkpointer:
         drain_s = 0.0 if drain_timeout is None else drain_timeout.total_seconds()
         if drain_timeout is None:
             self._saver.stop_writers()
-        last_rank = self._saver.last_rank
+        last, last_rank = self._last_restore, self._saver.last_rank
         rank = last_rank if last_rank is not None else rank
         if rank is not None:
             self._saver.settle_all(rank, time.monotonic() + drain_s)
@@ -405,10 +438,25 @@ class Checkpointer:
         self._saver.forget_saves()
         self._note_restored(None)
         if self._registered and rank is not None:
-            report = restore(self._root, self._registered, None, RestoreOptions(), Alone(rank), self._saver.memory)
+            options, memory, mirror = RestoreOptions(), self._saver.memory, self._mirror_after_fault(last)
+            report = restore(self._root, self._registered, None, options, Alone(rank), memory, mirror=mirror)
             self._note_restored(report)
-            self._saver.continue_from(_branch_of(report), None)
+            self._continue_from(report, None)
         self._interrupted_at = None
+
+    def _mirror_after_fault(self, last: RestoreReport | None) -> Root | None:
+        """Return the mirror if the newest step is there, and None otherwise: so that all ranks look in one place.
+
+        They have restored the same step from the same place before, and published the same steps since.
+        """
+        mirror = self._mirror_root
+        if mirror is None or last is None or last.root != mirror.path or last.step <= max(self.all_steps(), default=-1):
+            return None
+        return mirror
+
+    def _continue_from(self, report: RestoreReport | None, seen: int | None) -> None:
+        self._branch = Branch(-1) if report is None else Branch(report.step, report.save, report.damaged)
+        self._saver.continue_from(self._branch, seen)
 
     def interrupt(self) -> None:
         """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
@@ -425,17 +473,20 @@ class Checkpointer:
         self._current_step = step
         if self._exports is not None and self._saver.last_rank == 0:
             self._exports.published(step)
+        rank, token = self._saver.last_rank, self._saver.token
+        if self._mirror is not None and rank is not None and token is not None:
+            self._mirror.published(step, token, self._branch, rank, self._ranks.world_size)
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report
         self._resume_step = self._current_step = None if report is None else report.step
 
     def latest_step(self) -> int | None:
-        """Return the newest published step; None if there is none."""
+        """Return the newest published step of the root, not of its mirror; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """Return all published steps, ascending."""
+        """Return all published steps of the root, not of its mirror, ascending."""
         return self._root.steps()
 
     def close(self) -> None:
@@ -455,6 +506,8 @@ class Checkpointer:
             self._saver.close()
             if self._exports is not None:
                 self._exports.close(self._timeout_s)
+            if self._mirror is not None:
+                self._mirror.close()
         if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
             for path in self._root.discard_recycled():
                 self._root.delete_contents(path, lambda: None, is_record=False)
@@ -488,6 +541,8 @@ class Checkpointer:
         self._saver.close()
         if self._exports is not None:
             self._exports.abort()
+        if self._mirror is not None:
+            self._mirror.abort()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -497,7 +552,3 @@ class Checkpointer:
         self._check_open()
         if self._read_only:
             raise CheckpointError("this Checkpointer was made with read_only=True: it saves and removes nothing")
-
-
-def _branch_of(report: RestoreReport | None) -> Branch:
-    return Branch(-1) if report is None else Branch(report.step, report.save, report.damaged)

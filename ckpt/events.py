@@ -4,7 +4,8 @@
                     └──────────────┴────────▶ SaveAbandoned
     restore    Restored or RestoreFailed
     restart    Restarted, after Restored
-    others     SectionLate, Retained, ExportDone, ExportFailed; EventsDropped, for a sink that was too slow
+    others     SectionLate, Retained, ExportDone, ExportFailed, MirrorDone, MirrorFailed
+    sinks      EventsDropped, for one that was too slow
 
 Every save that has a SaveStarted gets exactly one SavePublished or SaveAbandoned on the same rank, unless the process
 dies. Times are seconds since 1970 by the clock of the host, durations are seconds, sizes are bytes.
@@ -22,6 +23,8 @@ __all__ = [
     "EventsDropped",
     "ExportDone",
     "ExportFailed",
+    "MirrorDone",
+    "MirrorFailed",
     "Restarted",
     "Restored",
     "RestoreFailed",
@@ -221,6 +224,38 @@ class ExportFailed(Event):
     step: int
     target: str
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorDone(Event):
+    """A published step was copied to the mirror, and is a step there. Of rank 0.
+
+    step: what was copied
+    root: the mirror
+    bytes: what was written; less than the step has if an earlier attempt had written some of it
+    seconds: from the begin of the copy
+    """
+
+    step: int
+    root: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorFailed(Event):
+    """A step is not in the mirror, perhaps not yet. Of rank 0.
+
+    step: what was to be copied; None if the mirror cannot be used at all
+    root: the mirror
+    cause: why, shortened
+    again: whether it is tried again; of such failures at most one in a minute is reported
+    """
+
+    step: int | None
+    root: str
+    cause: str
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
     "exporting": BASE | SIBLINGS | {"formats", "loading"},
-    "checkpointer": BASE | SIBLINGS | {"async_calls", "exporting", "validation"} | PIPELINES,
+    "mirroring": BASE | SIBLINGS | PIPELINES | {"validation"},
+    "checkpointer": BASE | SIBLINGS | {"async_calls", "exporting", "mirroring", "validation"} | PIPELINES,
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,
 }
 ALLOWED["sinks"] = {"events", "observing"}  # they know of nothing else

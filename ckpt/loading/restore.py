@@ -23,12 +23,13 @@ from ckpt.errors import (
 )
 from ckpt.events import Restored, RestoreFailed
 from ckpt.loading.all_or_none import Alone, Group, error_class
+from ckpt.loading.candidates import Place, places
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore_step import MemorySource, RestoreReport, StepHold, restore_step
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import Root
 
-__all__ = ["candidate_steps", "restore"]
+__all__ = ["candidates", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
@@ -43,16 +44,19 @@ def restore(
     memory: MemorySource | None = None,
     before: Callable[[], object] | None = None,
     read_only: bool = False,
+    mirror: Root | None = None,
 ) -> RestoreReport | None:
     """Restore the newest published step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
 
+    The step is looked for in `root` and in its `mirror`.
+
     The coordinator calls `before` first. With `read_only` no lease is made. If a step is removed while it is read, this
     starts again with the steps that are left. A rank that is `Alone` among several tries no older step, since the
-    others would not do the same.
+    others would not do the same; a copy of the same step it may try.
     """
     begin = time.perf_counter()
     try:
-        report = _restore(root, state, step, options, ranks, memory, before, read_only)
+        report = _restore(root, state, step, options, ranks, memory, before, read_only, mirror)
     except Exception as error:
         if is_observed():
             failed = step if step is not None or not isinstance(error, CheckpointError) else error.step
@@ -75,34 +79,39 @@ def _restore(
     memory: MemorySource | None,
     before: Callable[[], object] | None,
     read_only: bool,
+    mirror: Root | None,
 ) -> RestoreReport | None:
     damaged: list[int] = []
-    error: CheckpointError | None = None
+    first: CheckpointError | None = None
     removed = 0
-    candidates = candidate_steps(root, step, ranks, before)
-    while candidates:
-        candidate = candidates.pop(0)
+    left = candidates(root, step, ranks, before, mirror)
+    while left:
+        candidate, in_mirror = left.pop(0)
+        place = mirror if in_mirror and mirror is not None else root
         try:
-            with _held(root, candidate, ranks, read_only) as hold:
+            with _held(place, candidate, ranks, read_only) as hold:
                 report = restore_step(hold, state, candidate, options, ranks, memory)
         except _RemovedError as gone:
             removed += 1
             if step is not None or isinstance(ranks, Alone) or removed == _MAX_REMOVED:
                 raise CheckpointNotFoundError(str(gone), step=candidate) from gone
             _log.warning("%s; looking for the newest step again", gone)
-            candidates = [other for other in candidate_steps(root, None, ranks, None) if other not in damaged]
+            left = [other for other in candidates(root, None, ranks, None, mirror) if other[0] not in damaged]
         except CheckpointCorruptError as corrupt:
             if step is not None or isinstance(ranks, Alone):
-                raise
-            error = corrupt
-            damaged.append(candidate)
-            _log.warning("step %d cannot be restored, trying the step before: %s", candidate, corrupt)
+                left = [other for other in left if other[0] == candidate]
+            first = first or corrupt
+            if not left:
+                if step is None or first is None:
+                    raise
+                raise first from None
+            damaged += [] if candidate in damaged else [candidate]
+            what = "its copy in the mirror" if left[0][0] == candidate else "the step before"
+            _log.warning("step %d cannot be restored, trying %s: %s", candidate, what, corrupt)
         else:
-            report = replace(report, damaged=tuple(damaged))
-            _log.info("rank %d restored %s", ranks.rank, report)
+            report = replace(report, damaged=tuple(damaged), root=place.path)
+            _log.info("rank %d restored %s%s", ranks.rank, report, " from the mirror" if in_mirror else "")
             return report
-    if error is not None:
-        raise error
     return None
 
 
@@ -110,8 +119,10 @@ class _RemovedError(Exception):
     """The step was removed while it was read; raised on all ranks."""
 
 
-def candidate_steps(root: Root, step: int | None, ranks: Group, before: Callable[[], object] | None) -> list[int]:
-    """Return the steps to try, newest first, as seen by the coordinator, so that all ranks try the same. Collective.
+def candidates(
+    root: Root, step: int | None, ranks: Group, before: Callable[[], object] | None, mirror: Root | None = None
+) -> list[Place]:
+    """Return what to try, in this order, as seen by the coordinator, so that all ranks try the same. Collective.
 
     The coordinator calls `before` first. CheckpointNotFoundError if `step` is not there.
     """
@@ -120,33 +131,18 @@ def candidate_steps(root: Root, step: int | None, ranks: Group, before: Callable
         try:
             if before is not None:
                 before()
-            payload = json.dumps(_steps(root)).encode()
+            payload = json.dumps(places(root, mirror, needs_mirror=isinstance(ranks, Alone))).encode()
         except CheckpointError as error:
             payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
-    steps = json.loads(ranks(payload)[0])
-    if isinstance(steps, dict):
-        raise error_class(steps["kind"])(steps["text"])
-    if step is None:
-        return sorted(steps, reverse=True)
-    if step not in steps:
-        raise CheckpointNotFoundError(f"{root.path} has no published step {step}; it has {steps or 'none'}", step=step)
-    return [step]
-
-
-def _steps(root: Root) -> list[int]:
-    """Return the published steps.
-
-    CheckpointNotFoundError if all steps were superseded: then training must not silently start from scratch.
-    """
-    steps = root.steps()
-    superseded = [] if steps else root.superseded()
-    if superseded:
-        raise CheckpointNotFoundError(
-            f"{root.path} has no published step, but superseded ones: a job was killed just before it published the "
-            f"first step of another branch. Make one the newest again: inspect_ckpt restore-branch {root.path} "
-            f"{superseded[-1]}; or remove them: inspect_ckpt rm"
-        )
-    return steps
+    found = json.loads(ranks(payload)[0])
+    if isinstance(found, dict):
+        raise error_class(found["kind"])(found["text"])
+    left = [(int(number), bool(in_mirror)) for number, in_mirror in found]
+    if step is None or any(number == step for number, _ in left):
+        return [place for place in left if step in (None, place[0])]
+    steps = sorted({number for number, _ in left})
+    where = root.path if mirror is None else f"{root.path}, with its mirror {mirror.path},"
+    raise CheckpointNotFoundError(f"{where} has no published step {step}; it has {steps or 'none'}", step=step)
 
 
 @contextlib.contextmanager

@@ -48,12 +48,14 @@ _MIN_THREADS, _MAX_THREADS = 4, 16
 class RestoreReport:
     """What a restore did on this rank: the bytes of tensors by where they came from, and the time.
 
-    `save` is the save that was published as this step. `damaged` are the newer steps that were tried first and could
-    not be restored, because bytes of them are missing or wrong.
+    `save` is the save that was published as this step, `root` the path or URL of the root that it was read from.
+    `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
+    newer ones, and this one, if it was read from the mirror after its first copy.
     """
 
     step: int
     save: str = ""
+    root: str = ""
     own_memory_bytes: int = 0
     neighbour_memory_bytes: int = 0
     storage_bytes: int = 0

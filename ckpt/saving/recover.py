@@ -20,7 +20,7 @@ from ckpt.storage.outcomes import NotDurableError, Reason
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.step_documents import FORMAT_VERSION
 
-__all__ = ["Branch", "recover_for_restore", "supersede", "superseded", "take_over"]
+__all__ = ["Branch", "adopt", "recover_for_restore", "supersede", "superseded", "take_over"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -137,12 +137,12 @@ def _decide_pending(root: Root, token: int, timeout_s: float, warn: Callable[[st
         _when_finished(root, save.owner, deadline)
         pending = root.pending_save(save, token)
         if pending.outcome() is None:
-            _adopt(pending, warn)
+            adopt(pending, warn)
     root.ownership.check(token)
     root.clean_records()  # the files of abandoned saves are deleted after the next save
 
 
-def _adopt(pending: Pending, warn: Callable[[str], None]) -> None:
+def adopt(pending: Pending, warn: Callable[[str], None]) -> None:
     """Publish a complete save; abandon one that is not."""
     world_size = _world_size(pending)
     missing: Iterable[int] = ()

@@ -81,6 +81,7 @@ class Saver:
         self._observed: list[ObservedSave] = []  # of which the end was not emitted, when the last save began
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
+        self.claim_above = 0  # a claim of this process gets a larger token than this one
         self._claim_lease = ClaimLease(self._root.ownership)
         self._versions = own_versions()
         self._closed = False
@@ -103,7 +104,7 @@ class Saver:
         """Claim the root, which is made if need be, and return the token. FencedError if another job was faster."""
         self._root.make()
         seen = self._root.ownership.newest() if self._seen is None else self._seen
-        self._seen = self._token = self._root.ownership.claim(seen)
+        self._seen = self._token = self._root.ownership.claim(seen, above=self.claim_above)
         self._claim_lease.hold(self._token)
         return self._token
 

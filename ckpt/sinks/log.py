@@ -9,6 +9,7 @@ from ckpt.events import (
     Event,
     EventsDropped,
     ExportFailed,
+    MirrorFailed,
     Restarted,
     RestoreFailed,
     SaveAbandoned,
@@ -18,7 +19,7 @@ from ckpt.events import (
 
 __all__ = ["Logging"]
 
-_BAD = (EventsDropped, ExportFailed, Restarted, RestoreFailed, SaveAbandoned, SectionLate)
+_BAD = (EventsDropped, ExportFailed, MirrorFailed, Restarted, RestoreFailed, SaveAbandoned, SectionLate)
 
 
 class Logging:

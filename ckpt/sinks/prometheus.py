@@ -21,6 +21,8 @@ from ckpt.events import (
     EventsDropped,
     ExportDone,
     ExportFailed,
+    MirrorDone,
+    MirrorFailed,
     Restarted,
     Restored,
     RestoreFailed,
@@ -207,6 +209,7 @@ class _Process:
     pid: int
     in_flight: list[int] = field(default_factory=list)  # steps; one may be there twice
     dropped: int = 0
+    mirrored: int = 0  # the newest step
 
     def end(self, step: int) -> None:
         if step in self.in_flight:  # else its start was lost, or counted by an earlier server
@@ -268,6 +271,8 @@ class Metrics:
         self._kept = metric(gauge, "steps_kept", "Published steps after the last removal.")
         self._removed = metric(counter, "steps_removed_total", "Steps that were removed after a save.")
         self._exports = metric(counter, "exports_total", "Exports beside training, by outcome.", "outcome")
+        self._copies = metric(counter, "mirror_copies_total", "Copies to the mirror, by outcome.", "outcome")
+        self._mirrored = metric(gauge, "newest_mirrored_step", "The newest step that was copied to the mirror.")
         self._dropped = metric(counter, "events_dropped_total", "Events that these metrics do not count.")
 
     def close(self) -> None:
@@ -319,6 +324,12 @@ class Metrics:
                     self._exports.labels(self._run, rank, "done").inc()
                 case ExportFailed():
                     self._exports.labels(self._run, rank, "failed").inc()
+                case MirrorDone():
+                    self._copies.labels(self._run, rank, "done").inc()
+                    process.mirrored = max(process.mirrored, event.step)
+                    self._mirrored.labels(self._run, rank).set(process.mirrored)
+                case MirrorFailed():
+                    self._copies.labels(self._run, rank, "failed").inc()
                 case EventsDropped():
                     self._dropped.labels(self._run, rank).inc(max(0, event.dropped - process.dropped))
                     process.dropped = event.dropped
@@ -354,6 +365,7 @@ class Metrics:
             self._removed.labels(*labels)
             for outcome in ("done", "failed"):
                 self._exports.labels(*labels, outcome)
+                self._copies.labels(*labels, outcome)
         self._newest_time.labels(*labels).set(at)
 
     def _published(self, event: SavePublished, rank: str) -> None:

@@ -24,6 +24,7 @@ from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason,
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.recycled import take_recycled
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, read_bytes, read_json
+from ckpt.storage.step_source import LocalStep
 
 __all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "Reason", "SaveOutcome"]
 
@@ -159,6 +160,18 @@ class PendingSave(Pending):
                 files.write_document(path, data, self.root.pending_path)
         parts = [os.path.join(self.path, "parts"), *self.parts_directories()]
         files.sync_files([os.path.join(self.path, name) for name in documents], [*parts, self.path])
+
+    @property
+    def source(self) -> LocalStep:
+        """See `Pending.source`."""
+        return LocalStep(self.path)
+
+    def write_file(self, name: str, data: memoryview) -> None:
+        """See `Pending.write_file`."""
+        made = directories.make_directories(self.path, os.path.dirname(name))
+        files.write_durable(os.path.join(self.path, name), data)
+        for path in made[:-1]:
+            directories.fsync_directory(path)
 
     def take_recycled(self, plan: str, names: Iterable[str]) -> None:
         """See `Pending.take_recycled`."""

@@ -76,7 +76,7 @@ def under(root: str, relative: str) -> str:
     return os.path.join(root, relative)
 
 
-def write_durable(path: str, data: bytes) -> None:
+def write_durable(path: str, data: bytes | memoryview) -> None:
     """Replace the content of `path` by `data`, durably and atomically for other processes and crashes."""
     with storage_errors("write", path):
         temporary = _write_sibling(path, data)
@@ -199,7 +199,7 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def _write_sibling(path: str, data: bytes, *, sync: bool = True) -> str:
+def _write_sibling(path: str, data: bytes | memoryview, *, sync: bool = True) -> str:
     """Write `data` to a new hidden file next to `path` and return its path."""
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name[:100]}.{secrets.token_hex(8)}.tmp")

@@ -167,6 +167,18 @@ class Pending(ABC):
     def write_documents(self, documents: Mapping[str, bytes]) -> None:
         """Write documents of the whole step, by their names, and make all that was written durable."""
 
+    @property
+    @abstractmethod
+    def source(self) -> StepSource:
+        """The files that were written so far."""
+
+    @abstractmethod
+    def write_file(self, name: str, data: memoryview) -> None:
+        """Write a file as a whole, or not at all, and durably. What was there is replaced.
+
+        StorageError if the save does not exist any more.
+        """
+
     @abstractmethod
     def publish(self) -> Published | Abandoned:
         """Commit the save, unless it is decided already, and return the outcome.
@@ -263,6 +275,10 @@ class Root(ABC):
     @abstractmethod
     def save_of(self, step: int) -> str | None:
         """Return the name of the save that was published as this step; None if that is not known."""
+
+    def saves(self) -> dict[int, str | None]:
+        """Return what `save_of` returns, for each of `steps`."""
+        return {step: self.save_of(step) for step in self.steps()}
 
     @abstractmethod
     def source_of(self, step: int) -> StepSource:

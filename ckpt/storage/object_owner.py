@@ -54,10 +54,16 @@ class ObjectOwnership(Ownership):
         """See `Ownership.has`."""
         return self.newest() >= token
 
-    def claim(self, seen: int, *, temporary: bool = False) -> int:
+    def claim(self, seen: int, *, temporary: bool = False, above: int = 0) -> int:
         """See `Ownership.claim`. StorageError for a store that ignores the conditions of puts."""
         self._store.check_conditional_puts("owner")
-        return super().claim(seen, temporary=temporary)
+        return super().claim(seen, temporary=temporary, above=above)
+
+    def claim_as(self, token: int, before: int = 0) -> int:
+        """See `Ownership.claim_as`, and `claim`."""
+        if max(token, before) not in self._claimed():
+            self._store.check_conditional_puts("owner")
+        return super().claim_as(token, before)
 
     def renew(self, token: int) -> None:
         """See `Ownership.renew`."""

@@ -83,6 +83,10 @@ class ObjectRoot(Root):
         record = self._record(step)
         return None if record is None else record.save.name
 
+    def saves(self) -> dict[int, str | None]:
+        """See `Root.saves`. One list."""
+        return {step: record.save.name for step, record in self._published().items()}
+
     def source_of(self, step: int) -> ObjectStep:
         """See `Root.source_of`, as of the last list of the steps."""
         return ObjectStep(self._store, f"saves/{self._listed(step).save.name}")

@@ -13,6 +13,7 @@ from ckpt.storage.interface import NO_LINEAGE, Pending, Root
 from ckpt.storage.names import SaveId, pack_file, part_name, part_rank, parts_directory
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.object_records import Record, Records
+from ckpt.storage.object_step import ObjectStep
 from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.outcomes import Abandoned, Published, Reason, SaveOutcome
 from ckpt.storage.pack_writers import PackWriter
@@ -163,6 +164,15 @@ class ObjectSave(Pending):
         """See `Pending.write_documents`."""
         for name, data in documents.items():
             self._store.put(self._key(name), data)
+
+    @property
+    def source(self) -> ObjectStep:
+        """See `Pending.source`."""
+        return ObjectStep(self._store, self._prefix)
+
+    def write_file(self, name: str, data: memoryview) -> None:
+        """See `Pending.write_file`."""
+        self._store.put(self._key(name), data)
 
     def publish(self) -> Published | Abandoned:
         """See `Pending.publish`."""

@@ -153,8 +153,10 @@ class Ownership:
             "can publish nothing there any more; stop one of the two, or give each a root of its own"
         )
 
-    def claim(self, seen: int, *, temporary: bool = False) -> int:
+    def claim(self, seen: int, *, temporary: bool = False, above: int = 0) -> int:
         """Become the owner, and return the new token. The root exists; `seen` is the token found at the start.
+
+        The new one is larger than all here, and larger than `above`, which was found in the mirror of this root.
 
         FencedError if a live job has claimed the root since then: that one has started later. If its claim is
         `temporary`, this waits for its release instead.
@@ -163,11 +165,35 @@ class Ownership:
             newest = self.newest()
             if newest > seen and self._wait_until_settled(newest) is OwnerState.ACTIVE:
                 raise self._fenced(seen, newest)
-            token = max(newest + 1, int(1000 * time.time()))
+            token = max(newest + 1, above + 1, int(1000 * time.time()))
             if self._make(token, temporary) and self.newest() == token:
                 self._make_leases(token)
                 self._remove_old_claims(token)
                 return token
+        raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
+
+    def claim_as(self, token: int, before: int = 0) -> int:
+        """Become the owner with the token of a job that owns another root, of which this one has copies.
+
+        Returns the token to act with here: this one, or a larger one if another process has made a temporary claim
+        meanwhile. `before` is what this has returned to an earlier process of the job. FencedError if a job with a
+        larger token has claimed this root; StorageError as long as a temporary claim is in use.
+        """
+        token = max(token, before)
+        for _ in range(_ATTEMPTS):
+            later = [(each, self._read(each)) for each in sorted(self._claimed()) if each > token]
+            for each, claim in later:
+                if claim is None or not claim.temporary:
+                    raise self._fenced(token, each)
+                if self.state(each) is OwnerState.ACTIVE:
+                    raise StorageError(f"{self._root} is just being recovered by {claim}: try again later")
+            if not later and token in self._claimed():
+                return token  # this job has claimed it before
+            wanted = later[-1][0] + 1 if later else token
+            if self._make(wanted) and self.newest() == wanted:
+                self._make_leases(wanted)
+                self._remove_old_claims(wanted)
+                return wanted
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
 
     def _wait_until_settled(self, token: int) -> OwnerState:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,10 +20,16 @@ from ckpt.storage.files import storage_errors
 from ckpt.storage.names import pack_file, part_name
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.regular_files import DamagedFileError
-from ckpt.storage.step_source import OpenFile
 from ckpt.validation.step_files import PackFile, Problem
 
-__all__ = ["PackChecks"]
+__all__ = ["PackChecks", "Readable"]
+
+
+class Readable(Protocol):
+    """What can be read at any place, as an `OpenFile`."""
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview: ...
+    def read_into(self, memory: memoryview, offset: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +102,19 @@ class PackChecks:
         """
         path = os.path.join(self.index.path, pack.name)
         try:
-            chunks = self._chunks(pack)
             with storage_errors("read", path):
                 file = self.index.source.open(pack.name)
                 try:
-                    return _check(chunks, pack, _Window(file, size, buffer))
+                    return self.check_file(pack, file, size, buffer)
                 finally:
                     file.close()
+        except DamagedFileError as damage:
+            return [Problem(str(damage), pack.name, rank=pack.rank, fatal=True)]
+
+    def check_file(self, pack: PackFile, file: Readable, size: int, buffer: memoryview) -> list[Problem]:
+        """Check an open file, which may be a copy, as `check` does."""
+        try:
+            return _check(self._chunks(pack), pack, _Window(file, size, buffer))
         except (DamagedFileError, CheckpointCorruptError) as damage:
             return [Problem(str(damage), pack.name, rank=pack.rank, fatal=True)]
 
@@ -156,7 +168,7 @@ def _check(chunks: list[_Chunk], pack: PackFile, window: _Window) -> list[Proble
 class _Window:
     """A file that is read in order, with a buffer. What is returned is overwritten by the next read."""
 
-    def __init__(self, file: OpenFile, size: int, buffer: memoryview) -> None:
+    def __init__(self, file: Readable, size: int, buffer: memoryview) -> None:
         self.size = size
         self._file = file
         self._buffer = buffer

@@ -113,6 +113,7 @@ NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/format.md": _for_format,
     "docs/preemption.md": _no_names,
     "docs/object_stores.md": _no_names,
+    "docs/mirrors.md": _no_names,
     "docs/operations/inspect.md": _for_inspect,
     "docs/operations/metrics.md": _no_names,
     "docs/restart.md": _no_names,
@@ -124,7 +125,7 @@ NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
 def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.chdir(tmp_path)
-    if page == "docs/object_stores.md":
+    if page in ("docs/object_stores.md", "docs/mirrors.md"):
         _serve_a_bucket(request, monkeypatch)
     runner = Runner(tmp_path, NAMES.get(page, _no_names)(tmp_path))
     for block in blocks_of(page):

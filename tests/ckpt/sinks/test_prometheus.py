@@ -68,6 +68,9 @@ def test_each_event_is_counted(tmp_path: Path) -> None:
         events.Retained(1010.0, 0, 3, (1, 2)),
         events.ExportDone(1011.0, 0, 7, "x", 1.0),
         events.ExportFailed(1012.0, 0, 8, "x", "full"),
+        events.MirrorDone(1012.5, 0, 7, "s3://b/x", 10, 1.0),
+        events.MirrorDone(1012.6, 0, 5, "s3://b/x", 10, 1.0),
+        events.MirrorFailed(1012.7, 0, 8, "s3://b/x", "away", True),
         events.EventsDropped(1013.0, 0, 4),
         events.EventsDropped(1013.0, 0, 6),
     ):
@@ -103,6 +106,9 @@ def test_each_event_is_counted(tmp_path: Path) -> None:
         ("steps_removed_total", {}, 2),
         ("exports_total", {"outcome": "done"}, 1),
         ("exports_total", {"outcome": "failed"}, 1),
+        ("mirror_copies_total", {"outcome": "done"}, 2),
+        ("mirror_copies_total", {"outcome": "failed"}, 1),
+        ("newest_mirrored_step", {}, 7),
         ("events_dropped_total", {}, 6),
     ):
         assert value_of(found, name, 0, **labels) == expected, (name, labels)

@@ -1,0 +1,72 @@
+"""Which copies of which steps a restore tries, in a root and in its mirror.
+
+The newest step comes first, wherever it is; of the same save the copy in the root comes before that in the mirror. A
+step of the mirror that is of another branch than the steps of the root is none: it has been superseded, but the mirror
+does not know it yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ckpt.errors import CheckpointNotFoundError, StorageError
+from ckpt.storage.interface import Root
+from ckpt.storage.names import parse_save_name
+
+__all__ = ["Place", "places"]
+
+_log = logging.getLogger("ckpt")
+
+Place = tuple[int, bool]
+"""A step, and whether it is in the mirror."""
+
+
+def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place]:
+    """Return what a restore may try, in this order.
+
+    StorageError if the mirror cannot be read and it is needed, as it is when the root has no steps: then training must
+    not start from scratch. CheckpointNotFoundError, for the same reason, if all steps were superseded.
+    """
+    steps = root.steps()
+    found = [(step, False) for step in steps]
+    if mirror is not None:
+        try:
+            found += [(step, True) for step in _copies(root, mirror.saves())]
+        except StorageError as error:
+            if needs_mirror or not steps:
+                raise StorageError(
+                    f"the mirror {mirror.path} of {root.path} may have a newer step, and cannot be read: {error}"
+                ) from error
+            _log.warning("the mirror %s cannot be read, restoring from %s alone: %s", mirror.path, root.path, error)
+    superseded = [] if found else root.superseded()
+    if superseded:
+        raise CheckpointNotFoundError(
+            f"{root.path} has no published step, but superseded ones: a job was killed just before it published the "
+            f"first step of another branch. Make one the newest again: inspect_ckpt restore-branch {root.path} "
+            f"{superseded[-1]}; or remove them: inspect_ckpt rm"
+        )
+    return sorted(found, key=lambda place: (-place[0], place[1]))
+
+
+def _copies(root: Root, copies: Mapping[int, str | None]) -> list[int]:
+    """Return the steps of the mirror that are of the branch of the root."""
+    here = root.saves()
+    owners = {step: _owner(save) for step, save in here.items()}
+    superseded = root.superseded()  # names of saves, some with a suffix
+    return [step for step, save in copies.items() if save is not None and _is_of(step, save, here, owners, superseded)]
+
+
+def _is_of(
+    step: int, save: str, here: Mapping[int, str | None], owners: Mapping[int, int], superseded: list[str]
+) -> bool:
+    if step in here:
+        return here[step] == save
+    if any(name.startswith(save) for name in superseded):
+        return False
+    return all(owner <= _owner(save) for other, owner in owners.items() if other < step)
+
+
+def _owner(save: str | None) -> int:
+    found = parse_save_name(save or "")
+    return 0 if found is None else found.owner

@@ -1,0 +1,237 @@
+"""The process that copies steps to a mirror: started by `background`, with the `Setup` in a memory file.
+
+    thread of stdin ── Due ──▶ wanted steps; the newest that waits is held ──▶ main thread: copy it, remove old ones
+         └── end of input: the trainer has closed or has died; what is wanted is copied for a while, then this ends
+    stdout ◀── Owner, Done, Failed
+
+The newest wanted step is copied first. A step that fails because a root cannot be reached is tried again, with growing
+pauses, as long as it exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import psutil
+
+from ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    FencedError,
+    StorageError,
+)
+from ckpt.mirroring.messages import Begun, Done, Due, Failed, Owner, Report, Setup
+from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
+from ckpt.mirroring.wanted import Wanted
+from ckpt.saving.recover import adopt
+from ckpt.saving.retention import Facts, Retention, retain
+from ckpt.storage.interface import HeldStep
+from ckpt.storage.leases import Lease
+from ckpt.storage.roots import open_root
+from inprocess.ipc.process import Process
+
+_PR_SET_NAME = 15
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_REPORT_S = 60.0
+_LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0
+_BEGIN_S = 900.0  # the process of rank 0 may copy another step first
+_END_S = 3.0  # for a request that is under way when the time is over
+_COORDINATOR = 0
+
+
+class MirrorProcess:
+    """Copies wanted steps, in the main thread of its process, and owns the mirror meanwhile."""
+
+    def __init__(self, setup: Setup, report: Callable[[Report], None]) -> None:
+        self._root = open_root(setup.root, setup.root_options)
+        self._mirror = open_root(setup.mirror, setup.mirror_options)
+        self._setup = setup
+        self._report = report
+        self.stopping = threading.Event()
+        self._throttle = Throttle(setup.bandwidth, self.stopping)
+        self.wanted = Wanted(lambda step: self._root.hold_step(step, lease=self._leads, renewing=True))
+        self._leads = setup.rank == _COORDINATOR
+        self._job = 0  # the token in the first root of the job that has taken over the mirror
+        self._token = setup.before
+        self._lease: Lease | None = None
+        self._fenced = 0  # jobs with this token and smaller ones do not own the mirror any more
+        self._reported_s = -_REPORT_S
+        self._facts: Facts = {}
+
+    def run(self) -> None:
+        """Copy until all is copied and no more can come."""
+        pause_s = _FIRST_PAUSE_S
+        while (due := self.wanted.next()) is not None:
+            try:
+                failed = self._try(due)
+            except StoppedError:
+                break
+            if failed is None or not failed.again:
+                self.wanted.drop(due)
+                pause_s = _FIRST_PAUSE_S
+            if failed is None:
+                continue
+            now = time.monotonic()
+            if not failed.again or now - self._reported_s >= _REPORT_S:
+                self._reported_s = now if failed.again else self._reported_s
+                self._report(failed)
+            if failed.again:
+                self.wanted.pause(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        """Give up the steps and the ownership, as far as that is possible."""
+        self.wanted.release_all()
+        if self._lease is not None:
+            self._lease.close()
+            with contextlib.suppress(CheckpointError):
+                self._mirror.ownership.release(self._token, _COORDINATOR)
+
+    def _try(self, due: Due) -> Failed | None:
+        try:
+            try:
+                self._copy(due) if self._leads else self._help(due)
+            except FencedError:
+                if self._lease is None:
+                    raise
+                self._disown()  # owning it again tells whether it is owned by a job, or was by a process that recovered
+                self._copy(due)
+        except FencedError as error:
+            if self._lease is None:
+                self._fenced = max(self._fenced, due.token)
+            return Failed(due.step, str(error), again=self._lease is not None)
+        except CheckpointNotFoundError as error:
+            return Failed(due.step, f"the step was removed before it was copied: {error}", again=False)
+        except (StorageError, OSError) as error:
+            return Failed(due.step, str(error), again=True)
+        except CheckpointError as error:
+            return Failed(due.step, str(error), again=False)
+        return None
+
+    def _own(self, due: Due) -> None:
+        """Become the owner of the mirror for a job, and take over what an earlier owner has left there."""
+        if due.token <= self._fenced:
+            raise FencedError(f"a job that started later owns the mirror {self._mirror.path}")
+        if due.token <= self._job:
+            return
+        self._disown()
+        mirror = self._mirror
+        mirror.make()
+        self._token = mirror.ownership.claim_as(due.token, self._token)
+        self._lease = mirror.ownership.leases(self._token).register(_COORDINATOR, Process.here(), lambda: False)
+        self._report(Owner(self._token))
+        mirror.refresh()
+        here = self._root.saves()
+        for save in mirror.pending():
+            if here.get(save.step) == save.name:
+                self.wanted.add(Due(save.step, due.token, due.branch))
+            elif save.owner <= self._token:
+                adopt(mirror.pending_save(save, self._token), lambda text: None)
+        self._job = due.token
+
+    def _disown(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+        self._lease, self._job = None, 0
+
+    def _copy(self, due: Due) -> None:
+        begin = time.monotonic()
+        self._own(due)
+        held = self.wanted.held(due.step)
+        try:
+            copy = StepCopy(held.source, self._mirror, self._token, self._throttle, is_helped=due.is_helped)
+            copy.run(lambda: self._before_commit(due, held))
+        except CheckpointCorruptError as error:
+            if not held.still_there:
+                raise CheckpointNotFoundError(str(error)) from error
+            raise
+        self._report(Done(due.step, copy.nbytes, time.monotonic() - begin, copy.resumed))
+        with contextlib.suppress(StorageError):  # the next copy does it
+            self._remove()
+
+    def _help(self, due: Due) -> None:
+        """Copy the share of this rank, once the process of rank 0 has begun.
+
+        Do nothing if that does not begin, or not before a newer step is wanted, with which it will begin then.
+        """
+        begin, pause_s = time.monotonic(), _LOOK_S
+        copy = StepCopy(self.wanted.held(due.step).source, self._mirror, due.token, self._throttle)
+        while not (has_begun := copy.has_begun) and not copy.is_decided:
+            if self.wanted.has_newer(due.step) or time.monotonic() - begin > _BEGIN_S:
+                break
+            self._throttle.pause(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        if has_begun:
+            self._report(Begun())
+            copy.copy_share(self._setup.rank)
+        self._report(Done(due.step, copy.nbytes, time.monotonic() - begin))
+
+    def _before_commit(self, due: Due, held: HeldStep) -> None:
+        """Check that the step is still the one that was copied, and move steps of another branch aside."""
+        held.check()
+        mirror, branch = self._mirror, due.branch
+        if branch.step is None:
+            return
+        for step in mirror.steps():
+            if step > branch.step and mirror.owner_of(step) < due.token:
+                mirror.move_aside(step, self._token, "superseded")
+
+    def _remove(self) -> None:
+        """Remove what the policy of the mirror does not keep, and what is left of abandoned copies."""
+        mirror = self._mirror
+        retain(mirror, Retention(self._setup.keep), self._token, mirror.steps()[-1], "", self._facts)
+        for path, is_record in mirror.removed():
+            mirror.delete_contents(path, lambda: None, is_record=is_record)
+        mirror.clean_records()
+
+
+def _messages(stream: BinaryIO) -> Iterator[Due]:
+    while True:
+        try:
+            yield pickle.load(stream)
+        except EOFError:
+            return
+
+
+def main() -> None:
+    """Copy until the trainer closes its end, and for the time of the setup after that."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-mirror", 0, 0, 0)
+    with contextlib.suppress(OSError, psutil.Error):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    with open(int(sys.argv[1]), "rb") as stream:
+        setup: Setup = pickle.load(stream)
+    reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library may print is no report
+
+    def report(what: Report) -> None:
+        with contextlib.suppress(OSError):  # the trainer has ended
+            reports.write(pickle.dumps(what))
+            reports.flush()
+
+    process = MirrorProcess(setup, report)
+
+    def read() -> None:
+        for due in _messages(sys.stdin.buffer):
+            process.wanted.add(due)
+        process.wanted.close()
+        process.stopping.wait(setup.close_s)
+        process.stopping.set()
+        time.sleep(_END_S)
+        os._exit(1)
+
+    threading.Thread(target=read, name="ckpt-mirror-input", daemon=True).start()
+    process.run()
+    process.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,437 @@
+"""Mirrors in a directory: what is copied and kept, restores from either root, faults, owners."""
+
+import json
+import logging
+import shutil
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ckpt.mirroring.messages import Due
+from ckpt.mirroring.step_copy import StepCopy, Throttle
+from ckpt.saving.recover import Branch
+from ckpt.storage.roots import open_root
+from ckpt.validation.checks import validate
+from tests.ckpt.mirroring.support import (
+    STALLED,
+    assert_state,
+    damage,
+    files_of,
+    job,
+    mirror_of,
+    mirror_processes,
+    state_of,
+)
+from tests.support import LeakCheck, run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "nvme", tmp_path / "mirror"
+
+
+def _steps(root: Path) -> list[int]:
+    return open_root(root).steps()
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_copy_is_bit_for_bit_the_step(
+    roots: tuple[Path, Path], compression: str | None, leak_check: LeakCheck
+) -> None:
+    first, second = roots
+    with job(first, mirror_of(second), compression=compression) as run:
+        run.checkpointer.save(state_of(1), 1, metrics={"loss": 0.25})
+    assert run.copied == [1]
+    files = files_of(first / _name(1))
+    assert files == files_of(second / _name(1))
+    assert compression is not None or len(files) > 6, "several pack files"
+    assert validate(str(second / _name(1))).whole
+    assert_state(ckpt.load(second), 1)
+    with ckpt.open(second) as checkpoint:
+        assert checkpoint.summary["metrics"] == {"loss": 0.25}
+    state = state_of(0)
+    with ckpt.Checkpointer(second) as alone:
+        assert alone.restore(state) == 1
+    assert_state(state, 1)
+
+
+def test_every_and_keep(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    mirror = mirror_of(second, every=3, keep=ckpt.Latest(2))
+    with job(first, mirror, keep=ckpt.Latest(1)) as run:
+        run.copy(10)
+        run.save(20, 30)
+        run.copy(40)
+        run.save(50, 60)
+        assert _steps(second) == [10, 40]
+        run.copy(70)
+        run.wait(lambda: _steps(second) == [40, 70])
+        assert _steps(first) == [70]
+        run.save(80)
+    assert run.copied == [10, 40, 70, 80], "the last one, too"
+    assert _steps(second) == [70, 80]
+    assert _steps(first) == [80]
+    assert not list((second / ".abandoned").iterdir())
+
+
+def test_a_step_is_held_while_it_is_copied_and_training_goes_on(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    mirror = mirror_of(second, bandwidth=STALLED, close_timeout=timedelta(0))
+    with job(first, mirror, keep=ckpt.Latest(1)) as run:
+        run.save(1)
+        run.wait(lambda: open_root(second).pending())
+        (process,) = mirror_processes()
+        assert process.nice() == 19
+        run.save(2, 3)
+        assert _steps(first)[0] == 1
+    assert run.copied == []
+    assert _steps(second) == []
+    assert {failed.step for failed in run.failures} == {1, 2, 3}
+    with job(first, mirror_of(second), keep=ckpt.Latest(1)) as run:
+        run.save(4)
+    assert _steps(first) == [4]
+    assert max(_steps(second)) == 4
+    assert open_root(second).pending() == []
+
+
+def test_a_step_that_only_the_mirror_has(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second)) as run:
+        run.save(5, 6)
+    shutil.rmtree(first)
+    with job(first, mirror_of(second)) as run:
+        assert run.checkpointer.recover()[-1] == 6
+        assert run.restore() == (6, str(second))
+        assert run.checkpointer.all_steps() == []
+        assert run.checkpointer.latest_step() is None
+        run.save(7)
+        assert run.restore() == (7, str(first))
+        assert run.restore(6) == (6, str(second))
+        with pytest.raises(CheckpointNotFoundError, match="with its mirror"):
+            run.restore(99)
+    assert 7 in _steps(second)
+    assert _steps(first) == [7]
+    continued = json.loads((first / _name(7) / "intent.json").read_bytes())["continues"]
+    assert continued == {"step": 6, "save": open_root(second).save_of(6)}
+
+
+def test_damage_in_the_first_root(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second, every=2)) as run:
+        run.save(1, 2, 3)  # the mirror has 1 and 3
+        run.wait(lambda: run.copied[-1:] == [3])
+    damage(first / _name(3))
+    with job(first, mirror_of(second)) as run:
+        assert run.restore(3) == (3, str(second))
+        assert run.restore() == (3, str(second))
+        report = run.checkpointer.last_restore
+        assert report is not None
+        assert report.damaged == (3,)
+        run.save(4)
+        assert _steps(first) == [1, 2, 4]
+        assert len(list((first / ".damaged").iterdir())) == 1
+    assert {1, 3, 4} <= set(_steps(second))
+
+
+def test_damage_in_both_roots(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second)) as run:
+        run.copy(1, 2)
+    damage(first / _name(2))
+    damage(second / _name(2))
+    with job(first, mirror_of(second)) as run:
+        with pytest.raises(CheckpointCorruptError, match=str(first)):
+            run.restore(2)
+        assert run.restore() == (1, str(first))
+
+
+def test_damaged_bytes_are_not_copied(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second, every=100)) as run:
+        run.copy(1)
+        run.save(2)
+        name = damage(first / _name(2))
+    (failed,) = run.failures
+    assert (failed.step, failed.again) == (2, False)
+    assert name in failed.cause
+    assert str(first) in failed.cause
+    assert _steps(second) == [1]
+
+
+def test_the_mirror_is_away_and_comes_back(roots: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    first, second = roots
+    second.write_text("not a directory")
+    with job(first, mirror_of(second), keep=ckpt.Latest(2)) as run, caplog.at_level(logging.WARNING, "ckpt"):
+        run.save(1)
+        run.wait(lambda: run.failures)
+        run.save(2, 3, 4)
+        assert run.failures[0].again
+        second.unlink()
+        run.wait(lambda: 4 in run.copied)
+    assert [failed.again for failed in run.failures].count(True) == 1, "at most one report a minute"
+    assert "is not in the mirror" in caplog.text
+    assert max(_steps(second)) == 4
+    assert set(_steps(second)) <= {1, 2, 3, 4}
+
+
+def test_restore_with_a_mirror_that_is_away(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    second.write_text("not a directory")
+    mirror = mirror_of(second, close_timeout=timedelta(0))
+    with job(first, mirror) as run, pytest.raises(StorageError, match="may have a newer step"):
+        run.restore()
+    with ckpt.Checkpointer(first) as checkpointer:
+        checkpointer.save(state_of(1), 1)
+    with job(first, mirror) as run:
+        assert run.restore() == (1, str(first))
+
+
+def test_kill_of_the_process(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second, bandwidth=STALLED, close_timeout=timedelta(0))) as run:
+        run.save(1)
+        run.wait(lambda: open_root(second).pending())
+        (process,) = mirror_processes()
+        process.send_signal(signal.SIGKILL)
+        run.wait(lambda: run.failures and mirror_processes())
+        assert "signal 9" in run.failures[0].cause
+        assert mirror_processes()[0].pid != process.pid
+    assert _steps(second) == []
+    with job(first, mirror_of(second, every=5)) as run:
+        run.save(2)
+        run.wait(lambda: 1 in run.copied)
+    assert _steps(second) == [1, 2], "the next job finds the copy that was begun"
+    assert files_of(first / _name(1)) == files_of(second / _name(1))
+
+
+def test_a_copy_of_a_step_that_is_gone_is_abandoned(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second, bandwidth=STALLED, close_timeout=timedelta(0))) as run:
+        run.save(1)
+        run.wait(lambda: open_root(second).pending())
+    shutil.rmtree(first)
+    with job(first, mirror_of(second)) as run:
+        assert run.restore() == (None, "")
+        run.save(2)
+    assert _steps(second) == [2]
+    assert open_root(second).pending() == []
+
+
+def test_the_later_of_two_jobs_owns_the_mirror(tmp_path: Path) -> None:
+    second = tmp_path / "mirror"
+    with job(tmp_path / "a", mirror_of(second)) as earlier:
+        earlier.copy(1)
+        with job(tmp_path / "b", mirror_of(second)) as later:
+            assert later.restore() == (1, str(second))
+            later.copy(2)
+        earlier.save(3)
+        earlier.wait(lambda: earlier.failures)
+    (failed,) = earlier.failures
+    assert (failed.step, failed.again) == (3, False)
+    assert "started later" in failed.cause
+    assert _steps(second) == [1, 2]
+
+
+def test_a_job_on_a_host_whose_clock_is_late(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second)) as run:
+        run.copy(1)
+    shutil.rmtree(first)
+    ahead = int(1000 * time.time()) + 10**9
+    open_root(second).ownership.claim_as(ahead)
+    with job(first, mirror_of(second)) as run:
+        assert run.restore() == (1, str(second))
+        run.copy(2)
+    assert _steps(second) == [1, 2]
+
+
+def test_a_process_that_recovers_the_mirror_as_a_root(roots: tuple[Path, Path]) -> None:
+    """Its claim is temporary: the job takes the mirror back."""
+    first, second = roots
+    ownership = open_root(second).ownership
+    with job(first, mirror_of(second)) as run:
+        run.copy(1)
+        with ckpt.Checkpointer(second) as reader:
+            assert reader.restore(state_of(0)) == 1
+        before = ownership.newest()
+        token = ownership.claim(before, temporary=True)
+        run.save(2)
+        run.wait(lambda: run.failures)
+        assert run.failures[0].again
+        ownership.release(token)
+        run.wait(lambda: 2 in run.copied)
+        assert ownership.newest() > token
+        (process,) = mirror_processes()
+        process.kill()
+        run.copy(3)
+    assert _steps(second) == [1, 2, 3]
+
+
+def test_another_branch(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second)) as run:
+        run.copy(1, 2, 3)
+    with ckpt.Checkpointer(first) as checkpointer:  # without the mirror, so that this has the old branch only
+        assert checkpointer.restore(state_of(0), 1) == 1
+        checkpointer.save(state_of(2), 2)
+    with job(first, mirror_of(second)) as run:
+        assert run.restore() == (2, str(first))
+        run.copy(4)
+    assert _steps(first) == [1, 2, 4]
+    assert _steps(second) == [1, 2, 4] or _steps(second) == [1, 4]
+    assert len(open_root(second).superseded()) >= 1
+    shutil.rmtree(first)
+    with job(first, mirror_of(second)) as run:
+        assert run.restore() == (4, str(second))
+
+
+def test_another_save_of_a_step_stays(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second)) as run:
+        run.copy(1)
+    shutil.rmtree(first)
+    before = files_of(second / _name(1))
+    with job(first, mirror_of(second)) as run:
+        run.save(1)  # without a restore
+        run.copy(2)
+    (failed,) = run.failures
+    assert (failed.step, failed.again) == (1, False)
+    assert "already published" in failed.cause
+    assert files_of(second / _name(1)) == before
+    assert _steps(second) == [1, 2]
+
+
+def test_restore_after_a_fault(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    with job(first, mirror_of(second)) as run:
+        run.copy(6)
+    shutil.rmtree(first)
+    state = state_of(0)
+    with job(first, mirror_of(second)) as run:
+        run.checkpointer.register(w=state["w"], v=state["v"])
+        assert run.restore()[0] == 6
+        run.checkpointer.recover_from_fault(None, 0)
+        assert torch.equal(state["w"], state_of(6)["w"])
+        report = run.checkpointer.last_restore
+        assert report is not None
+        assert report.root == str(second)
+        run.save(7)
+        run.checkpointer.recover_from_fault(None, 0)
+        assert torch.equal(state["w"], state_of(7)["w"])
+
+
+def _job_of_ranks(rank: int, world_size: int, first: str, second: str, saves: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = torch.arange(64.0 * 3000).reshape(-1, 64)
+    state: dict[str, Any] = {"w": distribute_tensor(full * (1.0 if saves else 0.0), mesh, [Shard(0)])}
+    state["own"] = ckpt.PerRank(torch.full((3,), float(rank)))
+    with ckpt.Checkpointer(first, file_bytes=100_000, mirror=ckpt.Mirror(second)) as checkpointer:
+        if saves:
+            checkpointer.save(state, 8)
+            return None
+        assert checkpointer.restore(state, strict=world_size == 2) == 8
+        report = checkpointer.last_restore
+        assert report is not None
+        assert report.root == second
+        return bool(torch.equal(state["w"].full_tensor(), full))
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_ranks(roots: tuple[Path, Path], after: int) -> None:
+    first, second = roots
+    run_ranks(_job_of_ranks, 2, str(first), str(second), True, timeout=60)
+    assert files_of(first / _name(8)) == files_of(second / _name(8))
+    shutil.rmtree(first)
+    for result in run_ranks(_job_of_ranks, after, str(first), str(second), False, timeout=60):
+        assert result.value is True
+
+
+def _mirrored_by_two(rank: int, world_size: int, first: str, second: str) -> int:
+    """Save a step of which each rank has a share, and return how many processes for mirrors this rank has started."""
+    mirror = mirror_of(second, close_timeout=timedelta(seconds=80))
+    with ckpt.Checkpointer(first, mirror=mirror) as checkpointer:
+        checkpointer.save({"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
+        return len(mirror_processes())
+
+
+def test_each_rank_has_a_process(roots: tuple[Path, Path]) -> None:
+    first, second = roots
+    for result in run_ranks(_mirrored_by_two, 2, str(first), str(second), timeout=100):
+        assert result.value == 1
+    assert files_of(first / _name(8)) == files_of(second / _name(8))
+
+
+def _copy_of(first: Path, second: Path, token: int, **options: Any) -> tuple[StepCopy, Throttle]:
+    mirror = open_root(second)
+    mirror.make()
+    mirror.ownership.claim_as(token)
+    throttle = Throttle(None, threading.Event())
+    return StepCopy(open_root(first).source_of(8), mirror, token, throttle, **options), throttle
+
+
+def test_shares(roots: tuple[Path, Path]) -> None:
+    """Whether the process of rank 1 helps or not, each file is written once."""
+    first, second = roots
+    run_ranks(_save_of_two, 2, str(first), timeout=60)
+    token = open_root(first).owner_of(8)
+    alone, _ = _copy_of(first, second / "alone", token, is_helped=True, patience_s=0.0)
+    alone.run(lambda: None)
+    total = alone.nbytes
+    copy, throttle = _copy_of(first, second / "helped", token, is_helped=True, patience_s=60.0)
+    helper = StepCopy(open_root(first).source_of(8), open_root(second / "helped"), token, throttle)
+    assert not helper.has_begun
+    thread = threading.Thread(target=copy.run, args=(lambda: None,))
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not helper.has_begun:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    helper.copy_share(1)
+    thread.join(30)
+    assert copy.nbytes + helper.nbytes == total
+    assert min(copy.nbytes, helper.nbytes) >= 400_000
+    for name in ("alone", "helped"):
+        assert files_of(first / _name(8)) == files_of(second / name / _name(8))
+    assert helper.is_decided
+
+
+def _save_of_two(rank: int, world_size: int, first: str) -> None:
+    with ckpt.Checkpointer(first) as checkpointer:
+        checkpointer.save({"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
+
+
+def test_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every"):
+        ckpt.Mirror(tmp_path, every=0)
+    with pytest.raises(ValueError, match="bandwidth"):
+        ckpt.Mirror(tmp_path, bandwidth=0)
+    with pytest.raises(ValueError, match="policy"):
+        ckpt.Mirror(tmp_path, keep=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another root"):
+        ckpt.Checkpointer(tmp_path, mirror=ckpt.Mirror(tmp_path))
+    assert "very-secret" not in repr(ckpt.Mirror("s3://b/x", storage_options={"secret_access_key": "very-secret"}))
+
+
+def test_a_message_fits_into_what_a_pipe_takes_at_once() -> None:
+    import pickle
+    import select
+
+    due = Due(10**17, 10**17, Branch(10**17, "s" * 60, tuple(range(10**17, 10**17 + 100))))
+    assert len(pickle.dumps(due)) <= select.PIPE_BUF
