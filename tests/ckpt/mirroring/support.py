@@ -86,11 +86,16 @@ def mirror_of(root: Path | str, **options: Any) -> ckpt.Mirror:
 
 
 def mirror_processes() -> list[psutil.Process]:
+    """Return the mirror processes that this process has started, by what the kernel says of its children.
+
+    `psutil.Process.children` also compares when processes began by the clock of the host, which may be set meanwhile.
+    """
     found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "ckpt.mirroring" in child.cmdline():
-                found.append(child)
+    for file in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, file.read_text().split()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "ckpt.mirroring" in (process := psutil.Process(pid)).cmdline():
+                    found.append(process)
     return found
 
 
