@@ -86,17 +86,22 @@ def mirror_of(root: Path | str, **options: Any) -> ckpt.Mirror:
 
 
 def mirror_processes() -> list[psutil.Process]:
-    """Return the mirror processes that this process has started, by what the kernel says of its children.
-
-    `psutil.Process.children` also compares when processes began by the clock of the host, which may be set meanwhile.
-    """
+    """Return the mirror processes that this process has started."""
     found = []
-    for file in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, file.read_text().split()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "ckpt.mirroring" in (process := psutil.Process(pid)).cmdline():
-                    found.append(process)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ckpt.mirroring" in _command(child):
+                found.append(child)
     return found
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; of one that has just been started it is empty for a moment."""
+    deadline = time.monotonic() + 10
+    while not (words := process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {process.pid} has no command line"
+        time.sleep(0.001)
+    return words
 
 
 def files_of(step: Path) -> dict[str, bytes]:
