@@ -98,7 +98,7 @@ def mirror_processes() -> list[psutil.Process]:
 def _command(process: psutil.Process) -> list[str]:
     """Return the command line of a process; of one that has just been started it is empty for a moment."""
     deadline = time.monotonic() + 10
-    while not (words := process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+    while not (words := list[str](process.cmdline())) and process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {process.pid} has no command line"
         time.sleep(0.001)
     return words
