@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -17,9 +18,9 @@ from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
 from ckpt.exporting.background import BackgroundExports
 from ckpt.exporting.options import ExportOptions
-from ckpt.loading.all_or_none import Alone
+from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.options import Rename, RestoreOptions
-from ckpt.loading.restore import candidates, restore
+from ckpt.loading.restore import Tiers, candidates, restore
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.mirroring.background import BackgroundMirror
 from ckpt.mirroring.options import Mirror
@@ -27,13 +28,17 @@ from ckpt.native import warn_if_portable
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks import Ranks
 from ckpt.saving.recover import Branch, recover_for_restore
+from ckpt.saving.replicator import ReplicaOptions
 from ckpt.saving.retention import Keep, Retention, keep_policy
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.storage.interface import Root
+from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
+from ckpt.storage.root import local_path
 from ckpt.storage.roots import open_root
+from inprocess.ipc.restart_index import current_restart_index
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +51,27 @@ _GRID = GridOptions()
 _MIRROR_S = 60.0  # for requests to the mirror, which are tried again later
 _ANSWER_S = 5.0  # for writers to report saves that are already decided
 _log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Which steps are saved, and which are kept in memory."""
+
+    save_every: int | None
+    snapshot_every: int | None
+
+    @classmethod
+    def of(cls, save_every: int | None, snapshot_every: int | None) -> _Due:
+        for name, every in (("save_every", save_every), ("snapshot_every", snapshot_every)):
+            if every is not None and every < 1:
+                raise ValueError(f"{name} must be at least 1, not {every}")
+        return cls(save_every, snapshot_every)
+
+    def saves(self, step: int) -> bool:
+        return self.save_every is not None and step % self.save_every == 0
+
+    def keeps(self, step: int) -> bool:
+        return self.snapshot_every is not None and step % self.snapshot_every == 0
 
 
 class Checkpointer:
@@ -70,7 +96,13 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         process_group: ProcessGroup | None = None,
-        slots: int = 2,
+        snapshot_every: int | None = None,
+        save_every: int | None = None,
+        replicas: Literal[0, 1] = 0,
+        replica_bandwidth: float | None = None,
+        replica_host: str | None = None,
+        replica_place: str | None = None,
+        slots: int | None = None,
         max_host_bytes: int | None = None,
         overlap: bool = False,
         compression: str | None = None,
@@ -80,12 +112,16 @@ class Checkpointer:
         inner_bytes: int = _GRID.inner_bytes,
         reuse_files: bool | None = None,
         read_only: bool = False,
-        replicas: Literal["error", "warn", "ignore"] = "error",
+        on_divergence: Literal["error", "warn", "ignore"] = "error",
         export: ExportOptions | None = None,
         mirror: Mirror | None = None,
+        node_local: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Start and write nothing yet.
+
+        With `snapshot_every` and `save_every` the method `step` makes snapshots and saves of the steps that are
+        multiples of these; what is saved is also held in memory (see docs/snapshots.md).
 
         `root` is a directory (made by the first save), a ``file://`` URL, or that of an object store, such as
         ``s3://bucket/run7`` (see docs/object_stores.md). `storage_options` are for object stores: endpoint, region and
@@ -94,12 +130,17 @@ class Checkpointer:
         ckpt.Every(1000)``; None keeps all. `keep_last` and `keep_every` are short for these two. The newest step is
         always kept, and so are pinned ones (see `pin`). When a save is finalized on rank 0, the other steps are gone;
         the writers delete their files afterwards, between the saves.
-        `process_group` spans all ranks of the job (default: the default group). `slots` staging slots are used in turn,
-        of together at most `max_host_bytes`. `overlap`: on CUDA, let training go on while the copies run; the
-        optimizers in the state wait for them before their next step. `compression` is None or "zstd". `threads` write
-        at once in the writer. `timeout` bounds every wait for other ranks, for a free slot, and for an earlier run's
-        writers. A rank begins a new file when one has `file_bytes`; what is read and verified at once has `inner_bytes`
-        at most.
+        `process_group` spans all ranks of the job (default: the default group). `slots` staging slots (2, with
+        `snapshot_every` 3, with `replicas` 5) are used in turn, of together at most `max_host_bytes`. `overlap`: on
+        CUDA, let training go on while the copies run; the optimizers in the state wait for them before their next step.
+        `compression` is None or "zstd". `threads` write at once in the writer. `timeout` bounds every wait for other
+        ranks, for a free slot, and for an earlier run's writers. A rank begins a new file when one has `file_bytes`;
+        what is read and verified at once has `inner_bytes` at most.
+
+        `replicas`: 1 has each rank's share of snapshots sent to a rank on another node, beside training, so that
+        `restore` finds them when a node is lost. Each rank sends at most `replica_bandwidth` bytes per second, and
+        receives at the address `replica_host` of its node (None: that which reaches MASTER_ADDR). `replica_place` names
+        what fails as a whole, instead of the node. See docs/snapshots.md.
 
         `reuse_files`: a save writes over the files of the step that was removed last, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. That is the default where steps are
@@ -110,10 +151,10 @@ class Checkpointer:
         With `read_only` nothing is ever written to the root, and no save is possible: for evaluation beside a training
         job, or without write permission.
 
-        `replicas` says what is done when parameters or optimizer state that several ranks have differ, as far as the
-        samples that each save takes show: "error" abandons the save on all ranks, "warn" publishes a mixture and logs
-        it, "ignore" takes no samples. Buffers, small tensors of unknown use and values are saved from the lowest rank
-        that has them; for the latter two differences are logged (see docs/guide.md).
+        `on_divergence` says what is done when parameters or optimizer state that several ranks have differ, as far as
+        the samples that each save takes show: "error" abandons the save on all ranks, "warn" publishes a mixture and
+        logs it, "ignore" takes no samples. Buffers, small tensors of unknown use and values are saved from the lowest
+        rank that has them; for the latter two differences are logged (see docs/guide.md).
 
         `export`: rank 0 exports every published step that is a multiple of `export.every` to a directory, in a process
         of low priority. At most one runs; while it does, the newest step that is due waits, and replaces an older one.
@@ -122,21 +163,44 @@ class Checkpointer:
         `mirror`: a process of each rank, of the lowest priority, copies published steps to a second root, and `restore`
         looks there, too. `all_steps`, `latest_step`, `delete` and `pin` are about the first root only. See `Mirror` and
         docs/mirrors.md.
+
+        `node_local`: a directory on the disks of each node, for what only one rank has, nearly all of a sharded state;
+        the root, which all ranks see, has the rest, and decides what is published. Needs a `mirror`: from there comes
+        what a node does not have, such as one that was replaced. The path may differ among nodes. Without `reuse_files`
+        and `export`. See docs/mirrors.md.
         """
         warn_if_portable()
         policy = keep_policy(keep, keep_last, keep_every)
         root_at = open_root(root, StorageOptions.of(storage_options, timeout.total_seconds() / 2))
-        can_reuse = policy is not None and compression is None and root_at.reuses_files
+        node_path = None if node_local is None else local_path(node_local)
+        if node_path is not None and (mirror is None or export is not None):
+            raise ValueError(
+                "node_local keeps each rank's files on its node alone: it needs a mirror, from which they are read on "
+                "other nodes, and cannot be used with export"
+            )
+        can_reuse = policy is not None and compression is None and root_at.reuses_files and node_path is None
         reuse_files = can_reuse if reuse_files is None else reuse_files
         if reuse_files and not can_reuse:
             raise ValueError(
                 "reuse_files writes over the files of steps that are removed: it needs keep or keep_last, no "
-                f"compression, and a local root (the policy is {policy}, compression={compression!r})"
+                f"compression, no node_local, and a local root (the policy is {policy}, compression={compression!r})"
             )
         self._timeout_s = timeout.total_seconds()
-        options = SaveOptions(threads, self._timeout_s, Retention(policy, reuse_files))
-        grid = GridOptions(file_bytes, inner_bytes)
-        staging = StagingOptions(slots, max_host_bytes, overlap, self._timeout_s, compression, grid, replicas)
+        options = SaveOptions(threads, self._timeout_s, Retention(policy, reuse_files), node_local=node_path)
+        grid = GridOptions(file_bytes, inner_bytes, common_apart=node_path is not None)
+        self._due = _Due.of(save_every, snapshot_every)
+        snapshots = snapshot_every is not None
+        if replicas not in (0, 1):
+            raise ValueError(f"replicas must be 0 or 1, not {replicas!r}")
+        replication = ReplicaOptions(replica_bandwidth, replica_host, replica_place) if replicas else None
+        slots = slots if slots is not None else 5 if replicas else 3 if snapshots else 2
+        if snapshots and slots < 2:
+            raise ValueError(f"snapshots need at least two slots, one to hold one while the next is made, not {slots}")
+        if replicas and slots < 4:
+            raise ValueError(f"replicas need at least four slots, two of them to hold what is replicated, not {slots}")
+        staging = StagingOptions(
+            slots, max_host_bytes, overlap, self._timeout_s, compression, grid, on_divergence, snapshots
+        )
         self._root = root_at
         self._ranks = Ranks(process_group, self._timeout_s)
         self._owns_queue = queue is None
@@ -148,10 +212,11 @@ class Checkpointer:
             self._mirror_root = open_root(mirror.root, mirror_options)
             if self._mirror_root.path == root_at.path:
                 raise ValueError(f"the mirror of {root_at.path} must be another root")
-            self._mirror = BackgroundMirror(root_at, self._mirror_root, mirror, mirror_options)
+            self._mirror = BackgroundMirror(root_at, self._mirror_root, mirror, mirror_options, node_path)
+        self._packs = None if node_path is None else NodePacks(node_path, root_at, self._mirror_root)
         self._branch = Branch()
         self._exports = None if export is None else BackgroundExports(self._root, export)
-        self._saver = Saver(self._root, self._ranks, self._queue, staging, options)
+        self._saver = Saver(self._root, self._ranks, self._queue, staging, options, replication)
         self._reuse_files = reuse_files
         self._read_only = read_only
         self._registered: dict[str, Any] = {}
@@ -160,6 +225,7 @@ class Checkpointer:
         self._current_step: int | None = None
         self._last_restore: RestoreReport | None = None
         self._interrupted_at: float | None = None
+        self._restores_later = False
         self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
         self._closed = False
 
@@ -203,6 +269,36 @@ class Checkpointer:
             self._saver.not_scheduled(error)
             raise
 
+    def snapshot(self, state: Any, step: int) -> None:
+        """Copy this rank's share of `state` into shared memory and hold it there, so that a restart can restore it.
+
+        Nothing is written, and in the steady state there is no collective and no access to storage; the root is not
+        claimed. The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step).
+        The slot is held until a newer snapshot or save is complete in the memory of all ranks, or a newer save is
+        published. Waits, at most `timeout`, only if all slots are in use. The first call for a structure of state makes
+        two small collectives, later ones none.
+
+        Raises what `save_request` raises, and StateError if the share does not fit one slot. CheckpointTimeoutError if
+        no slot becomes free: then some rank makes no snapshots. Nothing was changed then.
+        """
+        begin = time.perf_counter()
+        self._check_writable()
+        with self._phase("ckpt.stage"):
+            self._saver.snapshot(state, step, begin)
+
+    def step(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> list[int]:
+        """Do what is due after a training step, and return the steps of the saves that are finalized now.
+
+        A step that is a multiple of `save_every` is saved, with `metrics`, as by `async_save`; another one that is a
+        multiple of `snapshot_every` is kept in memory, as by `snapshot`. A save is a snapshot, too. Then does what
+        `maybe_finalize` does. Raises what these raise.
+        """
+        if self._due.saves(step):
+            self.async_save(state, step, metrics=metrics)
+        elif self._due.keeps(step):
+            self.snapshot(state, step)
+        return self.maybe_finalize()
+
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> None:
         """Save `state`, and finalize it and all earlier saves: the step is published on return.
 
@@ -224,6 +320,7 @@ class Checkpointer:
             self._exports.poll()
         if self._mirror is not None:
             self._mirror.poll()
+        self._saver.snapshots.poll()
         steps, self._finalized = self._finalized, []
         return steps
 
@@ -238,7 +335,7 @@ class Checkpointer:
         cast: bool = False,
         resize: bool = False,
     ) -> int | None:
-        """Put the newest published step (or `step`) into `state`, in place, and return it.
+        """Put the newest step (or `step`) into `state`, in place, and return it: published, or whole in memory.
 
         None when there is none; then no method of `state` was called.
 
@@ -276,18 +373,10 @@ class Checkpointer:
 
         options = RestoreOptions.of(strict, only, rename, cast, resize)
         with self._phase("ckpt.restore"):
-            report = restore(
-                self._root,
-                state,
-                step,
-                options,
-                self._ranks,
-                self._saver.memory,
-                recover,
-                self._read_only,
-                self._mirror_root,
-            )
+            tiers, memory = self._tiers(self._mirror_root), self._saver.memory
+            report = restore(tiers, state, step, options, self._ranks, memory, recover, self._read_only)
             self._note_restored(report)
+            self._settle(report, current_restart_index() or 0)
             self._continue_from(report, seen)
             # Without a step nothing of `state` is called: an optimizer's `state_dict` may begin its state.
             if report is not None and not self._read_only and options.only is None:
@@ -297,15 +386,15 @@ class Checkpointer:
     def recover(self) -> list[int]:
         """Decide the saves that an ended run left, as `restore` does first, and return the steps it may restore.
 
-        Ascending; also those that only the mirror has. Collective: all ranks get the steps that rank 0 sees. For a
-        program that must know the step before it can build the state to restore. Raises what `restore` raises before it
-        reads a step.
+        Ascending; also those that only the mirror has, or that are whole in memory. Collective: all ranks get the steps
+        that rank 0 sees. For a program that must know the step before it can build the state to restore. Raises what
+        `restore` raises before it reads a step.
         """
         self._check_open()
         self._ranks.doing = "the recovery of earlier saves"
         with self._phase("ckpt.restore"):
-            found = candidates(self._root, None, self._ranks, self._decide_left, self._mirror_root)
-            return sorted({step for step, _ in found})
+            found = candidates(self._tiers(self._mirror_root), None, self._ranks, self._decide_left)
+            return sorted({place.step for place in found})
 
     def _decide_left(self) -> int | None:
         """Decide what an ended run left, on the coordinator; return the newest token. With `read_only` do nothing."""
@@ -385,6 +474,14 @@ class Checkpointer:
         return self._current_step
 
     @property
+    def replicated_step(self) -> int | None:
+        """The newest snapshot whose shares are all on other nodes, too, as far as this rank knows; None if none is.
+
+        It is the one that is restored after a node is lost. `step` and `maybe_finalize` learn of newer ones.
+        """
+        return None if self._saver.replicator is None else self._saver.replicator.replicated_step
+
+    @property
     def last_restore(self) -> RestoreReport | None:
         """Where the bytes of the last restore came from, and what became of each name."""
         return self._last_restore
@@ -415,6 +512,9 @@ class Checkpointer:
     def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
         """Decide every save in flight, forget the process group, and restore the registered state to the newest step.
 
+        Snapshots stay as they are, and are not waited for. What is restored here is a published step: to agree on one
+        that is in memory alone, ranks need each other (see `restore_registered`).
+
         For the bridge to a restart (`ckpt.restart`), on every surviving rank, when nothing else runs in this process.
         Makes no collective. With a `drain_timeout` a save that all ranks have completely staged is still published,
         within that time; without, all saves that are not published by now are given up, and this waits for no other
@@ -437,12 +537,39 @@ class Checkpointer:
             self._saver.refuse_left(rank)
         self._saver.forget_saves()
         self._note_restored(None)
-        if self._registered and rank is not None:
-            options, memory, mirror = RestoreOptions(), self._saver.memory, self._mirror_after_fault(last)
-            report = restore(self._root, self._registered, None, options, Alone(rank), memory, mirror=mirror)
+        if self._registered and rank is not None and not self._restores_later:
+            options, tiers = RestoreOptions(), self._tiers(self._mirror_after_fault(last))
+            report = restore(tiers, self._registered, None, options, Alone(rank), self._saver.memory)
             self._note_restored(report)
+            self._settle(report, 1 + self._saver.snapshots.last_restart)
             self._continue_from(report, None)
         self._interrupted_at = None
+
+    def leave_restoring_to_next_iteration(self) -> None:
+        """Let `recover_from_fault` restore nothing: `restore_registered` does, in the next iteration.
+
+        For the bridge to a restart, `ckpt.restart.CheckpointInitialize`.
+        """
+        self._restores_later = True
+
+    def restore_registered(self, ranks: Group, restart: int) -> None:
+        """After a fault, restore the registered state to the newest step that is whole in memory or published.
+
+        Collective, through `ranks`, which need no process group. `restart` is the index of the iteration that begins.
+        Raises what `restore` raises.
+        """
+        self._check_open()
+        if not self._registered:
+            return
+        with self._phase("ckpt.restore"):
+            options, tiers = RestoreOptions(), self._tiers(self._mirror_root)
+            report = restore(tiers, self._registered, None, options, ranks, self._saver.memory)
+            self._note_restored(report)
+            self._settle(report, restart)
+            self._continue_from(report, None)
+
+    def _tiers(self, mirror: Root | None) -> Tiers:
+        return Tiers(self._root, mirror, self._packs, self._saver.memory_tier)
 
     def _mirror_after_fault(self, last: RestoreReport | None) -> Root | None:
         """Return the mirror if the newest step is there, and None otherwise: so that all ranks look in one place.
@@ -455,8 +582,15 @@ class Checkpointer:
         return mirror
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None) -> None:
-        self._branch = Branch(-1) if report is None else Branch(report.step, report.save, report.damaged)
+        self._branch = Branch(-1) if report is None else self._branch_of(report)
         self._saver.continue_from(self._branch, seen)
+
+    def _branch_of(self, report: RestoreReport) -> Branch:
+        """Return what the next save continues: of a step that was in memory alone, the last one published before it."""
+        if not report.in_memory or self._saver.last_rank != 0:
+            return Branch(report.step, report.save, report.damaged)
+        before = max((step for step in self._root.steps() if step <= report.step), default=None)
+        return Branch(-1) if before is None else Branch(before, self._root.save_of(before), report.damaged)
 
     def interrupt(self) -> None:
         """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
@@ -476,6 +610,10 @@ class Checkpointer:
         rank, token = self._saver.last_rank, self._saver.token
         if self._mirror is not None and rank is not None and token is not None:
             self._mirror.published(step, token, self._branch, rank, self._ranks.world_size)
+
+    def _settle(self, report: RestoreReport | None, restart: int) -> None:
+        step, save = (None, None) if report is None else (report.step, report.save)
+        self._saver.memory_tier.settle(step, save, restart=restart)
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report
@@ -538,7 +676,7 @@ class Checkpointer:
         self._closed = True
         if self._owns_queue:
             self._queue.__exit__(kind, error, trace)
-        self._saver.close()
+        self._saver.close(linger=True)
         if self._exports is not None:
             self._exports.abort()
         if self._mirror is not None:

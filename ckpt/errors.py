@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointTimeoutError",
+    "CheckpointUnreachableError",
     "ConversionError",
     "FencedError",
     "FormatVersionError",
@@ -55,6 +56,10 @@ class CheckpointCorruptError(CheckpointError):
 
 class CheckpointNotFoundError(CheckpointError):
     """There is no published checkpoint at this step or path."""
+
+
+class CheckpointUnreachableError(CheckpointError):
+    """Files of a published checkpoint are neither on the disk of this node nor in the mirror."""
 
 
 class CheckpointExistsError(CheckpointError):

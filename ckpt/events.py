@@ -2,6 +2,7 @@
 
     save       SaveStarted ──▶ SaveStaged ──▶ SavePublished
                     └──────────────┴────────▶ SaveAbandoned
+    snapshot   SnapshotStaged; SnapshotReplicated or SnapshotNotReplicated
     restore    Restored or RestoreFailed
     restart    Restarted, after Restored
     others     SectionLate, Retained, ExportDone, ExportFailed, MirrorDone, MirrorFailed
@@ -34,6 +35,9 @@ __all__ = [
     "SaveStaged",
     "SaveStarted",
     "SectionLate",
+    "SnapshotNotReplicated",
+    "SnapshotReplicated",
+    "SnapshotStaged",
     "from_document",
     "to_document",
 ]
@@ -121,6 +125,23 @@ class SaveAbandoned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotStaged(Event):
+    """This rank's share of a snapshot is in shared memory, and training goes on. A save has SaveStaged instead.
+
+    bytes: what was copied
+    wait_s: seconds until there was a free slot; in the first one also until there was a plan
+    stage_s: seconds that the copy took; with `overlap` until it was begun
+    stall_s: seconds that training waited, from the call: `wait_s` and `stage_s`
+    """
+
+    step: int
+    bytes: int
+    wait_s: float
+    stage_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Restored(Event):
     """A state was restored.
 
@@ -130,6 +151,9 @@ class Restored(Event):
     storage_bytes: from storage
     seconds: what the call took
     damaged: newer steps that were tried first and could not be restored
+    tier: the farthest place that bytes came from: "own memory", "neighbour memory", "memory of another node" or
+        "storage"
+    remote_memory_bytes: from the memory of other nodes
     """
 
     step: int
@@ -138,6 +162,8 @@ class Restored(Event):
     storage_bytes: int
     seconds: float
     damaged: tuple[int, ...] = ()
+    tier: str = "storage"
+    remote_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +282,30 @@ class MirrorFailed(Event):
     root: str
     cause: str
     again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReplicated(Event):
+    """The shares of all ranks are complete in the memory of other nodes, as far as known to this rank.
+
+    step: that of the snapshot
+    bytes: what this rank has sent of it
+    """
+
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotNotReplicated(Event):
+    """The share of this rank is not on another node; the replicas of the snapshot before stay.
+
+    step: that of the snapshot
+    cause: why, shortened
+    """
+
+    step: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class Ranks:
         Without a process group, or if its store fails, it is not told.
         """
         try:
-            if (store := self._store()) is None:
+            if (store := self.store()) is None:
                 return
             store.set(f"told/{name}", "1")
             self._told.append(name)
@@ -148,13 +148,13 @@ class Ranks:
     def has_announced(self, name: str) -> bool:
         """Return whether a rank has announced `name`, as far as known: one request to the store, without waiting."""
         try:
-            store = self._store()
+            store = self.store()
             return store is not None and bool(store.check([f"told/{name}"]))
         except (RuntimeError, ValueError) as error:
             _log.debug("the store of the process group failed: %s", error)
             return False
 
-    def _store(self) -> Any:
+    def store(self) -> Any:
         """Return the part of the store that is for this group; None without a process group."""
         distributed = torch_distributed()
         if distributed is None:
@@ -165,7 +165,7 @@ class Ranks:
     def _meet(self) -> None:
         """Wait until all ranks have arrived."""
         try:
-            meet(self._store(), self.rank, self.world_size, self._timeout_s)
+            meet(self.store(), self.rank, self.world_size, self._timeout_s)
         except MeetingError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "

@@ -3,6 +3,7 @@
     wrapper = inprocess.Wrapper(
         abort=inprocess.Compose(CheckpointAbort(checkpointer), inprocess.abort.AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer),
+        initialize=CheckpointInitialize(checkpointer),  # with snapshots, for registered state
     )
 
 After a fault in iteration i, on every surviving rank, when the process groups are destroyed and the function has
@@ -12,30 +13,36 @@ ended:
     drain      every save that all ranks have staged is published, whichever ranks died; the others are given up
     restore    the registered state is restored to the newest published step: the same on all ranks
 
-Each save is decided by one atomic rename, so all ranks restore the same step without communication.
+Each save is decided by one atomic rename, so all ranks restore the same step without communication. Snapshots are not:
+to restore one, the ranks of the next iteration agree on it, in `Checkpointer.restore` or in `CheckpointInitialize`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.events import Restarted
+from ckpt.loading.all_or_none import Group
 from ckpt.observing import emit, is_observed, shortened
+from ckpt.store_ranks import StoreRanks
 from inprocess.abort import Abort
 from inprocess.finalize import Finalize
+from inprocess.initialize import Initialize
 from inprocess.state import FrozenState
+from inprocess.unblock.stores import connect_store
 
 if TYPE_CHECKING:
     from inprocess.fault_tolerance import RankMonitorClient
 
-__all__ = ["CheckpointAbort", "CheckpointFinalize", "Recoverable", "report_sections"]
+__all__ = ["CheckpointAbort", "CheckpointFinalize", "CheckpointInitialize", "Recoverable", "report_sections"]
 
 _log = logging.getLogger("ckpt")
 
@@ -73,6 +80,13 @@ class Recoverable(Protocol):
     def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None: ...
 
 
+class RestoresRegistered(Protocol):
+    """What `CheckpointInitialize` needs of a `Checkpointer`."""
+
+    def leave_restoring_to_next_iteration(self) -> None: ...
+    def restore_registered(self, ranks: Group, restart: int) -> None: ...
+
+
 class CheckpointAbort(Abort):
     """Wakes a main thread that waits for a checkpoint: for a free slot, or for saves to be decided."""
 
@@ -89,10 +103,11 @@ class CheckpointFinalize(Finalize):
 
     With ``on_fault="drain"`` a save that was completely staged on all ranks is published in spite of the fault, even if
     trainers were killed; at most `drain_timeout` is spent on that. With ``"abort"`` saves that are not published yet
-    are given up at once, without waiting. Afterwards the queue is empty, all slots are free, no finalize
-    function of a save that was given up has run, and none of these saves will ever be published.
+    are given up at once, without waiting. Afterwards the queue is empty, all slots are free but those of snapshots, no
+    finalize function of a save that was given up has run, and none of these saves will ever be published.
 
-    A spare restores nothing: when it replaces a rank in the next iteration, all ranks call `Checkpointer.restore`.
+    With `CheckpointInitialize` it restores nothing, nor does a spare: when that replaces a rank in the next iteration,
+    all ranks call `Checkpointer.restore`.
 
     Main thread, makes no collective. Raises what `Checkpointer.restore` raises, and then this rank leaves the job.
     """
@@ -127,6 +142,45 @@ class CheckpointFinalize(Finalize):
             self._checkpointer.last_restore or "nothing",
         )
         return state
+
+
+class CheckpointInitialize(Initialize):
+    """Restores the registered state at the start of an iteration after a fault, to a step that all ranks agree on.
+
+    For registered state and snapshots: the newest step that is whole in memory or published. `CheckpointFinalize` then
+    restores nothing. Active ranks agree through the store of the iteration, within `timeout`; a new process must have
+    registered its state by then, too. A spare does nothing.
+
+    Main thread. What it raises is a fault of the iteration, like any other.
+    """
+
+    def __init__(self, checkpointer: RestoresRegistered, timeout: timedelta = timedelta(minutes=2)) -> None:
+        self._checkpointer = checkpointer
+        self._timeout = timeout
+        checkpointer.leave_restoring_to_next_iteration()
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        rank, world_size = state.active_rank, state.active_world_size
+        if state.iteration == 0 or rank is None or world_size is None:
+            return state
+        store = None if world_size == 1 else _iteration_store(state.iteration, self._timeout)
+        ranks = StoreRanks(rank, world_size, store, self._timeout.total_seconds())
+        self._checkpointer.restore_registered(ranks, state.iteration)
+        return state
+
+
+def _iteration_store(iteration: int, timeout: timedelta) -> Any:
+    """Connect to the store that the wrapper serves for the process groups of this iteration."""
+    import torch.distributed as dist
+
+    arguments = {
+        "host_name": os.environ["MASTER_ADDR"],
+        "port": int(os.environ["MASTER_PORT"]),
+        "is_master": False,
+        "wait_for_workers": False,
+    }
+    store = connect_store(dist.TCPStore, timeout, arguments)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"ckpt/restore/{iteration}", store)  # type: ignore[attr-defined]
 
 
 def _cause(state: FrozenState) -> str:

@@ -128,6 +128,10 @@ def train(
             # The same as checkpointer.async_save(state, step): returns when the data is copied to shared memory.
             checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
             log(event="save", step=step, stall_s=time.perf_counter() - begin)
+        elif args.snapshot_every is not None and step % args.snapshot_every == 0:
+            begin = time.perf_counter()
+            checkpointer.snapshot(state, step)  # the same copy, which stays in memory
+            log(event="snapshot", step=step, stall_s=time.perf_counter() - begin)
         for saved in checkpointer.maybe_finalize():
             log(event="finalized", step=saved)
         if call is not None:
@@ -163,6 +167,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--root", required=True, help="where the checkpoints go")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--snapshot-every", type=int, help="steps from one snapshot in memory to the next")
     parser.add_argument("--keep-last", type=int, default=3)
     parser.add_argument("--d-model", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -190,7 +195,8 @@ def main(observe: Observer = lambda record: None) -> int:
     with contextlib.ExitStack() as stack:
         if args.events:
             stack.enter_context(ckpt.observe(JsonLines(args.events)))
-        checkpointer = stack.enter_context(ckpt.Checkpointer(args.root, keep_last=args.keep_last))
+        options = {"keep_last": args.keep_last, "snapshot_every": args.snapshot_every}
+        checkpointer = stack.enter_context(ckpt.Checkpointer(args.root, **options))
         watcher = stack.enter_context(ckpt.PreemptionWatcher(checkpointer)) if args.preemptible else None
         run = restart_wrapper(args, checkpointer)(train) if args.restart else train
         run(args, text, checkpointer, observe, watcher)

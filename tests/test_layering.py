@@ -27,21 +27,23 @@ ALLOWED: dict[str, set[str]] = {
     "meeting": set(),
     "progress": set(),
     "ranks": {"distributed", "errors", "meeting"},
+    "store_ranks": {"errors", "meeting"},
     "values": {"errors", "paths"},
     "signal_pipe": set(),
     "stop_agreement": set(),
     "preemption": FOUNDATION | {"signal_pipe", "stop_agreement"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
+    "replication": {"errors", "native"},  # it moves bytes, and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
-    "saving": BASE | SIBLINGS | {"async_calls"},
+    "saving": BASE | SIBLINGS | {"async_calls", "replication"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
     "exporting": BASE | SIBLINGS | {"formats", "loading"},
     "mirroring": BASE | SIBLINGS | PIPELINES | {"validation"},
     "checkpointer": BASE | SIBLINGS | {"async_calls", "exporting", "mirroring", "validation"} | PIPELINES,
-    "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,
+    "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "store_ranks", "validation"} | PIPELINES,
 }
 ALLOWED["sinks"] = {"events", "observing"}  # they know of nothing else
 ALLOWED["integrations"] = set(ALLOWED)  # the topmost layer: nothing may import an adapter

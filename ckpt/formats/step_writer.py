@@ -28,11 +28,10 @@ from ckpt.saving.layout import RankLayout, make_layout
 from ckpt.saving.task import BatchWritten, Report, SaveOptions, WriteTask
 from ckpt.saving.write import write_share
 from ckpt.staging.copy_table import CopyOp
-from ckpt.storage.interface import Pending
+from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.outcomes import Abandoned, Reason
 from ckpt.storage.pack_writers import WrittenFile
-from ckpt.storage.root import CheckpointRoot
 from ckpt.values.codec import encode_value
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
@@ -44,8 +43,8 @@ _FLAG_BYTES = 4096
 _GENERATION = 1
 
 
-def write_step(state: LazyState, root: CheckpointRoot, step: int, token: int, progress: Callable[[int], None]) -> str:
-    """Write and publish a step, for the owner of `root`, whose token is `token`; return its directory.
+def write_step(state: LazyState, root: Root, step: int, token: int, progress: Callable[[int], None]) -> str:
+    """Write and publish a step, for the owner of `root`, whose token is `token`; return its place.
 
     The step is published as a whole or not at all, even if the process is killed or the other format is damaged.
     `progress` is called with the bytes read since its last call. Raises CheckpointExistsError and StorageError, and
@@ -65,7 +64,7 @@ def write_step(state: LazyState, root: CheckpointRoot, step: int, token: int, pr
                 pending.abandon(Reason(0, type(error).__name__, str(error)))
                 pending.root.clean()
             raise
-    return root.step_path(step)
+    return root.source_of(step).path
 
 
 def _layout(state: LazyState) -> RankLayout:
@@ -101,6 +100,7 @@ def _write_batches(
         staged_s = time.time() - begin
         task = WriteTask(
             root=pending.root.path,
+            storage=pending.root.options,
             save=pending.save,
             rank=0,
             plan=plan_bytes,

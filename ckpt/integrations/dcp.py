@@ -62,7 +62,8 @@ from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
 from ckpt.planning.tensors import check_storable, tensor_spec, without_graph
 from ckpt.ranks import Ranks
 from ckpt.storage.dtypes import torch_dtype
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.names import step_name
+from ckpt.storage.roots import absolute, is_object_url, open_root
 from ckpt.values.codec import UnencodableError, decode_value, encode_value, unregistered_in
 from ckpt.values.containers import Container, rebuild
 
@@ -102,11 +103,12 @@ class Writer(StorageWriter):
     ) -> None:
         """Start and write nothing yet.
 
-        `path` is a checkpoint root, or the directory of a step in one, such as ``runs/lm/step_100``: its last part is
-        the number of the step, alone or behind ``step``, ``global_step`` or ``checkpoint``. (The directory on disk is
-        ``step_00000100``.) A `checkpoint_id` that is given to DCP names a step in the same way, and replaces it. The
-        memory and the process that writes stay for the next save until `close`; only if `path` is that of a step, and
-        in the background process of ``dcp.async_save``, they are there for one save.
+        `path` is a checkpoint root, or the directory of a step in one, such as ``runs/lm/step_100`` or
+        ``s3://models/lm/step_100``: its last part is the number of the step, alone or behind ``step``, ``global_step``
+        or ``checkpoint``. (The directory on disk is ``step_00000100``.) A `checkpoint_id` that is given to DCP names a
+        step in the same way, and replaces it. The memory and the process that writes stay for the next save until
+        `close`; only if `path` is that of a step, and in the background process of ``dcp.async_save``, they are there
+        for one save.
 
         `process_group` is the one that DCP is given. DCP makes strings of all keys; a key that is a whole number is
         stored as a number, as in the state of an optimizer, unless `string_keys`. `timeout` bounds every wait for
@@ -126,7 +128,7 @@ class Writer(StorageWriter):
         """The directory of the step that is written, or the root if no step is known; None without both."""
         if self._root is None or self._step is None:
             return self._root
-        return CheckpointRoot(self._root).step_path(self._step)
+        return os.path.join(self._root, step_name(self._step))
 
     def close(self) -> None:
         """Release the root, end the process that writes, and free the memory. Idempotent."""
@@ -220,7 +222,7 @@ class Writer(StorageWriter):
 
     def _open(self, root: str) -> Checkpointer:
         opened = self._checkpointer
-        if opened is not None and opened.root != os.path.abspath(root):
+        if opened is not None and opened.root != absolute(root):
             self.close()
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(
@@ -679,7 +681,8 @@ def _no_step(path: str | os.PathLike[str] | None) -> str:
 def _opened(path: str) -> Checkpoint:
     """Open the step that a path names, or the newest one of a root."""
     root, step = _parsed(path)
-    where = CheckpointRoot(root or ".")
-    if step is not None and (step in where.steps() or not os.path.isdir(path)):
-        return open_checkpoint(root or ".", step)
+    if step is not None:
+        is_root = bool(open_root(path).steps()) if is_object_url(path) else os.path.isdir(path)
+        if not is_root or step in open_root(root or ".").steps():
+            return open_checkpoint(root or ".", step)
     return open_checkpoint(path)

@@ -2,7 +2,7 @@
 
     Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint(dirpath="checkpoints", ...)])
 
-    checkpoints/                     the directory of ModelCheckpoint is a checkpoint root
+    checkpoints/                     the directory of ModelCheckpoint is a checkpoint root; or s3://bucket/checkpoints
         epoch=0-step=100.ckpt        a name: a small JSON file that lists the numbers of steps, newest first
         last.ckpt                    the same; more than one while a later save of the name is not published
         step_00000100/               a step for each save
@@ -34,19 +34,29 @@ import torch.distributed as dist
 from ckpt.checkpointer import Checkpointer
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StateError, StorageError
+from ckpt.integrations.lightning_names import (
+    exists,
+    is_link,
+    located,
+    names_in,
+    read_name,
+    remove_name,
+    resolved,
+    root_of,
+    write_name,
+)
 from ckpt.loading.all_or_none import error_class
 from ckpt.loading.bounce_buffer import as_numpy
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.lazy import open_checkpoint
 from ckpt.loading.options import RestoreOptions
-from ckpt.loading.restore import restore
+from ckpt.loading.restore import Tiers, restore
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import PerRank, RngState
 from ckpt.ranks import Ranks
 from ckpt.saving.recover import recover_for_restore
-from ckpt.storage.files import remove, write_durable
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import open_root
 from ckpt.values.codec import unregistered_in
 from ckpt.values.containers import rebuild
 
@@ -70,9 +80,7 @@ __all__ = [
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
 _StrPath = str | os.PathLike[str]
-_OPTIONS = ("slots", "max_host_bytes", "overlap", "compression", "threads", "timeout", "replicas")
-_MEMBER = "ckpt_steps"
-_MAX_NAME_BYTES = 1 << 20
+_OPTIONS = ("slots", "max_host_bytes", "overlap", "compression", "threads", "timeout", "on_divergence")
 _LAST = "last"  # how the names begin that `ckpt_path="last"` looks for
 _BEFORE_THE_END = "hpc_ckpt_"  # how those begin that Lightning saves when SLURM is about to end the job
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
@@ -86,8 +94,9 @@ class CkptIO(CheckpointIO):
 
     For one device and for DDP, where rank 0 writes, as with every plugin; with `CkptDDPStrategy` and
     `CkptModelParallelStrategy` all ranks write their share. Each directory that is saved to becomes a checkpoint root,
-    with a writer process of its own. `options` are those of `ckpt.Checkpointer` that do not say which steps are kept:
-    slots, max_host_bytes, overlap, compression, threads, timeout, replicas.
+    with a writer process of its own. It may be the URL of an object store, whose credentials are taken from the
+    environment. `options` are those of `ckpt.Checkpointer` that do not say which steps are kept: slots,
+    max_host_bytes, overlap, compression, threads, timeout, on_divergence.
 
     The error of a save is raised by the next one, or at the end of `Trainer.fit`. What Lightning saves when SLURM is
     about to end the job is published when the save returns. After an exception in `fit`, saves
@@ -155,18 +164,18 @@ class CkptIO(CheckpointIO):
             state[_OPTIMIZERS] = list(optimizers)
         rest = _read(root, step, lambda key: key not in (_MODEL, _OPTIMIZERS))
         options = RestoreOptions(strict, only=tuple(state))
-        restore(CheckpointRoot(root), state, step, options, self._all_ranks(), read_only=True)
+        restore(Tiers(open_root(root)), state, step, options, self._all_ranks(), read_only=True)
         return rest
 
     def remove_checkpoint(self, path: _StrPath) -> None:
         """Remove a checkpoint once the saves that are scheduled now are published; rank 0 alone."""
-        path = _local(path)
-        root = _root_of(path)
-        if os.path.islink(path):
-            remove(path)
+        path = located(path)
+        root = root_of(path)
+        if is_link(path):
+            remove_name(path)
         elif root in self._directories:
             self._directories[root].remove_later(path)
-        elif os.path.exists(path):
+        elif exists(path):
             with Checkpointer(root, process_group=self._group_of_one()) as checkpointer:
                 _Directory(root, checkpointer, shared=False).remove_later(path)
 
@@ -231,13 +240,13 @@ class CkptIO(CheckpointIO):
                 directory.finalize()
             if ranks is not None and ranks.rank != 0:
                 return "", 0
-            own = _local(path)
-            return own, self._directory(_root_of(own), ranks).prepare(own, global_step)
+            own = located(path)
+            return own, self._directory(root_of(own), ranks).prepare(own, global_step)
 
         where, step = prepare() if ranks is None else _together(ranks, prepare)
         name = os.path.basename(where)
         about = {"name": name, "epoch": checkpoint.get("epoch"), "global_step": global_step}
-        directory = self._directory(_root_of(where), ranks)
+        directory = self._directory(root_of(where), ranks)
         directory.save(checkpoint, where, step, {"lightning": about})
         if name.startswith(_BEFORE_THE_END):
             directory.finalize(blocking=True)
@@ -249,12 +258,12 @@ class CkptIO(CheckpointIO):
         def find() -> tuple[str, int] | None:
             if ranks.rank != 0:
                 return None
-            root = _root_of(os.path.realpath(_local(path)))
+            root = root_of(resolved(located(path)))
             if root in self._directories:
                 for failure in self._directories[root].settle():
                     _log.warning("%s", failure)
             else:
-                recover_for_restore(CheckpointRoot(root), 0, None, self._timeout_s / 2, _log.warning)
+                recover_for_restore(open_root(root), 0, None, self._timeout_s / 2, _log.warning)
             return _newest(path)
 
         found = _together(ranks, find)
@@ -279,7 +288,7 @@ class _Directory:
     def __init__(self, root: str, checkpointer: Checkpointer, *, shared: bool) -> None:
         self.checkpointer = checkpointer
         self.shared = shared  # by all ranks, which save together
-        self._root = CheckpointRoot(root)
+        self._root = open_root(root)
         self._last: int | None = None  # the number of the newest save
         self._saves: dict[int, str] = {}  # the paths of saves that are not known to be published, by step
         self._removals: list[tuple[int, str]] = []  # each path with the step that must be published before
@@ -291,16 +300,16 @@ class _Directory:
 
     def prepare(self, path: str, global_step: int) -> int:
         """Write the name of a save, and return the number of its step: the global step, or the next free number."""
-        if os.path.islink(path):
-            remove(path)
+        if is_link(path):
+            remove_name(path)
         self._removals = [removal for removal in self._removals if removal[1] != path]
-        earlier = _steps_of(path) if os.path.lexists(path) else []
+        earlier = read_name(path) if exists(path) else []
         if self._last is None:
             known = [*self._root.steps(), *(save.step for save in self._root.pending())]
             self._last = max(known, default=-1)
         step = max(global_step, self._last + 1)
         self._root.make()
-        _write_name(path, [step, *earlier])
+        write_name(path, [step, *earlier])
         return step
 
     def save(self, checkpoint: dict[str, Any], path: str, step: int, metrics: dict[str, Any]) -> None:
@@ -344,11 +353,11 @@ class _Directory:
         self._saves = {other: name for other, name in self._saves.items() if other > step}
         if not self.leads:
             return
-        if path is not None and os.path.lexists(path):
-            steps = _steps_of(path)
+        if path is not None and exists(path):
+            steps = read_name(path)
             kept = [other for other in steps if other >= step or not self._delete(other)]
             if kept != steps:
-                _write_name(path, kept)
+                write_name(path, kept)
         self._remove(step)
 
     def _remove(self, published: int) -> None:
@@ -356,11 +365,11 @@ class _Directory:
         due = [removal for removal in self._removals if removal[0] <= published]
         for removal in due:
             path = removal[1]
-            if os.path.lexists(path):
-                kept = [step for step in _steps_of(path) if not self._delete(step)]
+            if exists(path):
+                kept = [step for step in read_name(path) if not self._delete(step)]
                 if kept:
                     continue  # again, after the next save
-                remove(path)
+                remove_name(path)
             self._removals.remove(removal)
 
     def _delete(self, step: int) -> bool:
@@ -378,54 +387,16 @@ class _Directory:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def _local(path: _StrPath) -> str:
-    """Return an absolute path. StorageError for a URL."""
-    text = os.fspath(path)
-    if "://" in text:
-        raise StorageError(
-            f"{text}: CkptIO saves to local and mounted directories only; give ModelCheckpoint a dirpath"
-        )
-    return os.path.abspath(text)
-
-
-def _root_of(path: str) -> str:
-    return os.path.realpath(os.path.dirname(path))
-
-
-def _write_name(path: str, steps: list[int]) -> None:
-    write_durable(path, json.dumps({_MEMBER: steps}).encode())
-
-
-def _steps_of(path: _StrPath) -> list[int]:
-    """Return the steps that a name lists, newest first. CheckpointError if the file is no name."""
-    try:
-        with open(path, "rb") as file:
-            document = json.loads(file.read(_MAX_NAME_BYTES))
-        steps = [step for step in document[_MEMBER] if type(step) is int]
-        if len(steps) != len(document[_MEMBER]) or not steps:
-            raise ValueError("not a list of steps")
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no checkpoint {os.fspath(path)}") from None
-    except OSError as error:
-        raise StorageError(f"cannot read {os.fspath(path)}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{os.fspath(path)} is not a checkpoint that CkptIO saved. Load a file of torch.save with a Trainer "
-            "without CkptIO; move it away if CkptIO is to save under its name"
-        ) from error
-    return steps
-
-
 def _newest(path: _StrPath) -> tuple[str, int] | None:
     """Return root and number of the newest complete step of a name; None if a name for "last" has none.
 
     A symbolic link (``save_last="link"``) to a checkpoint that was never completed stands for the step before it.
     """
-    path = _local(path)
-    root = _root_of(os.path.realpath(path))
-    steps = _steps_of(path)
-    published = CheckpointRoot(root).steps()
-    complete = [step for step in published if step <= steps[0] and (step in steps or os.path.islink(path))]
+    path = located(path)
+    root = root_of(resolved(path))
+    steps = read_name(path)
+    published = open_root(root).steps()
+    complete = [step for step in published if step <= steps[0] and (step in steps or is_link(path))]
     if complete:
         if complete[-1] != steps[0]:
             _log.warning("%s: the save of step %d was not completed; loading step %d", path, steps[0], complete[-1])
@@ -433,7 +404,7 @@ def _newest(path: _StrPath) -> tuple[str, int] | None:
     if os.path.basename(path).startswith(_LAST):
         _log.warning("%s: its save was not completed, and there was none before; nothing is loaded", path)
         return None
-    names = sorted(entry.path for entry in os.scandir(root) if _is_complete(entry, published))
+    names = [place for place in names_in(root) if _is_complete(place, published)]
     raise CheckpointNotFoundError(
         f"{path}: its save is not complete. It is still being written (CkptIO.teardown() waits for that, as does the "
         "end of `fit`), or was never completed, because a job ended meanwhile or the save failed. Complete checkpoints "
@@ -441,11 +412,9 @@ def _newest(path: _StrPath) -> tuple[str, int] | None:
     )
 
 
-def _is_complete(entry: os.DirEntry[str], published: list[int]) -> bool:
-    if not entry.name.endswith(".ckpt"):
-        return False
+def _is_complete(place: str, published: list[int]) -> bool:
     with contextlib.suppress(CheckpointError):
-        return not set(_steps_of(entry.path)).isdisjoint(published)
+        return not set(read_name(place)).isdisjoint(published)
     return False
 
 

@@ -32,6 +32,7 @@ from ckpt.errors import (
 from ckpt.integrations.accelerate import check_backend, model_state
 from ckpt.loading.lazy import open_checkpoint
 from ckpt.planning.state_dict import RngState
+from ckpt.storage.roots import absolute
 
 try:
     import transformers
@@ -193,7 +194,7 @@ class CkptTrainer(Trainer):
         if isinstance(resume, int) and resume is not False:
             return resume, None
         if isinstance(resume, (str, os.PathLike)):
-            folder, name = os.path.split(os.path.abspath(resume))
+            folder, name = os.path.split(absolute(resume))
             if (found := re.fullmatch(r"step_(\d+)", name)) is not None and folder == checkpointer.root:
                 return int(found[1]), None
         if steps and self.args.save_strategy != "no":

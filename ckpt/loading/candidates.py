@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.storage.interface import Root
@@ -18,8 +19,13 @@ __all__ = ["Place", "places"]
 
 _log = logging.getLogger("ckpt")
 
-Place = tuple[int, bool]
-"""A step, and whether it is in the mirror."""
+
+class Place(NamedTuple):
+    """A step, and where it is: in the mirror, or in memory as this `save`, or else in the root."""
+
+    step: int
+    in_mirror: bool = False
+    save: str | None = None
 
 
 def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place]:
@@ -29,10 +35,10 @@ def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place
     not start from scratch. CheckpointNotFoundError, for the same reason, if all steps were superseded.
     """
     steps = root.steps()
-    found = [(step, False) for step in steps]
+    found = [Place(step) for step in steps]
     if mirror is not None:
         try:
-            found += [(step, True) for step in _copies(root, mirror.saves())]
+            found += [Place(step, in_mirror=True) for step in _copies(root, mirror.saves())]
         except StorageError as error:
             if needs_mirror or not steps:
                 raise StorageError(
@@ -46,7 +52,7 @@ def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place
             f"first step of another branch. Make one the newest again: inspect_ckpt restore-branch {root.path} "
             f"{superseded[-1]}; or remove them: inspect_ckpt rm"
         )
-    return sorted(found, key=lambda place: (-place[0], place[1]))
+    return sorted(found, key=lambda place: (-place.step, place.in_mirror))
 
 
 def _copies(root: Root, copies: Mapping[int, str | None]) -> list[int]:

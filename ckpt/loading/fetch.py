@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -64,6 +64,17 @@ class Fetch:
             raise MemoryError(f"{name}: no memory for {list(box.shape)} elements of {tensor.dtype}") from None
         self.read([BoxRead(name, tensor, box, result)])
         return result
+
+    def files(self, boxes: Iterable[tuple[str, StoredTensor, Box]]) -> set[str]:
+        """Return the files that have something of these boxes of tensors, each with its name for errors."""
+        found: set[str] = set()
+        for name, tensor, box in boxes:
+            for part in tensor.boxes:
+                overlap = box.intersection(Box(part.box_offset, part.meta.shape))
+                if overlap is not None:
+                    inside = tuple(o - b for o, b in zip(overlap.offset, part.box_offset, strict=True))
+                    found.update(self._reader.files(name, part, inside, overlap.shape))
+        return found
 
     def read(self, wanted: Sequence[BoxRead]) -> None:
         """Fill every destination. No read is pending when this returns or raises.

@@ -1,8 +1,8 @@
-"""Restore a published step into the state of a running program, in place.
+"""Restore a step into the state of a running program, in place: one that is whole in memory, or a published one.
 
-The coordinator tells all ranks which steps are published. They restore the newest one (see `restore_step`); if it is
-damaged, the one before. Nothing is written to the state before everything fits on every rank, and the trial is undone
-if it fails on any rank. Runs in the trainer; collective.
+The coordinator tells all ranks which steps are published, and all tell each other what they hold in memory. They
+restore the newest step (see `restore_step`); if it is damaged, the one before. Nothing is written to the state before
+everything fits on every rank, and the trial is undone if it fails on any rank. Runs in the trainer; collective.
 """
 
 from __future__ import annotations
@@ -11,32 +11,61 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointUnreachableError,
     StorageError,
 )
 from ckpt.events import Restored, RestoreFailed
 from ckpt.loading.all_or_none import Alone, Group, error_class
 from ckpt.loading.candidates import Place, places
 from ckpt.loading.options import RestoreOptions
-from ckpt.loading.restore_step import MemorySource, RestoreReport, StepHold, restore_step
+from ckpt.loading.restore_step import HeldSource, MemorySource, RestoreReport, StepHold, restore_step
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import Root
+from ckpt.storage.node_packs import NodePacks
+from ckpt.storage.step_source import StepSource
 
-__all__ = ["candidates", "restore"]
+__all__ = ["MemoryTier", "Tiers", "candidates", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
 
 
+class MemoryTier(Protocol):
+    """Steps that ranks hold in memory, whether they are published or not."""
+
+    def offer(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
+        """Return what this rank can read, for `choose` on all ranks. Collective."""
+
+    def choose(self, offers: Sequence[bytes]) -> list[tuple[int, str]]:
+        """Return the steps that are whole in memory, newest first, and their saves: the same on all ranks."""
+
+    def open(self, save: str, rank: int, gather: Callable[[bytes], list[bytes]]) -> StepSource:
+        """Return one of them, to be read. Collective. Raises what it raises on all ranks."""
+
+    def check(self, save: str) -> None:
+        """Raise CheckpointCorruptError unless all that was read was of this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where steps may be: in a root, with node-local pack files in `packs`; in the mirror of the root; in memory."""
+
+    root: Root
+    mirror: Root | None = None
+    packs: NodePacks | None = None
+    memory: MemoryTier | None = None
+
+
 def restore(
-    root: Root,
+    tiers: Tiers,
     state: Any,
     step: int | None,
     options: RestoreOptions,
@@ -44,11 +73,10 @@ def restore(
     memory: MemorySource | None = None,
     before: Callable[[], object] | None = None,
     read_only: bool = False,
-    mirror: Root | None = None,
 ) -> RestoreReport | None:
-    """Restore the newest published step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
+    """Restore the newest step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
 
-    The step is looked for in `root` and in its `mirror`.
+    Of a published step, tensors may be in `memory`.
 
     The coordinator calls `before` first. With `read_only` no lease is made. If a step is removed while it is read, this
     starts again with the steps that are left. A rank that is `Alone` among several tries no older step, since the
@@ -56,7 +84,7 @@ def restore(
     """
     begin = time.perf_counter()
     try:
-        report = _restore(root, state, step, options, ranks, memory, before, read_only, mirror)
+        report = _restore(tiers, state, step, options, ranks, memory, before, read_only)
     except Exception as error:
         if is_observed():
             failed = step if step is not None or not isinstance(error, CheckpointError) else error.step
@@ -65,13 +93,13 @@ def restore(
         raise
     if report is not None and is_observed():
         nbytes = report.own_memory_bytes, report.neighbour_memory_bytes, report.storage_bytes
-        seconds = time.perf_counter() - begin
-        emit(Restored(time.time(), ranks.rank, report.step, *nbytes, seconds, report.damaged))
+        seconds, remote = time.perf_counter() - begin, report.remote_memory_bytes
+        emit(Restored(time.time(), ranks.rank, report.step, *nbytes, seconds, report.damaged, report.tier, remote))
     return report
 
 
 def _restore(
-    root: Root,
+    tiers: Tiers,
     state: Any,
     step: int | None,
     options: RestoreOptions,
@@ -79,54 +107,66 @@ def _restore(
     memory: MemorySource | None,
     before: Callable[[], object] | None,
     read_only: bool,
-    mirror: Root | None,
 ) -> RestoreReport | None:
     damaged: list[int] = []
     first: CheckpointError | None = None
     removed = 0
-    left = candidates(root, step, ranks, before, mirror)
+    tiers = replace(tiers, memory=None) if isinstance(ranks, Alone) else tiers
+    left = candidates(tiers, step, ranks, before)
     while left:
-        candidate, in_mirror = left.pop(0)
-        place = mirror if in_mirror and mirror is not None else root
+        where = left.pop(0)
+        candidate, in_mirror = where.step, where.in_mirror
+        mirror = tiers.mirror if in_mirror else None
+        place, packs = (tiers.root, tiers.packs) if mirror is None else (mirror, None)
         try:
-            with _held(place, candidate, ranks, read_only) as hold:
+            with _held(where, StepHold(place, candidate, ranks, read_only, packs), ranks, tiers.memory) as hold:
                 report = restore_step(hold, state, candidate, options, ranks, memory)
         except _RemovedError as gone:
             removed += 1
             if step is not None or isinstance(ranks, Alone) or removed == _MAX_REMOVED:
                 raise CheckpointNotFoundError(str(gone), step=candidate) from gone
             _log.warning("%s; looking for the newest step again", gone)
-            left = [other for other in candidates(root, None, ranks, None, mirror) if other[0] not in damaged]
-        except CheckpointCorruptError as corrupt:
+            tiers = replace(tiers, memory=None)
+            left = [other for other in candidates(tiers, None, ranks, None) if other.step not in damaged]
+        except (CheckpointCorruptError, CheckpointUnreachableError) as error:
             if step is not None or isinstance(ranks, Alone):
-                left = [other for other in left if other[0] == candidate]
-            first = first or corrupt
+                left = [other for other in left if other.step == candidate]
+            first = first or error
             if not left:
                 if step is None or first is None:
                     raise
                 raise first from None
-            damaged += [] if candidate in damaged else [candidate]
-            what = "its copy in the mirror" if left[0][0] == candidate else "the step before"
-            _log.warning("step %d cannot be restored, trying %s: %s", candidate, what, corrupt)
+            is_damaged = isinstance(error, CheckpointCorruptError) and candidate not in damaged
+            damaged += [candidate] if is_damaged and where.save is None else []
+            what = _described(left[0]) if left[0].step == candidate else "the step before"
+            _log.warning("step %d cannot be restored, trying %s: %s", candidate, what, error)
         else:
-            report = replace(report, damaged=tuple(damaged), root=place.path)
+            in_memory = where.save is not None
+            report = replace(report, damaged=tuple(damaged), root="" if in_memory else place.path, in_memory=in_memory)
             _log.info("rank %d restored %s%s", ranks.rank, report, " from the mirror" if in_mirror else "")
             return report
     return None
+
+
+def _described(place: Place) -> str:
+    if place.save is not None:
+        return "another snapshot of it"
+    return "its copy in the mirror" if place.in_mirror else "the published one"
 
 
 class _RemovedError(Exception):
     """The step was removed while it was read; raised on all ranks."""
 
 
-def candidates(
-    root: Root, step: int | None, ranks: Group, before: Callable[[], object] | None, mirror: Root | None = None
-) -> list[Place]:
-    """Return what to try, in this order, as seen by the coordinator, so that all ranks try the same. Collective.
+def candidates(tiers: Tiers, step: int | None, ranks: Group, before: Callable[[], object] | None) -> list[Place]:
+    """Return what to try, in this order: the same on all ranks. Collective.
 
-    The coordinator calls `before` first. CheckpointNotFoundError if `step` is not there.
+    What is published is as seen by the coordinator, which calls `before` first; what is whole in memory follows from
+    what all ranks hold. CheckpointNotFoundError if `step` is not there.
     """
+    root, mirror, held = tiers.root, tiers.mirror, tiers.memory
     payload = b""
+    offer = b"" if held is None else held.offer(ranks.rank, ranks)
     if ranks.rank == 0 or isinstance(ranks, Alone):
         try:
             if before is not None:
@@ -134,26 +174,49 @@ def candidates(
             payload = json.dumps(places(root, mirror, needs_mirror=isinstance(ranks, Alone))).encode()
         except CheckpointError as error:
             payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
-    found = json.loads(ranks(payload)[0])
+    answers = [answer.partition(b"\n") for answer in ranks(payload + b"\n" + offer)]
+    found = json.loads(answers[0][0])
     if isinstance(found, dict):
         raise error_class(found["kind"])(found["text"])
-    left = [(int(number), bool(in_mirror)) for number, in_mirror in found]
-    if step is None or any(number == step for number, _ in left):
-        return [place for place in left if step in (None, place[0])]
-    steps = sorted({number for number, _ in left})
+    left = [Place(int(number), bool(in_mirror)) for number, in_mirror, _ in found]
+    if held is not None:
+        left += [Place(number, save=save) for number, save in held.choose([offer for _, _, offer in answers])]
+        left.sort(key=lambda place: (-place.step, place.save is None))  # stable, so the rest stays in its order
+    if step is None or any(place.step == step for place in left):
+        return [place for place in left if step in (None, place.step)]
+    steps = sorted({place.step for place in left})
     where = root.path if mirror is None else f"{root.path}, with its mirror {mirror.path},"
     raise CheckpointNotFoundError(f"{where} has no published step {step}; it has {steps or 'none'}", step=step)
 
 
 @contextlib.contextmanager
-def _held(root: Root, step: int, ranks: Group, read_only: bool) -> Iterator[StepHold]:
+def _held(where: Place, hold: StepHold, ranks: Group, held: MemoryTier | None) -> Iterator[HeldSource]:
     """Hold a step on all ranks, and raise `_RemovedError` on all of them for an error caused by its removal."""
-    hold = StepHold(root, step, ranks, read_only)
+    if where.save is not None and held is not None:
+        yield _InMemory(held, where.save, ranks)
+        return
     try:
         yield hold
     except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
         if hold.was_removed(error):
-            raise _RemovedError(f"step {step} of {root.path} was removed while it was read") from error
+            raise _RemovedError(f"step {where.step} of {hold.root.path} was removed while it was read") from error
         raise
     finally:
         hold.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """A step in memory while it is read."""
+
+    tier: MemoryTier
+    save: str
+    ranks: Group
+    is_node_local: bool = False
+    mirror_files: int = 0
+
+    def open(self) -> StepSource:
+        return self.tier.open(self.save, self.ranks.rank, self.ranks)
+
+    def check(self) -> None:
+        self.tier.check(self.save)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -35,9 +35,11 @@ from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
 from ckpt.storage.dtypes import torch_dtype_name
 from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.memory_step import MemoryStep
+from ckpt.storage.node_packs import NodeLocalStep, NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["FilledTensors", "MemorySource", "RestoreReport", "StepHold", "restore_step"]
+__all__ = ["FilledTensors", "HeldSource", "MemorySource", "RestoreReport", "StepHold", "restore_step"]
 
 _log = logging.getLogger("ckpt")
 _SHOWN = 20
@@ -48,7 +50,9 @@ _MIN_THREADS, _MAX_THREADS = 4, 16
 class RestoreReport:
     """What a restore did on this rank: the bytes of tensors by where they came from, and the time.
 
-    `save` is the save that was published as this step, `root` the path or URL of the root that it was read from.
+    `save` is the save that was published as this step, `root` the path or URL of the root that it was read from; of a
+    step that was whole in memory (`in_memory`) it is the save or snapshot, and no root was read. Of the pack files of a
+    node-local step, `mirror_files` were read from the mirror: they are not on this node, or are damaged there.
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
     newer ones, and this one, if it was read from the mirror after its first copy.
     """
@@ -58,15 +62,28 @@ class RestoreReport:
     root: str = ""
     own_memory_bytes: int = 0
     neighbour_memory_bytes: int = 0
+    remote_memory_bytes: int = 0
     storage_bytes: int = 0
+    mirror_files: int = 0
     seconds: float = 0.0
     damaged: tuple[int, ...] = ()
+    in_memory: bool = False
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()
+
+    @property
+    def tier(self) -> Literal["own memory", "neighbour memory", "memory of another node", "storage"]:
+        """The farthest place that bytes of tensors came from, or the step itself if this rank has none."""
+        in_memory = self.own_memory_bytes or self.neighbour_memory_bytes or self.remote_memory_bytes
+        if self.storage_bytes or not (self.in_memory or in_memory):
+            return "storage"
+        if self.remote_memory_bytes:
+            return "memory of another node"
+        return "neighbour memory" if self.neighbour_memory_bytes else "own memory"
 
     @property
     def restored(self) -> tuple[str, ...]:
@@ -77,11 +94,13 @@ class RestoreReport:
         sources = {
             "own staging memory": self.own_memory_bytes,
             "staging memory of neighbours": self.neighbour_memory_bytes,
+            "memory of other nodes": self.remote_memory_bytes,
             "storage": self.storage_bytes,
         }
         text = ", ".join(f"{nbytes} bytes from {source}" for source, nbytes in sources.items() if nbytes)
         names = {word: getattr(self, word) for word in ("missing", "unexpected", "mismatched", "cast", "resized")}
         counts = "".join(f", {len(found)} {word}" for word, found in names.items() if found)
+        counts = f", {self.mirror_files} pack files from the mirror{counts}" if self.mirror_files else counts
         return f"step {self.step}: {text or 'no tensors'}, {1000 * self.seconds:.0f} ms{counts}"
 
 
@@ -106,25 +125,61 @@ class MemorySource(Protocol):
         ...
 
 
+class HeldSource(Protocol):
+    """A step while it is read on all ranks.
+
+    `is_node_local`: not every rank may be able to read what it needs. `mirror_files` were read from the mirror so far.
+    """
+
+    @property
+    def is_node_local(self) -> bool: ...
+    @property
+    def mirror_files(self) -> int: ...
+
+    def open(self) -> StepSource:
+        """Begin to read, and return the files. May be collective; raises on all ranks or none then."""
+
+    def check(self) -> None:
+        """Raise a CheckpointError unless everything that this rank has read is of this step."""
+
+
 class StepHold:
     """Holds one step on all ranks while it is read. The coordinator makes the lease, for all, and releases it last."""
 
-    def __init__(self, root: Root, step: int, ranks: Group, read_only: bool) -> None:
+    def __init__(self, root: Root, step: int, ranks: Group, read_only: bool, packs: NodePacks | None = None) -> None:
+        """`packs`: where the pack files of this root are on this node."""
         self.root = root
+        self._packs = packs
         self._step = step
         self._ranks = ranks
         self._leads = not read_only and ranks.rank == 0 and not isinstance(ranks, Alone)
         self._reader: HeldStep | None = None
+        self._node_local: NodeLocalStep | None = None
 
     def open(self) -> StepSource:
         """Begin to read, and return the files. CheckpointNotFoundError if the step does not exist any more."""
         self._reader = self.root.hold_step(self._step, lease=self._leads, renewing=True)
-        return self._reader.source
+        if self._packs is None:
+            return self._reader.source
+        self._node_local = self._packs.source(self._step, self._reader.source, lease=self._leads)
+        return self._node_local
 
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless everything that this rank has read is of this step."""
         if self._reader is not None:
             self._reader.check()
+        if self._node_local is not None:
+            self._node_local.check()
+
+    @property
+    def is_node_local(self) -> bool:
+        """Whether not every rank can read every file. The same on all ranks."""
+        return self._packs is not None
+
+    @property
+    def mirror_files(self) -> int:
+        """How many pack files this rank has read from the mirror because they are not on its node, or damaged there."""
+        return 0 if self._node_local is None else len(self._node_local.from_mirror)
 
     def was_removed(self, error: CheckpointError) -> bool:
         """Return whether the step was removed or replaced, as seen by any rank. Collective."""
@@ -134,12 +189,14 @@ class StepHold:
 
     def close(self) -> None:
         """Release the step. Idempotent."""
+        if self._node_local is not None:
+            self._node_local.close()
         if self._reader is not None:
             self._reader.close()
 
 
 def restore_step(
-    hold: StepHold, state: Any, step: int, options: RestoreOptions, ranks: Group, memory: MemorySource | None
+    hold: HeldSource, state: Any, step: int, options: RestoreOptions, ranks: Group, memory: MemorySource | None
 ) -> RestoreReport:
     """Restore one step; see `ckpt.loading.restore.restore`. Collective."""
     begin = time.perf_counter()
@@ -153,6 +210,9 @@ def restore_step(
     try:
         with attempt.phase("load"):
             attempt.try_objects()
+        if hold.is_node_local:  # nothing is overwritten unless all ranks can read what they need
+            with attempt.phase("read"):
+                attempt.reach()
         with attempt.phase("read"):
             attempt.read()
             hold.check()
@@ -162,7 +222,8 @@ def restore_step(
     with attempt.phase("load"):
         attempt.finish()
     save = str(attempt.index.summary["save"])
-    return replace(attempt.report, save=save, seconds=time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    return replace(attempt.report, save=save, seconds=seconds, mirror_files=hold.mirror_files)
 
 
 class _Attempt:
@@ -179,6 +240,7 @@ class _Attempt:
         self._has_tensors = False
         self._update: StateUpdate
         self._reading = False
+        self._filled: frozenset[Path] | None = None  # from memory, once that was tried
 
     def phase(self, action: str) -> AbstractContextManager[None]:
         """Run one phase of the attempt; see `all_or_none`."""
@@ -267,7 +329,7 @@ class _Attempt:
 
     def try_objects(self) -> None:
         """Assign values, and have the objects load that may refuse; see `StateUpdate`."""
-        self._update.try_objects(lambda reads: self._fetch(reads, frozenset()))
+        self._update.try_objects(lambda reads: self._fetch(reads, frozenset(), is_trial=True))
 
     def roll_back(self, error: Exception) -> None:
         """Undo the trial, and add a note to `error` about what could not be undone."""
@@ -282,15 +344,29 @@ class _Attempt:
         elif not failed:
             error.add_note(f"rank {rank}: the state is as it was before")
 
+    def reach(self) -> None:
+        """Fill tensors from memory; CheckpointUnreachableError if the rest cannot be read here."""
+        self._require(self._match.reads, self._fill())
+
+    def _fill(self) -> frozenset[Path]:
+        if self._filled is None:
+            self._filled = self._from_memory()
+            self._reading = bool(self._filled)
+        return self._filled
+
     def read(self) -> None:
         """Fill the tensors from memory where it has them, the rest from storage."""
-        self._reading = True
-        nbytes = self._fetch(self._match.reads, self._from_memory())
-        self.report = replace(self.report, storage_bytes=nbytes)
+        nbytes = self._fetch(self._match.reads, self._fill())
+        if isinstance(self.index.source, MemoryStep):
+            remote = min(nbytes, self.index.source.bytes_fetched)
+            neighbours = self.report.neighbour_memory_bytes + nbytes - remote
+            self.report = replace(self.report, neighbour_memory_bytes=neighbours, remote_memory_bytes=remote)
+        else:
+            self.report = replace(self.report, storage_bytes=nbytes)
 
-    def _fetch(self, reads: list[Read], filled: frozenset[Path]) -> int:
-        """Read from storage what is not filled, and return the number of bytes."""
-        fetch = Fetch(self.index, threads=min(max(_MIN_THREADS, torch.get_num_threads()), _MAX_THREADS))
+    def _fetch(self, reads: list[Read], filled: frozenset[Path], *, is_trial: bool = False) -> int:
+        """Read from storage what is not filled, and return the number of bytes; in a trial, into new tensors."""
+        fetch = self._require(reads, filled)
         direct: list[BoxRead] = []
         bounced: list[BouncedRead] = []
         for path, tensor, leaf in reads:
@@ -305,10 +381,20 @@ class _Attempt:
                 else:
                     bounced.append(BouncedRead(name, tensor, box, target))
         nbytes = sum(read.destination.nbytes for read in direct) + sum(read.nbytes for read in bounced)
+        self._reading = self._reading or not is_trial
         with self._progress(nbytes, fetch):
             fetch.read(direct)
             read_bounced(fetch, bounced)
         return fetch.bytes_read
+
+    def _require(self, reads: list[Read], filled: frozenset[Path]) -> Fetch:
+        """Raise CheckpointUnreachableError if what is not filled cannot be read here; return what reads it."""
+        fetch = Fetch(self.index, threads=min(max(_MIN_THREADS, torch.get_num_threads()), _MAX_THREADS))
+        boxes = (
+            (display(path), tensor, box) for path, tensor, leaf in reads if path not in filled for box, _ in leaf.boxes
+        )
+        self.index.source.require(lambda: fetch.files(boxes))
+        return fetch
 
     def _progress(self, total: int, fetch: Fetch) -> AbstractContextManager[None]:
         """Show on a terminal of rank 0 how much is read; not in a restart, where a rank is alone."""

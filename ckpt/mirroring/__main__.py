@@ -36,6 +36,8 @@ from ckpt.saving.recover import adopt
 from ckpt.saving.retention import Facts, Retention, retain
 from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import Lease
+from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.roots import open_root
 from inprocess.ipc.process import Process
 
@@ -54,6 +56,7 @@ class MirrorProcess:
     def __init__(self, setup: Setup, report: Callable[[Report], None]) -> None:
         self._root = open_root(setup.root, setup.root_options)
         self._mirror = open_root(setup.mirror, setup.mirror_options)
+        self._packs = None if setup.node_local is None else NodePacks(setup.node_local, self._root)
         self._setup = setup
         self._report = report
         self.stopping = threading.Event()
@@ -66,6 +69,7 @@ class MirrorProcess:
         self._fenced = 0  # jobs with this token and smaller ones do not own the mirror any more
         self._reported_s = -_REPORT_S
         self._facts: Facts = {}
+        self._helped: set[str] = set()  # saves of which this process has copied what its node has
 
     def run(self) -> None:
         """Copy until all is copied and no more can come."""
@@ -99,7 +103,12 @@ class MirrorProcess:
     def _try(self, due: Due) -> Failed | None:
         try:
             try:
-                self._copy(due) if self._leads else self._help(due)
+                if self._leads:
+                    self._copy(due)
+                elif self._packs is not None:
+                    self._help_nodes(due, self._packs)
+                else:
+                    self._help(due)
             except FencedError:
                 if self._lease is None:
                     raise
@@ -148,7 +157,8 @@ class MirrorProcess:
         self._own(due)
         held = self.wanted.held(due.step)
         try:
-            copy = StepCopy(held.source, self._mirror, self._token, self._throttle, is_helped=due.is_helped)
+            source = held.source if self._packs is None else self._packs.source(due.step, held.source)
+            copy = StepCopy(source, self._mirror, self._token, self._throttle, is_helped=due.is_helped)
             copy.run(lambda: self._before_commit(due, held))
         except CheckpointCorruptError as error:
             if not held.still_there:
@@ -174,6 +184,45 @@ class MirrorProcess:
             self._report(Begun())
             copy.copy_share(self._setup.rank)
         self._report(Done(due.step, copy.nbytes, time.monotonic() - begin))
+
+    def _help_nodes(self, due: Due, packs: NodePacks) -> None:
+        """Copy what this node has of each copy that the process of rank 0 has begun, until that of `due` is among them.
+
+        Also those that an earlier job has begun: the process of rank 0 cannot complete them alone. Do nothing if it
+        does not begin with this one.
+        """
+        begin, pause_s = time.monotonic(), _LOOK_S
+        save = parse_save_name(self._root.save_of(due.step) or "")
+        if save is None:
+            raise CheckpointNotFoundError(f"{self._root.path} has no published step {due.step}")
+        nbytes = 0
+        while save.name not in self._helped and self._mirror.pending_save(save).outcome() is None:
+            for each in self._mirror.pending():
+                if each.name not in self._helped and self._root.save_of(each.step) == each.name:
+                    nbytes += self._help_node(each, packs)
+            if time.monotonic() - begin > _BEGIN_S:
+                break
+            if save.name not in self._helped:
+                self._throttle.pause(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        self._report(Done(due.step, nbytes, time.monotonic() - begin))
+
+    def _help_node(self, save: SaveId, packs: NodePacks) -> int:
+        """Copy what this node has of a step, if its copy has begun; return how many bytes."""
+        try:
+            with self._root.hold_step(save.step, lease=False) as held:
+                source = packs.source(save.step, held.source)
+                copy = StepCopy(source, self._mirror, save.owner, self._throttle)
+                if not copy.has_begun:
+                    return 0
+                self._report(Begun())
+                copy.copy_share(self._setup.rank)
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            self._report(Failed(save.step, str(error), again=False))
+            self._helped.add(save.name)
+            return 0
+        self._helped.add(save.name)
+        return copy.nbytes
 
     def _before_commit(self, due: Due, held: HeldStep) -> None:
         """Check that the step is still the one that was copied, and move steps of another branch aside."""

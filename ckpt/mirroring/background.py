@@ -46,8 +46,12 @@ class BackgroundMirror:
     What fails is never raised, and logged by rank 0, which is told of all that matters.
     """
 
-    def __init__(self, root: Root, mirror: Root, options: Mirror, mirror_options: StorageOptions) -> None:
+    def __init__(
+        self, root: Root, mirror: Root, options: Mirror, mirror_options: StorageOptions, node_local: str | None = None
+    ) -> None:
+        """`node_local`: the directory of this node with the pack files of the root."""
         self._root = root
+        self._node_local = node_local
         self._mirror = mirror
         self._options = options
         self._mirror_options = mirror_options
@@ -122,6 +126,7 @@ class BackgroundMirror:
             options.bandwidth,
             options.close_timeout.total_seconds(),
             self._owner,
+            self._node_local,
         )
         self._start_at = time.monotonic() + self._restart_s
         self._restart_s = min(2 * self._restart_s, _LONGEST_RESTART_S)
@@ -204,7 +209,8 @@ class BackgroundMirror:
         self._is_failing = report.again
         what = "the mirror" if report.step is None else f"step {report.step} is not in the mirror"
         later = "; it is tried again" if report.again else ""
-        level = logging.WARNING if self._rank == _COORDINATOR else logging.DEBUG
+        is_only_here = self._node_local is not None and not report.again  # rank 0 does not know the cause
+        level = logging.WARNING if self._rank == _COORDINATOR or is_only_here else logging.DEBUG
         _log.log(level, "%s %s: %s%s", what, self._mirror.path, report.cause, later)
         if is_observed() and self._rank == _COORDINATOR:
             cause = shortened(report.cause)

@@ -15,7 +15,8 @@ __all__ = ["Begun", "Done", "Due", "Failed", "Owner", "Report", "Setup"]
 class Setup:
     """What the process copies from and to. `before` is the token that an earlier process of this job had there.
 
-    That of rank 0 owns the mirror and publishes; the others copy the shares of their ranks.
+    That of rank 0 owns the mirror and publishes; the others copy the shares of their ranks. With `node_local`, the
+    directory of this node with pack files of the root, each can copy only what is on its node.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Setup:
     bandwidth: float | None
     close_s: float
     before: int
+    node_local: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

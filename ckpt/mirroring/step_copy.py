@@ -29,6 +29,8 @@ from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_for
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import PartsWatch, Pending, Root
 from ckpt.storage.names import INDEX, REFERENCES, pack_file, parse_save_name, part_name
+from ckpt.storage.node_lock import NodeLock
+from ckpt.storage.node_packs import NodeLocalStep
 from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_documents import INTENT
@@ -46,6 +48,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _THREADS = 4  # each has one file in memory
 _PIECE_BYTES = 4 << 20
 _LOOK_S = 1.0
+_SHOWN = 8
+_COORDINATOR = 0
 _OF_BEGIN = ("format", "save", "step", "owner", "world_size", "plan", "continues")
 
 
@@ -99,9 +103,10 @@ class StepCopy:
         """`is_helped`: the processes of other ranks call `copy_share`.
 
         If they complete nothing for `patience_s`, and for twice the time that the share of this process has taken, it
-        copies theirs, too.
+        copies theirs, too; of a `NodeLocalStep`, it gives up instead.
         """
         self._source = source
+        self._here = source if isinstance(source, NodeLocalStep) else None
         self._is_helped = is_helped
         self._patience_s = patience_s
         self._throttle = throttle
@@ -124,7 +129,12 @@ class StepCopy:
             summary = self._index.summary
             first = [name for name in (INDEX, REFERENCES) if name.removesuffix(".json") in summary]
             self._pending.write_documents({name: self._document(name) for name in first})
-            self._copy_ranks_with_helpers() if self._is_helped and not self.resumed else self._copy_ranks(self._ranks)
+            if self._here is not None:
+                self._copy_nodes(self._here)
+            elif self._is_helped and not self.resumed:
+                self._copy_ranks_with_helpers()
+            else:
+                self._copy_ranks(self._ranks)
             self._pending.write_documents({name: self._document(name) for name in ("state.json", "zarr.json")})
             before_commit()
             outcome = self._pending.publish()
@@ -144,8 +154,14 @@ class StepCopy:
         return self._pending.outcome() is not None
 
     def copy_share(self, rank: int) -> None:
-        """Copy the files of one rank, for a copy that has begun. Raises as the class says."""
-        if rank in self._ranks and not self._pending.has_part(rank):
+        """Copy the files of one rank, for a copy that has begun. Raises as the class says.
+
+        Of a `NodeLocalStep`, copy all that is on this node, that rank first.
+        """
+        if self._here is not None:
+            self.resumed = True
+            self._copy_node(self._here, rank)
+        elif rank in self._ranks and not self._pending.has_part(rank):
             self.resumed = True
             self._copy_ranks([rank])
 
@@ -166,6 +182,44 @@ class StepCopy:
             self._throttle.pause(_LOOK_S)
         self.resumed = True  # by those that have not completed their shares
         self._copy_ranks(sorted(watch.missing))
+
+    def _copy_nodes(self, here: NodeLocalStep) -> None:
+        """Copy what is on this node, and wait for the other nodes. StorageError if they complete nothing."""
+        begin = time.monotonic()
+        self._copy_node(here, _COORDINATOR)
+        watch = PartsWatch(self._pending, self._index.world_size)
+        progress, patience_s, missing = time.monotonic(), max(self._patience_s, 2 * (time.monotonic() - begin)), -1
+        while not watch.look():
+            if len(watch.missing) != missing:
+                progress, missing = time.monotonic(), len(watch.missing)
+            elif time.monotonic() - progress >= patience_s:
+                left = [rank for rank in sorted(watch.missing) if not self._copy_if_here(here, rank)]
+                if left:
+                    raise StorageError(
+                        f"the files of ranks {left[:_SHOWN]}{' and others' if len(left) > _SHOWN else ''} are not in "
+                        "the mirror: their nodes are busy, or were replaced"
+                    )
+            self._throttle.pause(min(_LOOK_S, patience_s))
+
+    def _copy_node(self, here: NodeLocalStep, first: int) -> None:
+        """Copy the files of all ranks that have some on this node; each rank is copied by one process of the node."""
+        ranks = {first, *here.ranks_here} & set(self._ranks)
+        for rank in sorted(ranks, key=lambda rank: (rank != first, rank)):
+            self._copy_if_here(here, rank)
+
+    def _copy_if_here(self, here: NodeLocalStep, rank: int) -> bool:
+        """Copy the files of a rank that are on this node, unless another process does. False if they are not here."""
+        lock = NodeLock(f"copy of rank {rank} from {here.node_path} to {self._pending.path}")
+        if self._pending.has_part(rank) or not lock.take():
+            return True
+        try:
+            _, _, packs = self._share(rank)
+            is_here = all(here.can_read(pack.name) for pack in packs)
+            if is_here and not self._pending.has_part(rank):
+                self._copy_ranks([rank])
+            return is_here
+        finally:
+            lock.release()
 
     def _begin(self) -> None:
         intent = self._document(INTENT)
@@ -209,20 +263,24 @@ class StepCopy:
         """Yield lists of parts: name, content, pack files. Each list has a few times as many files as threads."""
         batch: list[tuple[str, bytes, list[PackFile]]] = []
         for rank in ranks:
-            name = part_name(rank)
-            where = os.path.join(self._source.path, name)
-            data = self._document(name)
-            if crc32c(data) != self._index.summary["parts"][rank]:
-                raise CheckpointCorruptError(f"{where} is damaged: it is not the one that belongs to this step")
-            with well_formed(where):
-                listed = [sizes(entry) for entry in items(decode_document(data, where)["files"])]
-                packs = [PackFile(pack_file(rank, number), rank, number, size, crc) for number, size, crc in listed]
-            batch.append((name, data, packs))
+            batch.append(self._share(rank))
             if sum(len(packs) for _, _, packs in batch) >= 4 * _THREADS:
                 yield batch
                 batch = []
         if batch:
             yield batch
+
+    def _share(self, rank: int) -> tuple[str, bytes, list[PackFile]]:
+        """Return the part of a rank: its name, its content, the pack files that it lists."""
+        name = part_name(rank)
+        where = os.path.join(self._source.path, name)
+        data = self._document(name)
+        if crc32c(data) != self._index.summary["parts"][rank]:
+            raise CheckpointCorruptError(f"{where} is damaged: it is not the one that belongs to this step")
+        with well_formed(where):
+            listed = [sizes(entry) for entry in items(decode_document(data, where)["files"])]
+            packs = [PackFile(pack_file(rank, number), rank, number, size, crc) for number, size, crc in listed]
+        return name, data, packs
 
     def _copy_pack(self, pack: PackFile) -> None:
         assert pack.nbytes is not None

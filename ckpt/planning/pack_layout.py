@@ -3,6 +3,7 @@
 The arrays whose chunks have the same owners, one by one, form regions: each owner has a copy of the region, with its
 chunks in the same order at the same offsets. Each rank puts its copies one behind the other, and begins a new file when
 one is full. A region is smaller than half a file, so a file has less than one and a half times the size asked for.
+Arrays that are `apart` are in files of their own, behind the others.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class ArrayDraft:
     box_offset: tuple[int, ...]
     tensor_shape: tuple[int, ...]
     rank: int | None
+    apart: bool = False
 
 
 def lay_out(drafts: Sequence[ArrayDraft], world_size: int, file_bytes: int) -> PackIndex:
@@ -41,18 +43,21 @@ def lay_out(drafts: Sequence[ArrayDraft], world_size: int, file_bytes: int) -> P
 
     Equal owners must be one object: comparing those of thousands of ranks takes long.
     """
-    open_regions: dict[int, int] = {}  # by the identity of the owners
+    open_regions: dict[tuple[int, bool], int] = {}  # by the identity of the owners
     sizes: list[int] = []  # of the regions
     owners_of: list[Owners] = []
+    apart: list[bool] = []
     arrays: list[StoredArray] = []
     for number, draft in enumerate(drafts):
         region, offset = None, 0
         if draft.owners:
-            region = open_regions.get(id(draft.owners))
+            key = id(draft.owners), draft.apart
+            region = open_regions.get(key)
             if region is None or sizes[region] * _REGIONS_IN_FILE >= file_bytes:
-                region = open_regions[id(draft.owners)] = len(sizes)
+                region = open_regions[key] = len(sizes)
                 sizes.append(0)
                 owners_of.append(draft.owners)
+                apart.append(draft.apart)
             offset = sizes[region]
             nbytes = draft.meta.encoded_bytes((0,) * len(draft.meta.shape))  # no other chunk is larger
             sizes[region] = offset + -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -61,16 +66,23 @@ def lay_out(drafts: Sequence[ArrayDraft], world_size: int, file_bytes: int) -> P
                 number, draft.path, draft.meta, region, offset, draft.box_offset, draft.tensor_shape, draft.rank
             )
         )
-    return PackIndex(tuple(arrays), tuple(_place(owners_of, sizes, world_size, file_bytes)))
+    return PackIndex(tuple(arrays), tuple(_place(owners_of, sizes, apart, world_size, file_bytes)))
 
 
-def _place(owners_of: list[Owners], sizes: list[int], world_size: int, file_bytes: int) -> list[Region]:
+def _place(
+    owners_of: list[Owners], sizes: list[int], apart: list[bool], world_size: int, file_bytes: int
+) -> list[Region]:
     files = np.zeros(world_size, np.int64)
     ends = np.zeros(world_size, np.int64)
-    regions = []
-    for owners, size in zip(owners_of, sizes, strict=True):
-        ranks = np.array(owners, np.int64)
-        region = Region(ranks, np.empty_like(ranks), np.empty_like(ranks))
+    regions = [Region(ranks, np.empty_like(ranks), np.empty_like(ranks)) for ranks in map(_ranks, owners_of)]
+    behind = False
+    for number in sorted(range(len(regions)), key=apart.__getitem__):
+        owners, size, region = owners_of[number], sizes[number], regions[number]
+        ranks = region.ranks
+        if apart[number] and not behind:
+            behind = True
+            files[ends > 0] += 1
+            ends[:] = 0
         once = len(set(owners)) == len(owners)
         for copies in [slice(None)] if once else [slice(copy, copy + 1) for copy in range(len(owners))]:
             own = ranks[copies]
@@ -79,5 +91,8 @@ def _place(owners_of: list[Owners], sizes: list[int], world_size: int, file_byte
             ends[full] = 0
             region.files[copies], region.starts[copies] = files[own], ends[own]
             ends[own] += size
-        regions.append(region)
     return regions
+
+
+def _ranks(owners: Owners) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(owners, np.int64)

@@ -52,6 +52,7 @@ class SavePlan:
     """The plan of a save, the same on all ranks: every array with its place, and who writes which value.
 
     `containers` are those of the state that are not plain dicts, by path and rank; None for those of all ranks.
+    `apart` are the numbers of the arrays that several ranks hold, if these are in files of their own.
     """
 
     world_size: int
@@ -60,6 +61,7 @@ class SavePlan:
     per_rank_values: dict[Path, tuple[int, ...]]
     aliases: dict[Path, Path]
     containers: dict[tuple[Path, int | None], Container]
+    apart: frozenset[int] = frozenset()
 
     def chunks_of(self, rank: int) -> Iterator[PlannedChunk]:
         """Yield the chunks that `rank` writes, in the order of its pack."""
@@ -105,18 +107,32 @@ def make_save_plan(
     aliases = _aliases(descriptions, tensors, boxes_of)
     from_lowest = frozenset().union(*{each.from_lowest for each in descriptions})
     units = [
-        (path, spec, boxes_of.all_of(path, spec, holders, only_lowest=path in from_lowest))
+        (
+            path,
+            spec,
+            boxes_of.all_of(path, spec, holders, only_lowest=path in from_lowest),
+            options.common_apart and boxes_of.are_common(spec, holders),
+        )
         for (path, spec), holders in tensors.items()
         if path not in aliases
     ]
-    share = sum(spec.itemsize * math.prod(spec.shape) for _, spec, _ in units) / max(world_size, 1)
+    share = sum(spec.itemsize * math.prod(spec.shape) for _, spec, _, _ in units) / max(world_size, 1)
     divider = _Divider(share, options)
-    drafts = [draft for path, spec, boxes in units for draft in divider.divide(path, spec, boxes)]
+    drafts, apart = [], []
+    for path, spec, boxes, is_apart in units:
+        own_drafts = list(divider.divide(path, spec, boxes))
+        drafts += own_drafts
+        apart += [is_apart] * len(own_drafts)
     owners = _assign(drafts, world_size, min(options.smallest_split_bytes, int(share / _SLACK)))
-    arrays = [_array_draft(draft, own, compression) for draft, own in zip(drafts, owners, strict=True)]
+    arrays = [
+        _array_draft(draft, own, compression, is_apart)
+        for draft, own, is_apart in zip(drafts, owners, apart, strict=True)
+    ]
     values, per_rank_values = _value_owners(descriptions)
     index = lay_out(arrays, world_size, options.file_bytes)
-    return SavePlan(world_size, index, values, per_rank_values, aliases, _containers(descriptions))
+    containers = _containers(descriptions)
+    numbers = frozenset(number for number, is_apart in enumerate(apart) if is_apart)
+    return SavePlan(world_size, index, values, per_rank_values, aliases, containers, numbers)
 
 
 _Holders = dict[Sharding | OwnBoxes | None, tuple[int, ...]]
@@ -211,6 +227,10 @@ class _Boxes:
         """Return the boxes with elements, in order."""
         return self._find(spec, holders)[0]
 
+    def are_common(self, spec: TensorSpec, holders: _Holders) -> bool:
+        """Return whether several ranks hold a box of a tensor that is not per rank."""
+        return not spec.per_rank and any(len(ranks) > 1 for ranks in self.distinct(spec, holders).values())
+
     def _find(self, spec: TensorSpec, holders: _Holders) -> tuple[dict[Box, tuple[int, ...]], int]:
         key = (spec.shape, *((id(sharding), id(ranks)) for sharding, ranks in holders.items()))
         if key not in self._known:
@@ -262,7 +282,7 @@ class _Draft:
         return math.prod(self.grid.chunk_shape) * self.spec.itemsize
 
 
-def _array_draft(draft: _Draft, owners: Owners, compression: str | None) -> ArrayDraft:
+def _array_draft(draft: _Draft, owners: Owners, compression: str | None, apart: bool) -> ArrayDraft:
     about: dict[str, object] = {"name": list(draft.path)}
     if draft.rank is not None:
         about["rank"] = draft.rank
@@ -272,7 +292,7 @@ def _array_draft(draft: _Draft, owners: Owners, compression: str | None) -> Arra
     meta = ArrayMeta(
         draft.box.shape, draft.spec.dtype, grid.chunk_shape, grid.inner_chunk_shape, compression, {"ckpt": about}
     )
-    return ArrayDraft(draft.path, meta, owners, draft.box.offset, draft.spec.shape, draft.rank)
+    return ArrayDraft(draft.path, meta, owners, draft.box.offset, draft.spec.shape, draft.rank, apart)
 
 
 class _Divider:

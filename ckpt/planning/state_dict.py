@@ -261,7 +261,7 @@ class _Walk:
         self._expand = expand
         self._reaches = reaches
         self._seen: dict[int, list[_Seen]] = {}
-        self._kinds: dict[Any, tuple[TensorSpec, list[LocalBox]]] = {}  # of plain tensors with elements
+        self._kinds: dict[Any, tuple[TensorSpec, list[LocalBox]]] = {}  # of contiguous tensors with elements
         self._dtensors = DTensors()
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
@@ -386,6 +386,13 @@ class _Walk:
         # Looking up a missing attribute takes a microsecond.
         sharding = None if type(tensor) in PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
         local = without_graph(tensor) if sharding is None else local_tensor(tensor)
+        kind = (sharding, tensor.shape, local.shape, local.dtype, local.layout, type(local), local.is_meta)
+        known = None if per_rank or sharding is None else self._kinds.get(kind)
+        if known is not None and local.data_ptr() not in self._seen and local.is_contiguous():
+            spec, boxes = known
+            self._seen[local.data_ptr()] = [(path, local, spec.shape, sharding, False)]
+            self._flat.tensors[path] = TensorLeaf(local, spec, boxes)
+            return
         if type(local) not in PLAIN_TENSORS and is_storable_subclass(type(local)):
             self._parts(path, tensor, local, None if per_rank else sharding, per_rank)
             return
@@ -393,6 +400,9 @@ class _Walk:
         if per_rank or sharding is None:  # this rank's shard of a per-rank DTensor is a tensor of its own
             sharding, tensor = None, local
         self._leaf(path, local, tuple(tensor.shape), sharding, per_rank)
+        leaf = self._flat.tensors.get(path)
+        if sharding is not None and leaf is not None and local.numel():
+            self._kinds[kind] = leaf.spec, leaf.boxes
 
     def _parts(
         self, path: Path, tensor: torch.Tensor, local: torch.Tensor, sharding: Sharding | None, per_rank: bool

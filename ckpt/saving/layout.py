@@ -86,7 +86,8 @@ class _LayoutBuilder:
     def build(self, plan: SavePlan) -> RankLayout:
         """Lay out everything that the rank writes."""
         for file, chunks in itertools.groupby(plan.chunks_of(self._rank), key=lambda chunk: chunk.file):
-            self._add_file(file, list(chunks))
+            of_file = list(chunks)
+            self._add_file(file, of_file, is_common=of_file[0].array.number in plan.apart)
         write_plan = WritePlan(
             self._rank,
             plan.world_size,
@@ -102,7 +103,7 @@ class _LayoutBuilder:
         )
         return RankLayout(write_plan, tuple(map(Copies.of, self._copies)), tuple(map(tuple, self._constants)))
 
-    def _add_file(self, number: int, chunks: Sequence[PlannedChunk]) -> None:
+    def _add_file(self, number: int, chunks: Sequence[PlannedChunk], *, is_common: bool) -> None:
         layouts = [chunk.array.meta.layout(chunk.index) for chunk in chunks]
         nbytes = chunks[-1].offset + layouts[-1].encoded_bytes
         start = self._place(nbytes, chunks[0].array)
@@ -118,7 +119,7 @@ class _LayoutBuilder:
                 )
             self._add_copies(chunk, layout, offset)
         batch = len(self._copies) - 1
-        self._files.append(PlannedFile(number, start, nbytes, batch, first, len(self._inner)))
+        self._files.append(PlannedFile(number, start, nbytes, batch, first, len(self._inner), is_common))
 
     def _place(self, nbytes: int, array: StoredArray) -> int:
         """Return where in the slot a file begins."""

@@ -45,7 +45,10 @@ _ANSWER = struct.Struct(">Q?")  # the token of the owner, and whether it was cla
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What the saves of all ranks have in common until they agree again. `owner` is the token of the root's owner."""
+    """What the saves of all ranks have in common until they agree again.
+
+    `owner` is the token of the root's owner; 0 if it was not claimed, as for snapshots alone.
+    """
 
     owner: int
     nonce: bytes
@@ -122,13 +125,13 @@ class PlanCache:
     @property
     def owner(self) -> int | None:
         """The token that this job saves with; None before the ranks have agreed on one."""
-        return None if self._session is None else self._session.owner
+        return None if self._session is None else self._session.owner or None
 
     def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> PreparedState:
         """Name the leaves, and find or make the plan. Collective if there is no plan or no session.
 
-        Without a session ranks agree on one with `claims`, if `claim` is true on the coordinator; else there is still
-        none. When ranks must agree, all raise what any raises: StateError, and errors of `claims`.
+        With `claims`, the session is to have an owner: the coordinator claims the root if `claim` is true there. When
+        ranks must agree, all raise what any raises: StateError, and errors of `claims`.
         """
         flat = self._agree_on_plan(state, claims, claim)
         self.finish()
@@ -140,10 +143,14 @@ class PlanCache:
         return PreparedState(flat, encoded, values, cached)
 
     def begin(self, state: Any, claims: Claims | None, slots: Slots, *, claim: bool) -> None:
-        """Do what `prepare` does with other ranks, and the rest in a thread, which then fits the slots to the plan."""
+        """Do the part of `prepare` that waits for other ranks, and that of fitting the slots. Collective."""
         self._agree_on_plan(state, claims, claim)
         if self._begun is not None:
             slots.meet()
+
+    def go_on(self, slots: Slots) -> None:
+        """Do the rest of what `begin` has begun in a thread, which then fits the slots to the plan."""
+        if self._begun is not None:
             self._begun.start(slots)
 
     def finish(self) -> None:
@@ -155,7 +162,7 @@ class PlanCache:
     def _agree_on_plan(self, state: Any, claims: Claims | None, claim: bool) -> FlatState:
         """Agree on a session and exchange descriptions, where that is needed. The plan is to be made then: `_begun`."""
         self.finish()
-        begins_session = self._session is None
+        begins_session = self._session is None or (claims is not None and not self._session.owner)
         try:
             flat = flatten(state)
         except Exception as error:
@@ -195,7 +202,7 @@ class PlanCache:
         """Return the save begun last: unique, and the same on all ranks. None before there is a session.
 
         It depends on the nonce that the ranks agreed on and on how often this step was tried, and on nothing that a
-        failed call on one rank could leave different.
+        failed call on one rank could leave different. Its owner is 0 if the root was not claimed.
         """
         if self._session is None:
             return None
@@ -231,14 +238,14 @@ class PlanCache:
         return CachedPlan(description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: Claims | None, claim: bool) -> None:
-        """Begin a session if the state is to be saved; give an existing one a new nonce. Collective.
+        """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.
 
         Raises StateError on all ranks when one of them cannot store its state, the error of a failed claim, and
         StorageError when one of them cannot write where the coordinator can.
         """
         owner, claimed = 0 if self._session is None else self._session.owner, False
         try:
-            if claims is not None and claim and self._session is None and self._ranks.rank == _COORDINATOR:
+            if claims is not None and claim and not owner and self._ranks.rank == _COORDINATOR:
                 owner, claimed = claims.claim(), True
         except Exception as error:
             self._ranks(_failed(error))
@@ -249,7 +256,7 @@ class PlanCache:
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
         if claims is not None and claimed and self._ranks.world_size > 1:
             self._confirm(claims, owner)
-        self._session = _Session(owner, nonce) if owner else None
+        self._session = _Session(owner, nonce)
 
     def _confirm(self, claims: Claims, owner: int) -> None:
         """Confirm the claim on all ranks; what one of them raises is raised on all. Collective."""

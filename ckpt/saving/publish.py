@@ -6,13 +6,16 @@ the process that recovers what an earlier start left. Needs only what is in the 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.native import crc32c
+from ckpt.paths import Path
 from ckpt.saving.replicas import Warn, check_replicas
 from ckpt.storage.array_metadata import root_document
 from ckpt.storage.documents import decode_document, encode_document, encode_root, well_formed
@@ -21,7 +24,7 @@ from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.pack_index import PackIndex
 
-__all__ = ["PartFile", "publish"]
+__all__ = ["PartFile", "merged", "publish"]
 
 
 _OF_INTENT = ("format", "save", "step", "owner", "continues", "restart", "metrics", "versions", "world_size", "plan")
@@ -56,33 +59,41 @@ def publish(
         if outcome is None:
             raise CheckpointCorruptError(f"{pending.path} has lost its intent.json; was it changed by hand?")
         return outcome
-    summary, state = _merge(pending, intent, written or {}, tick, warn)
+    documents = {name: pending.read_document(f"{name}.json") for name in ("index", "references")}
+    parts = _all_parts(pending, intent["world_size"], written or {})
+    documents = merged(pending.path, intent, documents, parts, tick, warn)
     tick()
-    state_bytes = encode_document(state)
-    summary["state"] = {"bytes": len(state_bytes), "crc32c": crc32c(state_bytes)}
-    documents = {"state.json": state_bytes, "zarr.json": encode_root(root_document(summary))}
     pending.write_documents(documents)
     tick()
     before_commit()
     return pending.publish()
 
 
-def _merge(
-    pending: Pending, intent: dict[str, Any], parts: Mapping[int, PartFile], tick: Callable[[], None], warn: Warn
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the summary for the root, and the state document, from the index and all parts."""
-    documents = {name: pending.read_document(f"{name}.json") for name in ("index", "references")}
-    where = os.path.join(pending.path, INDEX)
-    with well_formed(where):
-        index = PackIndex.from_document(decode_document(documents["index"], where), intent["world_size"])
-    expected = index.files()
+def merged(
+    path: str,
+    intent: Mapping[str, Any],
+    documents: Mapping[str, bytes],
+    parts: Iterable[PartFile],
+    tick: Callable[[], None] = lambda: None,
+    warn: Warn = lambda names, mixed: None,
+) -> dict[str, bytes]:
+    """Return the root and the state document of a step, by name, from its index and the parts of all ranks.
+
+    `path` says where it is, in messages, and `documents` are what the root vouches for, such as the index. Raises what
+    `publish` raises for parts that do not make up a step.
+    """
+    try:
+        index = _read_index(documents["index"], intent["world_size"])
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{path}/{error}") from error
+    expected = dict(index.files)
     state: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
     replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
     summary |= {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in documents.items()}
-    summary |= {"bytes": 0, "files": 0, "tensors": len(index.arrays), "parts": []}
-    for rank, (part, part_checksum) in enumerate(_all_parts(pending, intent["world_size"], parts)):
-        where = os.path.join(pending.path, part_name(rank))
+    summary |= {"bytes": 0, "files": 0, "tensors": len(index.paths), "parts": []}
+    for rank, (part, part_checksum) in enumerate(parts):
+        where = os.path.join(path, part_name(rank))
         identity = {key: intent[key] for key in ("save", "plan", "world_size")} | {"rank": rank}
         if any(part.get(key) != value for key, value in identity.items()):
             raise CheckpointCorruptError(f"{where} belongs to another save or plan")
@@ -99,11 +110,30 @@ def _merge(
         summary["parts"].append(part_checksum)
         tick()
     for rank, number in expected:
-        where = os.path.join(pending.path, part_name(rank))
+        where = os.path.join(path, part_name(rank))
         raise CheckpointCorruptError(f"{where} does not list file {number} of the index")
-    names = (*(array.path for array in index.arrays), *(tuple(name) for name, _, _ in state["values"]))
-    check_replicas(replicas, lambda: names, warn)
-    return summary, state
+    check_replicas(replicas, lambda: (*index.paths, *(tuple(name) for name, _, _ in state["values"])), warn)
+    state_bytes = encode_document(state)
+    summary["state"] = {"bytes": len(state_bytes), "crc32c": crc32c(state_bytes)}
+    return {"state.json": state_bytes, "zarr.json": encode_root(root_document(summary))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What a commit needs of an index: the names of its arrays, and the size of each file by rank and number."""
+
+    paths: tuple[Path, ...]
+    files: dict[tuple[int, int], int]
+    compressed: bool
+
+
+# All saves of a structure have the same index, and reading that of 10,000 tensors takes longer than writing them.
+@functools.lru_cache(maxsize=2)
+def _read_index(data: bytes, world_size: int) -> _Index:
+    """Return what the bytes of an index say, after checking them. Raises CheckpointCorruptError."""
+    with well_formed(INDEX):
+        index = PackIndex.from_document(decode_document(data, INDEX), world_size)
+    return _Index(tuple(array.path for array in index.arrays), index.files(), index.compressed)
 
 
 def _all_parts(pending: Pending, world_size: int, known: Mapping[int, PartFile]) -> Iterator[PartFile]:

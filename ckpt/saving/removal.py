@@ -19,11 +19,13 @@ from collections.abc import Iterator
 from ckpt.errors import CheckpointError
 from ckpt.saving.task import COORDINATOR
 from ckpt.storage.interface import Root
+from ckpt.storage.node_packs import NodePacks
 
 __all__ = ["REMOVALS_PER_S", "Remover"]
 
 REMOVALS_PER_S = 500.0
 _AFTER_S = 0.2  # the coordinator renames the steps soon after the other ranks have learned the outcome
+_LOOK_S = 600.0
 _FINISH_S = 5.0  # for what is left at the end of the process
 _log = logging.getLogger("ckpt")
 
@@ -38,11 +40,14 @@ class Remover:
     Only `close` does, for some seconds at most.
     """
 
-    def __init__(self, root: Root, rank: int, world_size: int) -> None:
+    def __init__(self, root: Root, rank: int, world_size: int, packs: NodePacks | None = None) -> None:
+        """`packs`: where the pack files of the root are on this node, to be deleted by any of its ranks."""
         self._root = root
+        self._packs = packs
         self._rank = rank
         self._pause_s = world_size / REMOVALS_PER_S
         self._alone = world_size == 1 or not root.removed_by_all
+        self._look_at = 0.0  # when to ask the storage for all that is to be deleted, on a monotonic clock
         self._left: set[str] = set()  # by the coordinator in an earlier round, for the other ranks to delete
         self._backlog = 0
         self._may_run = threading.Event()
@@ -52,9 +57,14 @@ class Remover:
         self._deadline = 0.0
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to delete what is there to delete, or do so once more after that."""
-        if self._rank != COORDINATOR and not self._root.removed_by_all:
+    def start(self, *, others: bool = True) -> None:
+        """Begin to delete what is there to delete, or do so once more after that.
+
+        Without `others` it may be only what this process has removed.
+        """
+        if others:
+            self._look_at = 0.0
+        if self._rank != COORDINATOR and not self._root.removed_by_all and self._packs is None:
             return
         self._again.set()
         if self._thread is None or not self._thread.is_alive():
@@ -94,7 +104,13 @@ class Remover:
             _log.debug("removed files are not all deleted: %s", error)
 
     def _round(self) -> None:
-        removed = self._root.removed()
+        if self._packs is not None:
+            self._packs.clean(self._before_each)
+        if self._rank != COORDINATOR and not self._root.removed_by_all:
+            return
+        here = self._root.removed_here()
+        all_of_it = here is None or self._closing.is_set() or time.monotonic() >= self._look_at
+        removed = self._root.removed() if here is None or all_of_it else here
         self._backlog = sum(not is_record for _, is_record in removed)
         for path, _ in removed:
             self._root.delete_share(path, self._rank, self._before_each)
@@ -108,7 +124,9 @@ class Remover:
             with contextlib.suppress(CheckpointError):  # a late writer writes there: in the next round
                 self._root.delete_contents(path, self._before_each, is_record=is_record)
         self._left = left
-        self._root.clean_records()
+        if all_of_it:
+            self._root.clean_records()
+            self._look_at = time.monotonic() + _LOOK_S
 
     def _before_each(self) -> None:
         """Wait until the next file may be deleted."""

@@ -31,6 +31,7 @@ __all__ = [
     "Latest",
     "Pinned",
     "PublishedStep",
+    "Retained",
     "Retention",
     "keep_policy",
     "retain",
@@ -212,32 +213,35 @@ class Retention:
     reuse_files: bool = False
 
 
-def retain(root: Root, retention: Retention, token: int, newest: int, plan: str, facts: Facts) -> list[int]:
-    """Remove superfluous steps, and return them: they are renamed, and their files deleted later (see `removal`).
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """The steps that were removed, and how many are left."""
+
+    removed: tuple[int, ...] = ()
+    left: int = 0
+
+
+def retain(root: Root, retention: Retention, token: int, newest: int, plan: str, facts: Facts) -> Retained:
+    """Remove superfluous steps, and tell which: their files are deleted later (see `removal`).
 
     Never removes a step that is pinned or being read, nor anything from `newest` on. `plan` is the digest of the plan
     that the next save is likely to have. For the owner: FencedError if `token` is not the newest; a step of a later
     owner is put back. A step that cannot be read is kept, if a policy would have to.
     """
     if retention.keep is None:
-        return []
+        return Retained()
     root.ownership.check(token)
-    published = [step for step in root.steps() if step <= newest]
+    steps = root.steps()
+    published = [step for step in steps if step <= newest]
     if retention.keep.needs_facts:
         found = {step: _facts_of(root, step, facts) for step in published}
     else:
         found = {step: PublishedStep(step, {}, 0.0) for step in published}
     known = [each for each in found.values() if each is not None]
     kept = retention.keep.kept(known) | {step for step, each in found.items() if each is None}
-    kept |= {newest, *root.pinned_steps()}
-    superfluous = [step for step in published if step not in kept]
-    if superfluous and retention.reuse_files:
-        root.discard_recycled()  # the save has taken from there what it could use
-    removed = []
-    for step in superfluous:
-        if root.retire_step(step, token, plan if retention.reuse_files else None):
-            removed.append(step)
-    return removed
+    superfluous = [step for step in published if step not in kept and step != newest]
+    removed = root.retire_steps(superfluous, token, plan if retention.reuse_files else None) if superfluous else []
+    return Retained(tuple(removed), len(steps) - len(removed))
 
 
 def _facts_of(root: Root, step: int, known: Facts) -> PublishedStep | None:

@@ -16,22 +16,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
-from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.events import Retained
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, StateError
+from ckpt.events import Retained, SnapshotStaged
 from ckpt.observing import emit, is_observed
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
+from ckpt.saving.memory_tier import MemoryTier
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
+from ckpt.saving.replicator import ReplicaOptions, Replicator
+from ckpt.saving.snapshots import Snapshots
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, StepsRemoved, WriteTask, pack_offsets
 from ckpt.saving.timers import Timers
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
+from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Reason
 from ckpt.storage.ownership import ClaimLease
 from ckpt.storage.pack_writers import WrittenFile
@@ -66,13 +70,23 @@ class Saver:
         queue: AsyncCallsQueue,
         staging: StagingOptions,
         options: SaveOptions,
+        replicas: ReplicaOptions | None = None,
     ) -> None:
         self._root = root
+        self._packs = None if options.node_local is None else NodePacks(options.node_local, root)
         self._ranks = ranks
         self._queue = queue
         self._slot_timeout_s = staging.slot_timeout_s
         self._options = options
-        self._stager = Stager(ranks, staging, self._wait_for_writers)
+        self.snapshots = Snapshots(ranks)
+        self._stager = Stager(ranks, staging, self._wait_for_writers, self.snapshots)
+        self.replicator: Replicator | None = None
+        if replicas is not None:
+            self.replicator = replicator = Replicator(ranks, lambda: self._stager.all_slots, replicas)
+            self.snapshots.on_poll = replicator.poll
+            self._stager.on_meet = lambda: replicator.meet(ranks.rank, ranks)
+        self._tier = MemoryTier(self.snapshots, self._stager.memory, self.replicator)
+        self._saves_are_snapshots = staging.snapshots
         self._plans = PlanCache(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
         self._batch_queue: AsyncCallsQueue | None = None
         self.timers = Timers()  # of every call that writes
@@ -87,6 +101,7 @@ class Saver:
         self._closed = False
         self._listening = False
         self._listen_at = 0.0
+        self._listened_for: SaveId | None = None
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
@@ -96,6 +111,12 @@ class Saver:
         return self._stager.memory
 
     @property
+    def memory_tier(self) -> MemoryTier:
+        """What this rank and its neighbours hold of snapshots."""
+        self._plans.finish()
+        return self._tier
+
+    @property
     def seen(self) -> int:
         """The newest token known to this job; 0 if there is none."""
         return self._seen or 0
@@ -103,6 +124,8 @@ class Saver:
     def claim(self) -> int:
         """Claim the root, which is made if need be, and return the token. FencedError if another job was faster."""
         self._root.make()
+        if self._packs is not None:
+            self._packs.claim()
         seen = self._root.ownership.newest() if self._seen is None else self._seen
         self._seen = self._token = self._root.ownership.claim(seen, above=self.claim_above)
         self._claim_lease.hold(self._token)
@@ -111,6 +134,8 @@ class Saver:
     def confirm(self, token: int) -> None:
         """Raise StorageError unless this rank sees the claim of the coordinator; see `CheckpointRoot.confirm`."""
         self._root.confirm(token)
+        if self._packs is not None:
+            self._packs.claim()
 
     @property
     def token(self) -> int | None:
@@ -157,8 +182,9 @@ class Saver:
             return
         self._ranks.doing = "warmup"
         Process.here()
-        self._queue.start()
         self._plans.begin(state, self, self._stager, claim=self._token is not None)
+        self._queue.start()  # its process and the thread would both take time from the ranks that agree
+        self._plans.go_on(self._stager)
 
     @property
     def last_rank(self) -> int | None:
@@ -167,9 +193,7 @@ class Saver:
 
     def request(self, state: Any, step: int, begin: float, metrics: Mapping[str, Any] | None = None) -> AsyncRequest:
         """Stage `state` and return the request that writes it. See `Checkpointer.save_request`."""
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-            what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
-            raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: async_save(state, step)")
+        _check_step(step, "async_save")
         self._ranks.doing = f"the save of step {step}"
         self._plans.begin_attempt(step)
         self._observed = [each for each in self._observed if not each.ended]
@@ -196,8 +220,42 @@ class Saver:
             handle.on_decided,
             lambda: self._taken_over(task.branch),
             lambda: self._stager.keep(task.region),
+            lambda: self.snapshots.published(task.save),
         ]
         return AsyncRequest(handle, (), done)
+
+    def snapshot(self, state: Any, step: int, begin: float) -> None:
+        """Stage `state`, and hold it in memory. See `Checkpointer.snapshot`."""
+        _check_step(step, "snapshot")
+        if self._stager.slots < 2:
+            raise ValueError("snapshots need at least two slots, one to hold one while the next is made")
+        self._ranks.doing = f"the snapshot of step {step}"
+        self._saves_are_snapshots = True
+        self._plans.begin_attempt(step)
+        prepared = self._plans.prepare(state)
+        self._stager.fit(prepared.cached)
+        save = self._plans.save_id()
+        assert save is not None
+        if prepared.cached.layout.plan.batches > 1:
+            raise StateError(
+                f"the share of rank {self._ranks.rank} does not fit one staging slot, so there can be no snapshot of "
+                "it: raise max_host_bytes"
+            )
+        staged = self._stager.stage(prepared, save, 0, begin, compared=False)
+        self._hold(prepared, save, staged, Lineage(current_restart_index(), {}, self._versions))
+        staged.slot.release()
+        if is_observed():
+            nbytes = sum(file.nbytes for file in prepared.cached.layout.plan.files)
+            times = (staged.times[name] for name in ("wait_s", "stage_s", "stall_s"))
+            emit(SnapshotStaged(time.time(), self._ranks.rank, step, nbytes, *times))
+
+    def _hold(self, prepared: PreparedState, save: SaveId, staged: StagedBatch, lineage: Lineage) -> None:
+        """Make a snapshot of what was staged."""
+        try:
+            self.snapshots.add(prepared, save, staged, lineage)
+        except BaseException:
+            staged.slot.release()
+            raise
 
     def not_scheduled(self, error: Exception) -> None:
         """Free the slot and abandon the save, after the queue has refused the last request."""
@@ -256,9 +314,15 @@ class Saver:
             self._batch_queue.recover(0.0)
         self._plans.forget()  # may be using the slots in a thread
         self._stager.forget()
+        self.snapshots.forget_counts()
+        if self.replicator is not None:
+            self.replicator.forget()
 
-    def close(self) -> None:
-        """Release the root and the staging memory. The queue stays open: it belongs to the Checkpointer."""
+    def close(self, *, linger: bool = False) -> None:
+        """Release the root and the staging memory. The queue stays open: it belongs to the Checkpointer.
+
+        With `linger` what this rank holds for others is there for a while.
+        """
         self._closed = True
         if self._listening:
             self._listening = False
@@ -269,6 +333,10 @@ class Saver:
         self._release(done=not self._in_flight)
         if self._batch_queue is not None:
             self._batch_queue.close(abort=True)
+        self.snapshots.close()
+        self._tier.close()
+        if self.replicator is not None:
+            self.replicator.close(linger=linger)
         self._stager.close()
 
     def _leave_observed(self) -> None:
@@ -283,7 +351,7 @@ class Saver:
     def _refused(self, error: Exception) -> None:
         """Abandon a save that this rank cannot write, so that ranks that have scheduled it learn why."""
         save = self._plans.save_id()
-        if save is None or self._ranks.world_size == 1:
+        if save is None or not save.owner or self._ranks.world_size == 1:
             return
         self._in_flight.pop(save, None)
         text = "".join(traceback.format_exception(error))
@@ -306,7 +374,8 @@ class Saver:
 
     def _look_rarely(self) -> bool:
         """Whether the other ranks look so rarely for an outcome that rank 0 tells them when there is one."""
-        return self._ranks.world_size > self._options.looks_per_s * _SOON_ENOUGH_S
+        rarely = self._ranks.world_size > self._options.looks_per_s * _SOON_ENOUGH_S
+        return rarely or (self._root.least_look_s > 0 and self._ranks.world_size > 1)
 
     def _listen(self) -> float:
         """Make the writers of this rank look at storage if rank 0 knows the outcome of the oldest save in flight.
@@ -315,6 +384,8 @@ class Saver:
         """
         now = time.monotonic()
         save = next(iter(self._in_flight), None)
+        if save != self._listened_for:
+            self._listened_for, self._listen_at = save, 0.0
         if now >= self._listen_at and save is not None and self._ranks.rank != COORDINATOR:
             pause_s = max(_LISTEN_S, self._ranks.world_size / _LISTENS_PER_S)
             if self._ranks.has_announced(save.name):
@@ -347,6 +418,8 @@ class Saver:
         except BaseException:
             staged.slot.release()
             raise
+        if self._saves_are_snapshots and not earlier:
+            self._hold(prepared, save, staged, lineage)
         written = tuple(file for handle in earlier for file in handle.written)
         plan = prepared.cached.layout.plan
         observed.staged(staged.times, lambda: sum(file.nbytes for file in plan.files))
@@ -435,3 +508,9 @@ class Saver:
                 raise
             except CheckpointError as error:  # the save is abandoned, so its last batch fails like any other
                 _log.debug("a batch was not written: %s", error)
+
+
+def _check_step(step: int, method: str) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+        what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
+        raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: {method}(state, step)")

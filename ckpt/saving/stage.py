@@ -7,10 +7,11 @@ Runs in the thread that trains. From one GPU the copies run on a stream of their
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +22,8 @@ from ckpt.ranks import Ranks
 from ckpt.saving.layout import RankLayout
 from ckpt.saving.plan_cache import CachedPlan, PreparedState
 from ckpt.saving.replicas import Digests, Tolerance
-from ckpt.saving.staged_memory import HEADER_BYTES, SAMPLES_OFFSET, StagedMemory
+from ckpt.saving.share import HEADER_BYTES, SAMPLES_OFFSET, Share
+from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, only_gpu, stage
 from ckpt.staging.neighbors import SlotExchange
@@ -31,14 +33,16 @@ from inprocess.ipc.shared_memory import SharedMemory
 __all__ = ["StagedBatch", "Stager", "StagingOptions"]
 
 _WAIT_SLICE_S = 1.0
+_LOOK_S = 0.01  # between two looks whether another rank has completed a snapshot
+_PATIENCE_S = 1.0  # with ranks that have not made a snapshot, while others go on
 
 
 @dataclass(frozen=True, slots=True)
 class StagingOptions:
     """How state gets into shared memory.
 
-    `slot_timeout_s` bounds the wait for a free slot; `replicas` says what is done about parameters that ranks have
-    different.
+    `slot_timeout_s` bounds the wait for a free slot; `on_divergence` says what is done about parameters that ranks
+    have different; with `snapshots` saves are held in memory, too.
     """
 
     slots: int = 2
@@ -47,13 +51,14 @@ class StagingOptions:
     slot_timeout_s: float = 600.0
     compression: str | None = None
     grid: GridOptions = field(default_factory=GridOptions)
-    replicas: Tolerance = "error"
+    on_divergence: Tolerance = "error"
+    snapshots: bool = False
 
     def __post_init__(self) -> None:
         if self.compression not in (None, "zstd"):
             raise ValueError(f"compression must be None or 'zstd', not {self.compression!r}")
-        if self.replicas not in ("error", "warn", "ignore"):
-            raise ValueError(f"replicas must be 'error', 'warn' or 'ignore', not {self.replicas!r}")
+        if self.on_divergence not in ("error", "warn", "ignore"):
+            raise ValueError(f"on_divergence must be 'error', 'warn' or 'ignore', not {self.on_divergence!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,24 @@ class StagedBatch:
     replicas: Digests | None
     times: dict[str, float]
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the copies are complete."""
+        return int.from_bytes(self.slot.region.buffer[self.flag_offset :][:8], "little") == self.generation
+
+
+class HeldSlots(Protocol):
+    """What holds slots that no process works with."""
+
+    def release_superseded(self) -> None:
+        """Let go of those that are not needed any more."""
+
+    def give_up(self, newer: SaveId | None = None) -> None:
+        """Let go of one that other ranks do not have, if one of them has the `newer` one; of all such without it."""
+
+    def why(self) -> str:
+        """Return what slots are held for, as the end of a message; empty if they are not."""
+
 
 class Stager:
     """Stages the saves of one rank. For one thread.
@@ -78,16 +101,29 @@ class Stager:
     `wait(seconds)` lets the answers of writers come in, which free slots.
     """
 
-    def __init__(self, ranks: Ranks, options: StagingOptions, wait: Callable[[float], None]) -> None:
+    def __init__(self, ranks: Ranks, options: StagingOptions, wait: Callable[[float], None], held: HeldSlots) -> None:
         self._ranks = ranks
         self._options = options
         self._wait = wait
+        self._held = held
         self._arena = Arena(options.slots, options.max_host_bytes, pin=True)
         self._copy_stream = _CopyStream()
         self._generation = 0
         self._shared_for: CachedPlan | None = None
         self._exchange: SlotExchange | None = None  # of the next plan, whose slots are not exchanged yet
         self.memory = StagedMemory(self._arena)
+        self.on_meet: Callable[[], None] = lambda: None
+        """Is called when the ranks meet. Collective."""
+
+    @property
+    def all_slots(self) -> tuple[Slot, ...]:
+        """All slots."""
+        return self._arena.slots
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return self._options.slots
 
     @property
     def max_slot_bytes(self) -> int | None:
@@ -98,6 +134,7 @@ class Stager:
         """Do the part of the next `fit` that waits for other ranks, and needs no plan. Collective."""
         self._forget_exchange()
         self._exchange = SlotExchange(self._ranks)
+        self.on_meet()
 
     def fit(self, plan: CachedPlan) -> None:
         """Make the slots large enough for a plan, and exchange them with the ranks on this node.
@@ -124,23 +161,27 @@ class Stager:
         if (exchange := self._exchange) is not None:
             exchange.cancel()
 
-    def stage(self, prepared: PreparedState, save: SaveId, batch: int, begin: float) -> StagedBatch:
+    def stage(
+        self, prepared: PreparedState, save: SaveId, batch: int, begin: float, *, compared: bool = True
+    ) -> StagedBatch:
         """Copy one batch of this rank's share into a free slot, which is the writer's afterwards.
 
-        `begin` (of `time.perf_counter`) is when the save was called. CheckpointTimeoutError if no slot becomes free.
+        `begin` (of `time.perf_counter`) is when the save was called; `compared` says whether samples are taken, to
+        compare ranks. CheckpointTimeoutError if no slot becomes free.
         """
         plan = prepared.cached
         deadline = time.monotonic() + self._options.slot_timeout_s
-        slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline))
+        patience = time.monotonic() + _PATIENCE_S
+        slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline, save, patience))
         try:
             waited = time.perf_counter()
             self._generation += 1
-            self.memory.clear(slot)
+            Share(slot.region).clear()
             stream = self._copy_stream.stream_for(prepared.flat)
-            is_last = batch == plan.layout.plan.batches - 1
-            replicas = self._sample(prepared, save, slot, stream) if is_last else None
+            compared = compared and batch == plan.layout.plan.batches - 1
+            replicas = self._sample(prepared, save, slot, stream) if compared else None
             staged = self._copy(plan.layout, prepared.flat, slot, batch, stream)
-            self.memory.label(slot, save, self._generation)
+            Share(slot.region).label(save.name, self._generation)
             done = time.perf_counter()
         except BaseException:
             slot.release()
@@ -163,7 +204,7 @@ class Stager:
         """After a fault: free all slots. What they hold stays, to be restored from."""
         self._copy_stream.forget()
         self._forget_exchange()
-        self._arena.free_all()
+        self._arena.release_all()
 
     def close(self) -> None:
         """Give the memory back, soon after this has returned. Idempotent."""
@@ -184,7 +225,7 @@ class Stager:
         self, prepared: PreparedState, save: SaveId, slot: Slot, stream: torch.cuda.Stream | None
     ) -> Digests | None:
         """Take samples of what other ranks have, too."""
-        tolerance = self._options.replicas
+        tolerance = self._options.on_divergence
         if prepared.cached.save_plan.world_size == 1 or tolerance == "ignore":
             return None
         room = slot.tensor, self._flag_offset + SAMPLES_OFFSET
@@ -212,17 +253,25 @@ class Stager:
             staged.wait()
         return staged
 
-    def _wait_for_slot(self, deadline: float) -> None:
-        """Wait until something happens that may have freed a slot."""
-        remaining_s = deadline - time.monotonic()
+    def _wait_for_slot(self, deadline: float, save: SaveId | None = None, patience: float = math.inf) -> None:
+        """Wait until something happens that may have freed a slot for this save."""
+        self._held.release_superseded()
+        if time.monotonic() >= patience and not self._arena.has_free():
+            self._held.give_up(save)
+        if self._arena.has_free():
+            return
+        remaining_s, why = deadline - time.monotonic(), self._held.why()
         if remaining_s <= 0:
             steps = sorted({slot.step for slot in self._arena.in_use() if slot.step is not None})
+            self._held.give_up()
+            saves = f"the saves of steps {steps} hold them. Is a request not scheduled, or storage stuck?"
+            reasons = "; ".join(reason for reason in (why, saves if steps else "") if reason)
             raise CheckpointTimeoutError(
-                f"rank {self._ranks.rank}: no staging slot became free in {self._options.slot_timeout_s:g} s; the "
-                f"saves of steps {steps} hold them. Is a request not scheduled, or storage stuck?",
+                f"rank {self._ranks.rank}: no staging slot became free in {self._options.slot_timeout_s:g} s; "
+                f"{reasons}",
                 rank=self._ranks.rank,
             )
-        self._wait(min(_WAIT_SLICE_S, remaining_s))
+        self._wait(min(_LOOK_S if why else _WAIT_SLICE_S, remaining_s))
 
 
 class _CopyStream:

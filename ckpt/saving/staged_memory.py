@@ -1,20 +1,15 @@
 """Checkpoints in staging memory: after a fault the newest step is usually still there and need not be read.
 
-A slot keeps a step until it is staged over. Its last page says which save is in it:
-
-    word 0          the generation, set behind the copies
-    word 1          the generation that word 0 must have for the slot to be complete
-    byte 64 on      the name of the save
-    byte 1024 on    samples of tensors on a GPU (see `samples`)
-
-The bytes are used only if they have the checksums that the writer recorded, which is verified while they are copied.
-Runs in the trainer. Only `share` is collective.
+A slot keeps a step until it is staged over. Its last page says which save is in it (see `share`). The bytes are used
+only if they have the checksums that were recorded, which is verified while they are copied. Runs in the trainer. Only
+`share` is collective.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
+import os
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,31 +19,27 @@ import numpy as np
 import torch
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
-from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.paths import Path
 from ckpt.planning.state_dict import TensorLeaf
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_restore_layout
 from ckpt.saving.plan_cache import CachedPlan
-from ckpt.saving.task import WritePlan
-from ckpt.staging.arena import Arena, Slot
+from ckpt.saving.share import HEADER_BYTES, ChunksInSlot, Share, chunks_in_slot
+from ckpt.staging.arena import Arena
 from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.copy_table import Copies
 from ckpt.staging.neighbors import SlotExchange
 from ckpt.staging.runs import checksums_of
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
-from ckpt.storage.names import SaveId, part_name
+from ckpt.storage.memory_step import MemoryStep
+from ckpt.storage.names import part_name
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["HEADER_BYTES", "SAMPLES_OFFSET", "StagedMemory"]
+__all__ = ["StagedMemory"]
 
 _log = logging.getLogger("ckpt")
 Array = np.ndarray[Any, np.dtype[Any]]
-HEADER_BYTES = 4096  # a page behind the chunks
-_NAME_OFFSET = 64
-_NAME_BYTES = 256
-SAMPLES_OFFSET = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +73,19 @@ class StagedMemory:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._neighbours: dict[int, list[SharedMemory]] = {}
+        self._adopted: list[SharedMemory] = []
+        self._needed: str | None = None
         self._own_rank = 0
         self._plan: _SharedPlan | None = None
 
     def share(self, exchange: SlotExchange, plan: CachedPlan, compression: str | None) -> None:
         """Exchange slots with the neighbours, after a state was planned."""
+        before = [*self._theirs(), *self._adopted]
         self._plan = _SharedPlan(plan, compression, self._arena.max_slot_bytes)
         self._own_rank = exchange.rank
-        self._close_neighbours()
+        self._neighbours, self._adopted = {}, before  # what an interrupt leaves
         self._neighbours = exchange.run(slot.region for slot in self._arena.slots)
-
-    def clear(self, slot: Slot) -> None:
-        """Mark a slot as empty, before it is staged over."""
-        header = self._header(slot.region)
-        header[_NAME_OFFSET] = 0
-        header[8:16] = bytes(8)
-
-    def label(self, slot: Slot, save: SaveId, generation: int) -> None:
-        """Mark a slot as that of a save, whose copies are in it or will be when it has the generation."""
-        header = self._header(slot.region)
-        name = save.name.encode()
-        header[_NAME_OFFSET : _NAME_OFFSET + len(name) + 1] = name + b"\0"
-        header[8:16] = struct.pack("<Q", generation)
+        self._keep_adopted()
 
     def fill(
         self, source: StepSource, summary: Mapping[str, Any], leaves: Mapping[Path, TensorLeaf], rank: int
@@ -114,50 +96,98 @@ class StagedMemory:
         rank has for itself, that of `rank` is taken.
         """
         plan = self._plan
-        if plan is None or plan.compression is not None or summary.get("plan") != plan.cached.save_plan.digest:
+        if plan is None or summary.get("plan") != plan.cached.save_plan.digest:
+            return Filled(frozenset(), 0, 0)
+        if plan.compression is not None and not isinstance(source, MemoryStep):
             return Filled(frozenset(), 0, 0)  # checksums of compressed files say nothing about the bytes in the slots
         boxes = {path: leaf.boxes for path, leaf in leaves.items()}
         tensors = {path: leaf.local for path, leaf in leaves.items()}
         save_name = str(summary["save"])
         sound: list[Copies] = []
         copied: dict[int, dict[Path, int]] = {}
-        for holder, region in self._holding(save_name).items():
+        holding, own_shares = self._holding(save_name)
+        for holder, region in holding.items():
             layout = plan.layout_of(holder, boxes, rank)
             if layout.plan.batches > 1 or not layout.copies[0].ops:
                 continue
+            if layout.plan.slot_bytes + HEADER_BYTES > region.size:  # of another rank, or plan
+                continue
             by_path = _verify_and_copy(source, layout, region, tensors)
             # A neighbour that has not noticed the fault yet may have begun to stage over it.
-            if by_path is not None and self._holds(region, save_name):
+            if by_path is not None and Share(region).save_name == save_name:
                 copied[holder] = by_path
                 sound.append(layout.copies[0])
         complete = _complete(sound, leaves)
         nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
-        own = nbytes.pop(self._own_rank, 0)
+        own = sum(nbytes.pop(holder, 0) for holder in own_shares)
         return Filled(frozenset(complete), own, sum(nbytes.values()))
 
     def close(self) -> None:
-        """Unmap the slots of the neighbours. Idempotent."""
-        self._close_neighbours()
+        """Unmap the slots of the neighbours, soon. Idempotent."""
+        regions = [*self._theirs(), *self._adopted]
+        self._neighbours, self._adopted = {}, []
+        _close_later(regions)
 
-    def _holding(self, save_name: str) -> dict[int, SharedMemory]:
-        """Return the slots with all that a rank has staged of this save, by rank; this rank's first."""
-        slots = {self._own_rank: [slot.region for slot in self._arena.slots], **self._neighbours}
-        return {rank: region for rank, regions in slots.items() for region in regions if self._holds(region, save_name)}
+    def _holding(self, save_name: str) -> tuple[dict[int, SharedMemory], frozenset[int]]:
+        """Return the slots with all that a rank has staged of this save, by rank, and which of them are this rank's.
 
-    def _holds(self, region: SharedMemory, save_name: str) -> bool:
-        header = bytes(self._header(region)[: _NAME_OFFSET + _NAME_BYTES])
-        name, _, _ = header[_NAME_OFFSET:].partition(b"\0")
-        arrived, expected = struct.unpack_from("<QQ", header)
-        return name == save_name.encode() and arrived == expected != 0
+        A whole share says whose it is; ranks may have had other numbers then than when slots were exchanged.
+        """
+        own = [(self._own_rank, slot.region) for slot in self._arena.slots]
+        theirs = [(rank, region) for rank, regions in self._neighbours.items() for region in regions]
+        found: dict[int, SharedMemory] = {}
+        from_own: set[int] = set()
+        for rank, region in (*own, *theirs, *((-1, region) for region in self._adopted)):
+            if Share(region).save_name == save_name:
+                documents = Share(region).documents()
+                owner = rank if documents is None else documents.of.rank
+                if found.setdefault(owner, region) is region and (rank, region) in own:
+                    from_own.add(owner)
+        return found, frozenset(from_own)
 
-    def _header(self, region: SharedMemory) -> memoryview:
-        return region.buffer[region.size - HEADER_BYTES :]
+    @property
+    def regions(self) -> list[SharedMemory]:
+        """All slots that this process has: its own first."""
+        return [*(slot.region for slot in self._arena.slots), *self._theirs(), *self._adopted]
 
-    def _close_neighbours(self) -> None:
-        for regions in self._neighbours.values():
-            for region in regions:
-                region.close()
-        self._neighbours = {}
+    def adopt(self, regions: Iterable[SharedMemory]) -> None:
+        """Take over slots of ranks that may not be there any more. See `need`."""
+        self._adopted += regions
+
+    def need(self, save_name: str | None) -> None:
+        """Keep slots of former neighbours as long as they hold a share of this save; give back the others, soon."""
+        self._needed = save_name
+        self._keep_adopted()
+
+    def _keep_adopted(self) -> None:
+        """Give back the adopted slots that are not needed, or that this process has otherwise."""
+        if not self._adopted:
+            return
+        known = {os.fstat(region.fd).st_ino for region in self._theirs()}
+        known |= {os.fstat(slot.region.fd).st_ino for slot in self._arena.slots}
+        needed = []
+        for region in self._adopted:
+            share, number = Share(region), os.fstat(region.fd).st_ino
+            if share.is_whole and share.save_name == self._needed and number not in known:
+                needed.append(region)
+                known.add(number)
+        superfluous = [region for region in self._adopted if region not in needed]
+        self._adopted = needed
+        _close_later(superfluous)
+
+    def _theirs(self) -> list[SharedMemory]:
+        return [region for regions in self._neighbours.values() for region in regions]
+
+
+def _close_later(regions: list[SharedMemory]) -> None:
+    """Unmap memory in a thread, as that takes long; the interpreter waits for its end."""
+
+    def close() -> None:
+        for region in regions:
+            region.close()
+
+    if regions:
+        threading.Thread(target=close, name="ckpt-unmap", daemon=False).start()
 
 
 def _verify_and_copy(
@@ -171,8 +201,8 @@ def _verify_and_copy(
     slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
     unstaged = unstage(layout.copies[0], tensors, slot)
     try:  # while bytes are on their way to a GPU
-        chunks = _inner_chunks(layout.plan, region, _recorded(source, rank))
-        sound = chunks is not None and _are_sound(chunks, unstaged, slot)
+        chunks = chunks_in_slot(layout.plan, region)
+        sound = chunks.files == _recorded(source, rank) and _are_sound(chunks, unstaged, slot)
     except CheckpointError as error:
         _log.warning("the staging memory of rank %d is not used: %s", rank, error)
         return None
@@ -186,35 +216,7 @@ def _verify_and_copy(
     return unstaged.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _InnerChunks:
-    """The inner chunks in a slot, in order: where each is, and the checksum that is behind it."""
-
-    starts: Array
-    sizes: Array
-    checksums: Array
-
-    def numbers(self, offsets: Array) -> Array:
-        """Return which of them are at these offsets of the slot."""
-        return np.searchsorted(self.starts, offsets, "right") - 1
-
-
-def _inner_chunks(
-    plan: WritePlan, region: SharedMemory, recorded: Mapping[int, tuple[int, int]]
-) -> _InnerChunks | None:
-    """Return the inner chunks; None if their checksums are not those of the files that were written."""
-    memory = np.frombuffer(region.buffer, np.uint8)
-    starts, sizes = plan.inner_chunks.each(0, len(plan.inner_chunks.starts))
-    behind = memory[(starts + sizes)[:, np.newaxis] + np.arange(CHECKSUM_BYTES)]
-    ends = np.cumsum(plan.inner_chunks.counts)
-    for file in plan.files:
-        first = int(ends[file.first - 1]) if file.first else 0
-        if recorded.get(file.number) != (file.nbytes, crc32c(behind[first : ends[file.end - 1]].tobytes())):
-            return None
-    return _InnerChunks(starts, sizes, behind.copy().view("<u4").reshape(-1))
-
-
-def _are_sound(chunks: _InnerChunks, unstaged: Unstaged, slot: torch.Tensor) -> bool:
+def _are_sound(chunks: ChunksInSlot, unstaged: Unstaged, slot: torch.Tensor) -> bool:
     """Return whether what was copied has the checksums that are in the slot."""
     if not np.array_equal(chunks.checksums[chunks.numbers(unstaged.offsets)], unstaged.checksums):
         return False

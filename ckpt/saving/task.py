@@ -65,7 +65,8 @@ COORDINATOR = 0
 class PlannedFile:
     """A file of this rank's pack: `nbytes` bytes at `offset` in the slot of batch number `batch`.
 
-    A save that fits one slot has one batch, number 0. `first` and `end` (exclusive) number its chunks.
+    A save that fits one slot has one batch, number 0. `first` and `end` (exclusive) number its chunks. With node-local
+    files, one that `is_common` has what several ranks hold, and goes to the root.
     """
 
     number: int
@@ -74,6 +75,7 @@ class PlannedFile:
     batch: int
     first: int
     end: int
+    is_common: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,13 +135,15 @@ class SaveOptions:
     """How a writer works.
 
     `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process. While they wait, all
-    nodes together look for the outcome `looks_per_s` times a second.
+    nodes together look for the outcome `looks_per_s` times a second. `node_local` is the directory of this node for
+    pack files; None: they are in the root.
     """
 
     threads: int = 6
     commit_timeout_s: float = 600.0
     retention: Retention = field(default_factory=Retention)
     looks_per_s: float = 50.0
+    node_local: str | None = None
 
 
 # Thousands of offsets, the same in each save: pickled one by one they would take longer than a hundred tensors.

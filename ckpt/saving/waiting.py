@@ -10,6 +10,10 @@ of a job that wait, together, make less than 200 operations a second, whatever t
     10    probes whether the root can be written to, and looks at the token
     20    looks at the leases of other ranks, by writers whose trainer has ended
 
+An object store is asked less and less often: the pauses grow with the time that has passed, up to half a minute, so the
+requests of a wait are some tens at most in the first minutes, and two a minute then. There the other ranks do not begin
+to look before `_FIRST_OF_OBJECTS_S`, because they are told when to.
+
 A process that may look rarely can be told to look at once: the trainer of rank 0 tells the others by the store of their
 process group, and each nudges its writer. A nudge says nothing about the outcome: only storage does.
 """
@@ -38,9 +42,13 @@ _PROBE_OPERATIONS = 8
 _LIVENESS_OPERATIONS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at memory and at the lock
 _FIRST_SOON_S = 0.1
-_FIRST_PROBE_S = 1.0
+_FIRST_PROBE_S, _FIRST_PROBE_OF_OBJECTS_S = 1.0, 10.0
 _LIVENESS_CHECK_S = 0.25
 _ORPHAN_GRACE_S = 3.0  # how long a writer without a trainer waits for others that make no progress
+_FIRST_OF_OBJECTS_S = 2.0
+_GROWTH, _GROWTH_OF_COORDINATOR = 1.0, 0.25  # of the pauses, as a part of the time since the wait began
+_LONGEST_GROWN_S = 30.0
+_LONGEST_ALONE_S = 2.0  # without a trainer, which could tell: then the next start of the job waits for this process
 _TURN = 0.618034  # spreads the first looks of the ranks evenly, however many they are
 
 
@@ -57,8 +65,21 @@ class LookSchedule:
     costs; it is rarer by that factor. Times are those of a monotonic clock.
     """
 
-    def __init__(self, lock: NodeLock | None, node_s: float, alone_s: float, phase: float) -> None:
+    def __init__(
+        self,
+        lock: NodeLock | None,
+        node_s: float,
+        alone_s: float,
+        phase: float,
+        *,
+        first_s: float = 0.0,
+        growth: float = 0.0,
+    ) -> None:
+        """With `first_s`, the first look is not before that. Pauses are at least `growth` of the time since then."""
         self.operations = 1
+        self._longest_s = _LONGEST_GROWN_S
+        self._first_look_s, self._growth = first_s, growth
+        self._begin: float | None = None
         self._lock = lock
         self._node_s, self._alone_s = node_s, alone_s
         self._phase = phase
@@ -71,6 +92,7 @@ class LookSchedule:
         """Return whether to look now."""
         held = self._lock is None or self._lock.take()
         if self._next is None:
+            self._begin = now
             self._next = now + self._first_s(self._node_s), now + self._first_s(self._alone_s)
         elif held and not self._held:
             self._next = now, self._next[1]
@@ -78,17 +100,26 @@ class LookSchedule:
         return now >= self._next[0 if held else 1]
 
     def _first_s(self, usual_s: float) -> float:
-        return self._phase * usual_s if usual_s > _LONGEST_PAUSE_S else 0.0
+        return max(self._first_look_s, self._phase * usual_s if usual_s > _LONGEST_PAUSE_S else 0.0)
 
     def looked(self, now: float) -> None:
         """Note a look that did not end the wait."""
-        node_s, alone_s = (max(self._pause_s, self.operations * usual_s) for usual_s in (self._node_s, self._alone_s))
+        waited_s = 0.0 if self._begin is None else now - self._begin
+        grown_s = max(self._pause_s, min(self._growth * waited_s, self._longest_s))
+        node_s, alone_s = (max(grown_s, self.operations * usual_s) for usual_s in (self._node_s, self._alone_s))
         self._next = now + min(node_s, self._soon_s), now + min(alone_s, self._soon_s)
         self._soon_s *= 2
 
     def look_soon(self) -> None:
         """Let a look be due now, and others after growing pauses."""
         self._next, self._soon_s = (-math.inf, -math.inf), _FIRST_SOON_S
+
+    def hurry(self, now: float) -> None:
+        """Let pauses grow to `_LONGEST_ALONE_S` only, from now on."""
+        if self._longest_s > _LONGEST_ALONE_S and self._growth and self._next is not None:
+            latest = now + _LONGEST_ALONE_S
+            self._next = min(self._next[0], latest), min(self._next[1], latest)
+            self._longest_s = _LONGEST_ALONE_S
 
     def pause_s(self) -> float:
         """Return how long to sleep until `is_due` is asked again."""
@@ -106,13 +137,16 @@ def look_schedule(
 ) -> LookSchedule:
     """Return when a rank looks for the outcome, `ranks_here` being those that share the lock; at most every `least_s`.
 
-    The coordinator is the only one that looks for parts: it does so at its own pace.
+    The coordinator is the only one that looks for parts: it does so at its own pace. With `least_s` each look costs
+    money, and the pauses grow.
     """
     if rank == COORDINATOR:
-        return LookSchedule(None, max(least_s, 1 / _COORDINATOR_PER_S), 0.0, 0.0)
+        growth = _GROWTH_OF_COORDINATOR if least_s else 0.0
+        return LookSchedule(None, max(least_s, 1 / _COORDINATOR_PER_S), 0.0, 0.0, growth=growth)
     alone_s = world_size / looks_per_s
     node_s = max(least_s, alone_s / ranks_here)
-    return LookSchedule(lock, node_s, max(node_s, alone_s / _ALONE), rank * _TURN % 1)
+    grows = {"first_s": _FIRST_OF_OBJECTS_S, "growth": _GROWTH} if least_s else {}
+    return LookSchedule(lock, node_s, max(node_s, alone_s / _ALONE), rank * _TURN % 1, **grows)
 
 
 class Waiting:
@@ -145,7 +179,8 @@ class Waiting:
         self._begin = time.monotonic() if begin is None else begin
         self._nudges = 0 if context is None else context.nudges()
         alone = task.rank == COORDINATOR
-        self._probe_pause_s = max(_FIRST_PROBE_S, 0.0 if alone else _PROBE_OPERATIONS * world_size / _PROBES_PER_S)
+        first_s = _FIRST_PROBE_OF_OBJECTS_S if pending.root.least_look_s else _FIRST_PROBE_S
+        self._probe_pause_s = max(first_s, 0.0 if alone else _PROBE_OPERATIONS * world_size / _PROBES_PER_S)
         self._probe_at = self._begin + self._probe_pause_s
         self._liveness_s = max(_LIVENESS_CHECK_S, _LIVENESS_OPERATIONS * world_size / _LIVENESS_PER_S)
         self._alone_since: float | None = None
@@ -185,6 +220,7 @@ class Waiting:
         if self._context is None or not self._context.trainer_left():
             self._alone_since = None
         elif now >= self._check_at:
+            self.schedule.hurry(now)
             self._check_at = now + self._liveness_s
             self._check_others(now)
 

@@ -66,6 +66,7 @@ from ckpt.storage.interface import PartsWatch, Pending
 from ckpt.storage.leases import Lease, Leases
 from ckpt.storage.names import INDEX, REFERENCES, SaveId, pack_file
 from ckpt.storage.node_lock import NodeLock
+from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, WrittenFile
@@ -99,6 +100,8 @@ class ShareWriter:
         self.task = task
         self.plan = unpickled_plan(task.plan)
         self.pending: Pending = open_root(task.root, task.storage).pending_save(task.save)
+        here = task.options.node_local
+        self.packs = None if here is None else NodePacks(here, self.pending.root)
         self.context = context.current()  # None in the trainer; the threads of a pool have none of their own
         self._report_here = report
         self._written: SharePublished | None = None  # what will be reported, but for the time
@@ -135,7 +138,9 @@ class ShareWriter:
             if task.rank == COORDINATOR:
                 self._retain()
         if isinstance(outcome, Published | Abandoned):
-            self._remove_later()
+            if self.packs is not None:
+                self.packs.note_decided(task.save)
+            self._remove_later(others=isinstance(outcome, Abandoned))
         if isinstance(outcome, Abandoned):
             self._report(outcome)
         if isinstance(outcome, Abandoned | Fenced):
@@ -162,11 +167,11 @@ class ShareWriter:
     def _retain(self) -> None:
         """Remove superfluous steps."""
         root, task = self.pending.root, self.task
-        removed = retain(
+        retained = retain(
             root, task.options.retention, task.save.owner, task.save.step, self.plan.plan_digest, self._facts()
         )
-        if removed:
-            for report in StepsRemoved.reports(len(root.steps()), removed):
+        if retained.removed:
+            for report in StepsRemoved.reports(retained.left, list(retained.removed)):
                 self._report(report)
 
     def _facts(self) -> Facts:
@@ -217,6 +222,8 @@ class ShareWriter:
             self._open()
         else:
             self.pending.join()
+        if self.packs is not None and self.task.batch == 0:
+            self.packs.clean_before(self.task.save.owner)
         if self.task.options.retention.reuse_files and self.task.batch == 0:
             self.pending.take_recycled(self.plan.plan_digest, self._files())
 
@@ -243,22 +250,25 @@ class ShareWriter:
         """Write the files of the batch and make them durable; return what was written, and how long that took."""
         begin, started = time.time(), time.perf_counter()  # the second clock is never set
         plan, task = self.plan, self.task
-        writer = self.pending.pack_writer(
-            task.rank, threads=task.options.threads, reuse=task.options.retention.reuse_files
-        )
+        threads = task.options.threads
+        shared = own = self.pending.pack_writer(task.rank, threads=threads, reuse=task.options.retention.reuse_files)
+        if self.packs is not None:
+            own = self.packs.writer(task.save, task.rank, threads=threads)
         checksummed = unpack_offsets(task.checksummed)
 
         def write_one(file: PlannedFile) -> WrittenFile:
-            written = writer.write(self._file_job(file, checksummed))
+            written = (shared if file.is_common else own).write(self._file_job(file, checksummed))
             self._progress()
             return written
 
-        with ThreadPoolExecutor(task.options.threads, "ckpt-write") as pool:
+        with ThreadPoolExecutor(threads, "ckpt-write") as pool:
             written = list(pool.map(write_one, (file for file in plan.files if file.batch == task.batch)))
         if plan.index and task.last:
-            writer.write_documents({INDEX: plan.index, REFERENCES: _references(plan.index, plan.world_size)})
+            shared.write_documents({INDEX: plan.index, REFERENCES: _references(plan.index, plan.world_size)})
         end = time.perf_counter()
-        writer.finish()
+        own.finish()
+        if shared is not own:
+            shared.finish()
         self._progress()
         return written, {"write_begin": begin, "write_s": end - started, "sync_s": time.perf_counter() - end}
 
@@ -300,8 +310,6 @@ class ShareWriter:
         schedule = self._schedule()
         for _ in self._waiting(_EVERYONE, lambda: parts.missing, schedule):
             schedule.operations = 1 + parts.directories_left
-            if (outcome := pending.decided()) is not None:
-                return self._confirmed(outcome)
             if parts.look():
                 return publish(
                     pending,
@@ -310,6 +318,8 @@ class ShareWriter:
                     warn=lambda names, mixed: self._report(ReplicasDiffer(tuple(names), mixed)),
                     before_commit=self._supersede,
                 )
+            if (outcome := pending.decided()) is not None:
+                return self._confirmed(outcome)
         raise AssertionError("unreachable")
 
     def _learn_decision(self) -> Published | Abandoned:
@@ -343,20 +353,26 @@ class ShareWriter:
         running, task = self.context, self.task
         if running is None:
             return None
-        make = functools.partial(Remover, self.pending.root, task.rank, self.plan.world_size)
+        make = functools.partial(Remover, self.pending.root, task.rank, self.plan.world_size, self.packs)
         return running.keep(("remover", task.root, task.rank, self.plan.world_size), make)
 
     def _removal_held(self) -> contextlib.AbstractContextManager[object]:
         remover = self._remover()
         return contextlib.nullcontext() if remover is None else remover.held()
 
-    def _remove_later(self) -> None:
-        """Delete the files of removed steps: in the background, but at once where nothing goes on after this call."""
+    def _remove_later(self, *, others: bool) -> None:
+        """Delete the files of removed steps: in the background, but at once where nothing goes on after this call.
+
+        With `others` also what is left of saves.
+        """
         remover = self._remover()
         if remover is not None:
-            remover.start()
-        elif self.task.rank == COORDINATOR:
-            with contextlib.suppress(CheckpointError):
+            remover.start(others=others)
+            return
+        with contextlib.suppress(CheckpointError):
+            if self.packs is not None:
+                self.packs.clean(lambda: None)
+            if self.task.rank == COORDINATOR:
                 self.pending.root.clean()
 
     # -- waiting, and what the trainer is told -------------------------------------------------------------------------

@@ -21,17 +21,27 @@ import secrets
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
-from ckpt.ranks import Ranks
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.unix_sockets import peer_pid
 
-__all__ = ["SlotExchange"]
+__all__ = ["SlotExchange", "node"]
 
 _log = logging.getLogger("ckpt")
 _TIMEOUT_S = 10.0
 _MAX_SLOTS = 64
+
+
+class Members(Protocol):
+    """The ranks that exchange slots, and their all-gather."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def __call__(self, payload: bytes) -> list[bytes]: ...
 
 
 class SlotExchange:
@@ -40,7 +50,7 @@ class SlotExchange:
     A rank that never gives its slots delays its neighbours by 10 s at most; one that has died does not.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Members) -> None:
         self.rank = ranks.rank
         self._neighbours: dict[int, str] = {}
         self._cancelled = False
@@ -54,15 +64,15 @@ class SlotExchange:
             self._listener.close()
             raise
 
-    def _meet(self, ranks: Ranks) -> None:
+    def _meet(self, ranks: Members) -> None:
         self._listener.bind(f"\0ckpt-{self._name}")
         self._listener.listen(128)
         self._listener.settimeout(_TIMEOUT_S)
-        offers = [json.loads(offer) for offer in ranks(json.dumps([_node(), self._name]).encode())]
+        offers = [json.loads(offer) for offer in ranks(json.dumps([node(), self._name]).encode())]
         self._neighbours = {
             rank: str(offer[1])
             for rank, offer in enumerate(offers)
-            if offer[0] == _node() and rank != self.rank and offer[1] != self._name
+            if offer[0] == node() and rank != self.rank and offer[1] != self._name
         }
 
     def run(self, own: Iterable[SharedMemory]) -> dict[int, list[SharedMemory]]:
@@ -136,7 +146,7 @@ class SlotExchange:
             yield connection
 
 
-def _node() -> str:
+def node() -> str:
     """Return a text that is the same for processes that can reach each other's sockets and memory."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -148,7 +158,7 @@ def _regions(rank: int, data: bytes, fds: list[int]) -> list[SharedMemory]:
     """Return the regions that a neighbour has sent; empty if it sent something else."""
     try:
         sizes = [int(size) for size in json.loads(data)]
-        if len(sizes) == len(fds) and all(os.fstat(fd).st_size == size for fd, size in zip(fds, sizes, strict=True)):
+        if len(sizes) == len(fds) and all(os.fstat(fd).st_size >= size for fd, size in zip(fds, sizes, strict=True)):
             return [
                 SharedMemory(fd, size, f"ckpt-slot-of-{rank}", secrets.token_hex(16))
                 for fd, size in zip(fds, sizes, strict=True)

@@ -103,6 +103,11 @@ class ChunkReader:
         except _JobError as failed:
             self._raise(failed, reads)
 
+    def files(self, name: str, array: StoredArray, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
+        """Return the files that have something of a box of an array. Raises as `read` does."""
+        places = (_place(self._step, self._packs, name, array, index) for index in _chunks(array.meta, offset, shape))
+        return {place.file for place in places}
+
     def check_files(self, name: str, array: StoredArray, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
         """Check that the files with a box of an array are large enough, without reading them. Raises as `read` does."""
         for index in _chunks(array.meta, offset, shape):

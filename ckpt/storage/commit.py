@@ -18,6 +18,7 @@ from ckpt.native import crc32c
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.documents import decode_document, encode_document
+from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import NO_LINEAGE, DirectoryRoot, PartsWatch, Pending
 from ckpt.storage.names import SaveId, part_name, part_rank, parts_directory
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason, SaveOutcome, unknown_reason
@@ -104,6 +105,14 @@ class PendingSave(Pending):
         StorageError if the save does not exist any more.
         """
         return try_lock_exclusive(os.path.join(self.path, "parts"))
+
+    def begun_s(self) -> float:
+        """See `Pending.begun_s`."""
+        with storage_errors("find", self.path):
+            try:
+                return os.stat(os.path.join(self.path, INTENT)).st_mtime
+            except FileNotFoundError:
+                return os.stat(self.path).st_mtime
 
     def intent(self) -> dict[str, Any] | None:
         """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""

@@ -15,6 +15,7 @@ from collections.abc import Container
 from contextlib import suppress
 from enum import Enum
 
+from ckpt.errors import StorageError
 from ckpt.storage.files import fsync, rename_no_replace, storage_errors, under
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "fsync_directory",
     "lock_shared",
     "make_directories",
+    "make_with_parents",
     "names_in",
     "remove_subdirectories",
     "remove_tree",
@@ -100,6 +102,24 @@ def make_directories(root: str, relative: str, made: Container[str] = ()) -> lis
                 with storage_errors("make directory", paths[-1]), suppress(FileExistsError):
                     os.mkdir(paths[-1])
     return paths
+
+
+def make_with_parents(path: str) -> None:
+    """Make a directory, and those it is in, durably, unless it is there. StorageError if a file has its name."""
+    missing = []
+    path = os.path.abspath(path)
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        with storage_errors("make directory", path):
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                if not os.path.isdir(path):
+                    raise StorageError(f"{path} is a file; choose another checkpoint root") from None
+                continue
+            fsync(os.path.dirname(path))
 
 
 def rename_directory(source: str, target: str) -> Rename:

@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from ckpt.errors import CheckpointExistsError
+from ckpt.storage.moved_steps import Aside, MovedStep
 from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, parse_save_name, parts_directory
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, Published, Reason, SaveOutcome
@@ -24,12 +25,9 @@ from ckpt.storage.ownership import Ownership
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["NO_LINEAGE", "Aside", "DirectoryRoot", "HeldStep", "PartsWatch", "Pending", "Root", "WorkLock"]
+__all__ = ["NO_LINEAGE", "Aside", "DirectoryRoot", "HeldStep", "MovedStep", "PartsWatch", "Pending", "Root", "WorkLock"]
 
 NO_LINEAGE: Mapping[str, Any] = MappingProxyType({"restart": None, "metrics": {}, "versions": {}})
-
-Aside = Literal["superseded", "damaged"]
-"""Why a published step is moved aside."""
 
 
 class WorkLock(Protocol):
@@ -131,6 +129,10 @@ class Pending(ABC):
     @abstractmethod
     def has_begun(self) -> bool:
         """Return whether the save has begun and is not decided."""
+
+    @abstractmethod
+    def begun_s(self) -> float:
+        """Return when the save began, or its first rank joined (seconds since 1970). StorageError if it is decided."""
 
     @abstractmethod
     def intent(self) -> dict[str, Any] | None:
@@ -311,8 +313,12 @@ class Root(ABC):
         return 0 if save is None else save.owner
 
     @abstractmethod
+    def moved_aside(self) -> list[MovedStep]:
+        """Return the steps that were moved aside, by step and name."""
+
     def superseded(self) -> list[str]:
         """Return the names of the superseded steps, by step."""
+        return [moved.name for moved in self.moved_aside() if moved.why == "superseded"]
 
     @abstractmethod
     def move_aside(self, step: int, token: int, why: Aside) -> str | None:
@@ -320,6 +326,18 @@ class Root(ABC):
 
         None if it does not exist, or if a later owner has saved it meanwhile. FencedError if there is a later owner.
         """
+
+    @abstractmethod
+    def publish_again(self, name: str, token: int) -> None:
+        """Make a step that was moved aside a published one again. For the owner with `token`.
+
+        CheckpointNotFoundError if there is no such step, CheckpointExistsError if its number is published, FencedError
+        if there is a later owner.
+        """
+
+    @abstractmethod
+    def remove_moved(self, name: str) -> None:
+        """Remove a step that was moved aside. CheckpointNotFoundError if there is no such step."""
 
     @abstractmethod
     def remove_step(self, step: int, token: int | None = None) -> bool:
@@ -334,6 +352,17 @@ class Root(ABC):
 
         With `plan`, a save with this digest may write over them instead.
         """
+
+    def retire_steps(self, steps: Sequence[int], token: int, plan: str | None = None) -> list[int]:
+        """Do what `retire_step` does with published steps, as of the last `steps`, and return those it has removed.
+
+        With `plan` no others than these can be written over any more.
+        """
+        pinned = self.pinned_steps()
+        steps = [step for step in steps if step not in pinned]
+        if steps and plan is not None:
+            self.discard_recycled()  # the last save has taken from there what it could use
+        return [step for step in steps if self.retire_step(step, token, plan)]
 
     @abstractmethod
     def pinned_steps(self) -> set[int]:
@@ -356,6 +385,17 @@ class Root(ABC):
     @abstractmethod
     def abandoned(self) -> list[SaveId]:
         """Return the abandoned saves of which there is a record."""
+
+    @abstractmethod
+    def abandoned_s(self, save: SaveId) -> float:
+        """Return when a save was abandoned, in seconds since 1970. StorageError if there is no record of it."""
+
+    @abstractmethod
+    def is_gone(self, save: SaveId) -> bool | None:
+        """Return whether a save was abandoned, or removed after it was published.
+
+        None if nothing is known of it: it has not begun, or is gone and the record of that, too.
+        """
 
     @abstractmethod
     def pending_save(self, save: SaveId, token: int | None = None) -> Pending:
@@ -395,6 +435,14 @@ class Root(ABC):
 
         The second item says whether it is an abandoned save.
         """
+
+    def removed_here(self) -> list[tuple[str, bool]] | None:
+        """Return those of `removed` that this process has removed, without asking the storage; None if that is free."""
+        return None
+
+    @abstractmethod
+    def source_at(self, place: str) -> StepSource:
+        """Return the files at a place that `removed` returned."""
 
     @abstractmethod
     def delete_share(self, path: str, rank: int, before_each: Callable[[], None]) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "SaveId",
     "directory",
     "pack_file",
+    "pack_rank",
     "parse_save_name",
     "part_name",
     "part_rank",
@@ -53,6 +54,7 @@ RANKS_PER_DIRECTORY = 512
 """How many ranks have their parts in one directory."""
 
 _PART = re.compile(r"rank_(\d{5,})\.json")
+_PACK = re.compile(r"rank_(\d{5,})_\d{3,}")
 _SAVE = re.compile(r"step_(\d{8,18})-o(\d+)-([0-9a-f]{16})")
 
 _ESCAPED = re.compile(rb"[^A-Za-z0-9_.-]")
@@ -144,6 +146,12 @@ def parts_directory(rank: int) -> str:
 def pack_file(rank: int, number: int) -> str:
     """Return the path of a file of a rank's pack, relative to the save. They are numbered from 0."""
     return f"packs/{rank // RANKS_PER_DIRECTORY:03d}/rank_{rank:05d}_{number:03d}"
+
+
+def pack_rank(name: str) -> int | None:
+    """Return the rank of a pack file with this file name; None if it is none."""
+    match = _PACK.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def part_rank(name: str) -> int | None:

@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage.leases import Lease, Leases, Writer
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.object_store import ObjectAbout, ObjectStore
-from ckpt.storage.ownership import MAX_CLAIM_BYTES, Ownership, tokens_in
+from ckpt.storage.ownership import MAX_CLAIM_BYTES, OwnerOverview, Ownership, tokens_in
 from inprocess.ipc.process import Process
 
 __all__ = ["OBJECT_EXPIRY_S", "OBJECT_RENEW_S", "ObjectLeases", "ObjectOwnership"]
@@ -38,6 +38,7 @@ class ObjectOwnership(Ownership):
     """The claims of one root in an object store. Any process, any thread."""
 
     renew_s = OBJECT_RENEW_S
+    expiry_s = OBJECT_EXPIRY_S
 
     def __init__(self, store: ObjectStore, impatient: ObjectStore) -> None:
         """`impatient` is the same store, and gives up soon while it fails: for what is not worth a long wait."""
@@ -69,6 +70,19 @@ class ObjectOwnership(Ownership):
         """See `Ownership.renew`."""
         self._impatient.put(f"owner/{token:08d}/renewed", b"")
 
+    def overview(self, now: float) -> OwnerOverview | None:
+        """See `Ownership.overview`. Two lists and a read, and a look at the claim."""
+        token = self.newest()
+        if token == 0:
+            return None
+        claim = self._store.about(self._key(token))
+        found = list(self._store.below(f"owner/{token:08d}/"))
+        ages = [now - each.modified_s for each in found]
+        renewed = [now - each.modified_s for each in found if each.key == f"owner/{token:08d}/renewed"]
+        writers = self.leases(token).writers_in([each for each in found if "/leases/" in each.key], lambda: now)
+        claim_ages = renewed + ([] if claim is None else [now - claim.modified_s])
+        return self._overview(token, writers, min(claim_ages, default=None), ages)
+
     def _claimed(self) -> list[int]:
         _, objects = self._store.names("owner/")
         return tokens_in(each.key.rpartition("/")[2] for each in objects)
@@ -82,7 +96,7 @@ class ObjectOwnership(Ownership):
         pass  # prefixes need not be made
 
     def _create(self, token: int, data: bytes) -> bool:
-        return self._store.create(self._key(token), data)
+        return self._store.create(self._key(token), data) is not None
 
     def _remove_old_claims(self, token: int) -> None:
         before = sorted(number for number in self._claimed() if number < token)
@@ -109,7 +123,8 @@ class ObjectLeases(Leases):
         self._store = store
         self._impatient = impatient
         self._prefix = prefix
-        self._ranks_here: tuple[float, int] | None = None
+        self._ranks_here = 1
+        self._count_at, self._known_s = 0.0, _KNOWN_S
 
     def register(self, rank: int, trainer: Process, trainer_gone: Callable[[], bool], world_size: int = 1) -> Lease:
         """See `Leases.register`."""
@@ -131,10 +146,14 @@ class ObjectLeases(Leases):
 
     def writers(self) -> list[Writer]:
         """See `Leases.writers`. One list."""
+        return self.writers_in(list(self._store.below(f"{self._prefix}/")), self._store.now)
+
+    def writers_in(self, found: list[ObjectAbout], now: Callable[[], float]) -> list[Writer]:
+        """Return the writers that objects tell of. `now` is asked for the time if there are some of other hosts."""
         by_host: dict[str, list[ObjectAbout]] = {}
-        for each in self._store.below(f"{self._prefix}/"):
+        for each in found:
             by_host.setdefault(each.key.split("/")[-2], []).append(each)
-        return [writer for host, found in by_host.items() for writer in self._writers_in(host, found)]
+        return [writer for host, some in by_host.items() for writer in self._writers_of_host(host, some, now)]
 
     def has_left(self, trainer: Process) -> bool:
         """See `Leases.has_left`."""
@@ -142,12 +161,13 @@ class ObjectLeases(Leases):
         return any(f"left-{trainer.pid}-{trainer.start}-{done}" in names for done in (0, 1))
 
     def ranks_here(self) -> int:
-        """See `Leases.ranks_here`. Known for a minute: it only says how often to look."""
-        if self._ranks_here is None or time.monotonic() - self._ranks_here[0] > _KNOWN_S:
+        """See `Leases.ranks_here`. It only says how often to look: counted after a minute, two minutes, four, ..."""
+        if time.monotonic() >= self._count_at:
             found = self._store.below(f"{self._prefix}/{Process.here().host}/")
             ranks = {match[1] for each in found if (match := _WRITER.fullmatch(each.key.rpartition("/")[2]))}
-            self._ranks_here = time.monotonic(), max(1, len(ranks))
-        return self._ranks_here[1]
+            self._ranks_here = max(1, len(ranks))
+            self._count_at, self._known_s = time.monotonic() + self._known_s, 2 * self._known_s
+        return self._ranks_here
 
     def watch_host(self, host: str) -> Any:
         """See `Leases.watch_host`."""
@@ -155,7 +175,8 @@ class ObjectLeases(Leases):
 
     def of_one_host(self, host: str) -> list[Writer]:
         """Return the writers of a host."""
-        return list(self._writers_in(host, list(self._store.below(f"{self._prefix}/{host}/"))))
+        found = list(self._store.below(f"{self._prefix}/{host}/"))
+        return list(self._writers_of_host(host, found, self._store.now))
 
     def has_claim(self) -> bool:
         """Return whether the claim of this owner is still there."""
@@ -168,11 +189,11 @@ class ObjectLeases(Leases):
     def _put(self, store: ObjectStore, name: str) -> None:
         store.put(f"{self._prefix}/{Process.here().host}/{name}", b"")
 
-    def _writers_in(self, host: str, found: list[ObjectAbout]) -> Iterable[Writer]:
+    def _writers_of_host(self, host: str, found: list[ObjectAbout], now: Callable[[], float]) -> Iterable[Writer]:
         names = {each.key.rpartition("/")[2]: each for each in found}
         newest = max(each.modified_s for each in found) if found else 0.0
         left = {(int(match[1]), int(match[2])): match[3] == "1" for name in names if (match := _LEFT.fullmatch(name))}
-        fresh = functools.cache(lambda: self._store.now() - newest < OBJECT_EXPIRY_S)
+        fresh = functools.cache(lambda: now() - newest < OBJECT_EXPIRY_S)
 
         def alive(process: Process) -> bool:
             known = process.alive

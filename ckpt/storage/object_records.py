@@ -10,11 +10,12 @@ so that no late process finds none and decides anew.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ckpt.errors import CheckpointCorruptError
@@ -30,15 +31,20 @@ State = Literal["published", "abandoned", "superseded", "damaged", "removed"]
 _STATES = ("published", "abandoned", "superseded", "damaged", "removed")
 _MAX_BYTES = 1 << 20
 _READERS = 16
+_RECENT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was decided about a save. `about` describes the object that it was read from."""
+    """What was decided about a save, and when (seconds since 1970, by the clock of the process that decided).
+
+    `about` describes the object that it was read from.
+    """
 
     save: SaveId
     state: State
     reason: Reason | None = None
+    time: float = field(default_factory=time.time)
     about: ObjectAbout | None = None
 
     @classmethod
@@ -61,7 +67,7 @@ class Record:
     def encoded(self) -> bytes:
         """Return the record as a document. Each has other bytes, so that its writer can tell it from others."""
         document: dict[str, Any] = {"save": self.save.name, "step": self.save.step, "owner": self.save.owner}
-        document |= {"state": self.state, "time": time.time(), "nonce": secrets.token_hex(8)}
+        document |= {"state": self.state, "time": self.time, "nonce": secrets.token_hex(8)}
         if self.reason is not None:
             document["reason"] = self.reason.to_document()
         return encode_document(document)
@@ -74,24 +80,31 @@ class Records:
         self._store = store
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str], Record] = {}
+        self._listed_at = -math.inf
 
     def of(self, save: SaveId) -> Record | None:
         """Return the record of a save; None if nothing is decided. CheckpointCorruptError if it is damaged."""
         return self._read(_key(save))
 
     def all(self) -> list[Record]:
-        """Return all records, by step. One list, and a read for each that is new."""
+        """Return all records, by step. One list, and a read for each that this process has neither read nor put."""
+        begin = time.monotonic()
         _, objects = self._store.names("records/")
         with self._lock:
-            known = {each.key: self._known.get(_identity(each)) for each in objects}
+            known = {each.key: _listed(self._known.get((each.key, each.etag)), each) for each in objects}
         new = [key for key, record in known.items() if record is None]
         if new:
             with ThreadPoolExecutor(min(_READERS, len(new)), "ckpt-records") as pool:
                 known |= dict(zip(new, pool.map(self._read, new), strict=True))
         found = {record for record in known.values() if record is not None and record.about is not None}
         with self._lock:
-            self._known = {_identity(record.about): record for record in found if record.about is not None}
+            self._known = {(each.about.key, each.about.etag): each for each in found if each.about is not None}
+            self._listed_at = begin
         return sorted(found, key=lambda record: (record.save.step, record.save.owner, record.save.nonce))
+
+    def recent(self) -> list[Record]:
+        """Return what `all` has returned within the last moments, or does now."""
+        return self.known() if time.monotonic() - self._listed_at < _RECENT_S else self.all()
 
     def known(self) -> list[Record]:
         """Return the records as `all` returned them last; no request."""
@@ -100,12 +113,22 @@ class Records:
 
     def create(self, record: Record) -> bool:
         """Put a record, unless there is one of this save; return whether this call has put it."""
-        return self._store.create(_key(record.save), record.encoded())
+        return self._remembered(record, self._store.create(_key(record.save), record.encoded()))
 
     def change(self, record: Record, state: State) -> bool:
         """Replace a record that was read by one with another state; False if it was replaced meanwhile."""
         assert record.about is not None
-        return self._store.replace(record.about, replace(record, state=state).encoded())
+        changed = replace(record, state=state)
+        return self._remembered(changed, self._store.replace(record.about, changed.encoded()))
+
+    def _remembered(self, record: Record, about: ObjectAbout | None) -> bool:
+        """Remember a record if this process has put it: the next list needs no read of it. Return whether it has."""
+        if about is None:
+            return False
+        with self._lock:
+            known = {place: each for place, each in self._known.items() if place[0] != about.key}
+            self._known = known | {(about.key, about.etag): replace(record, about=about)}
+        return True
 
     def delete(self, records: list[Record]) -> None:
         """Delete records."""
@@ -125,11 +148,14 @@ class Records:
             if save is None or state not in _STATES or _key(save) != key:
                 raise ValueError(f"it is of save {document['save']!r:.80}, in state {state!r:.40}")
             reason = Reason.from_document(document["reason"]) if "reason" in document else None
-            return Record(save, state, reason, found.about)
+            return Record(save, state, reason, float(document["time"]), found.about)
 
 
-def _identity(about: ObjectAbout) -> tuple[str, str]:
-    return about.key, about.etag
+def _listed(record: Record | None, about: ObjectAbout) -> Record | None:
+    """Return a known record with the time that a list tells. A list has no versions."""
+    if record is None or record.about is None:
+        return None
+    return replace(record, about=replace(about, version=record.about.version))
 
 
 def _key(save: SaveId) -> str:

@@ -17,17 +17,17 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt.errors import CheckpointNotFoundError, StorageError
-from ckpt.storage.interface import Aside, Root
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.storage.interface import Aside, MovedStep, Root
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.object_owner import ObjectOwnership
 from ckpt.storage.object_records import Record, Records
 from ckpt.storage.object_save import ObjectSave
-from ckpt.storage.object_step import HeldObjects, ObjectStep, has_readers, remove_stale_readers
+from ckpt.storage.object_step import HeldObjects, ObjectStep, readers, remove_stale_readers
 from ckpt.storage.object_store import ObjectStore, object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
@@ -62,6 +62,7 @@ class ObjectRoot(Root):
         self._store = store
         self._records = Records(store)
         self._step = step
+        self._removed_here: set[str] = set()  # saves whose objects are to be deleted
 
     def steps(self) -> list[int]:
         """See `Root.steps`."""
@@ -89,12 +90,14 @@ class ObjectRoot(Root):
 
     def source_of(self, step: int) -> ObjectStep:
         """See `Root.source_of`, as of the last list of the steps."""
-        return ObjectStep(self._store, f"saves/{self._listed(step).save.name}")
+        return self._source(self._listed(step))
+
+    def _source(self, record: Record) -> ObjectStep:
+        return ObjectStep(self._store, f"saves/{record.save.name}")
 
     def published_s(self, step: int) -> float:
         """See `Root.published_s`, as of the last list of the steps."""
-        about = self._listed(step).about
-        return 0.0 if about is None else about.modified_s
+        return self._listed(step).time
 
     def _listed(self, step: int) -> Record:
         """Return the record of a step that `steps` has just listed: no request for each."""
@@ -124,9 +127,42 @@ class ObjectRoot(Root):
 
         return HeldObjects(self._store, save.name, is_published, lease=lease, renewing=renewing)
 
-    def superseded(self) -> list[str]:
-        """See `Root.superseded`."""
-        return [record.save.name for record in self._records.all() if record.state == "superseded"]
+    def moved_aside(self) -> list[MovedStep]:
+        """See `Root.moved_aside`. One list."""
+        return [
+            MovedStep(record.save.step, record.save.name, record.state, self._source(record))
+            for record in self._records.all()
+            if record.state in ("superseded", "damaged")
+        ]
+
+    def publish_again(self, name: str, token: int) -> None:
+        """See `Root.publish_again`. Its objects have stayed where they are."""
+        record = self._moved(name)
+        self.ownership.check(token)
+        if record.save.step in self._published():
+            raise CheckpointExistsError(
+                f"{name} cannot be published again: step {record.save.step} exists in {self.path}"
+            )
+        if not self._records.change(record, "published"):
+            raise StorageError(f"{name} cannot be published again: another process has just changed its record")
+        try:
+            self.ownership.check(token)
+        except FencedError:  # the later owner may have saved the same step meanwhile
+            published = self._records.of(record.save)
+            if published is not None and published.state == "published":
+                self._records.change(published, record.state)
+            raise
+
+    def remove_moved(self, name: str) -> None:
+        """See `Root.remove_moved`."""
+        if self._records.change(self._moved(name), "removed"):
+            self.delete_contents(name, lambda: None, is_record=False)
+
+    def _moved(self, name: str) -> Record:
+        for record in self._records.all():
+            if record.save.name == name and record.state in ("superseded", "damaged"):
+                return record
+        raise CheckpointNotFoundError(f"{self.path} has no step {name} that was moved aside")
 
     def move_aside(self, step: int, token: int, why: Aside) -> str | None:
         """See `Root.move_aside`. Its objects stay where they are."""
@@ -151,12 +187,25 @@ class ObjectRoot(Root):
         record = self._record(step)
         return record is None or self._retire(record, token)
 
+    def retire_steps(self, steps: Sequence[int], token: int, plan: str | None = None) -> list[int]:
+        """See `Root.retire_steps`. Two lists for all, and a put for each."""
+        records = {each.save.step: each for each in self._records.known() if each.state == "published"}
+        read = readers(self._store)
+        pinned = self.pinned_steps()  # after the readers: whoever pins a step reads it until it is pinned
+        chosen = [records[step] for step in steps if step in records and step not in pinned]
+        return [each.save.step for each in chosen if each.save.name not in read and self._remove(each, token)]
+
     def _retire(self, record: Record, token: int | None) -> bool:
+        if record.save.name in readers(self._store, record.save.name) or record.save.step in self.pinned_steps():
+            return False
+        return self._remove(record, token)
+
+    def _remove(self, record: Record, token: int | None) -> bool:
         if token is not None and record.save.owner > token:
             self.ownership.check(token)
-        if record.save.step in self.pinned_steps() or has_readers(self._store, record.save.name):
-            return False
-        if not self._records.change(record, "removed") and token is not None:
+        if self._records.change(record, "removed"):
+            self._removed_here.add(record.save.name)
+        elif token is not None:
             self.ownership.check(token)  # else another process of this owner has changed it
         return True
 
@@ -194,6 +243,21 @@ class ObjectRoot(Root):
         """See `Root.abandoned`."""
         return [record.save for record in self._records.all() if record.state == "abandoned"]
 
+    def abandoned_s(self, save: SaveId) -> float:
+        """See `Root.abandoned_s`."""
+        known = [record for record in self._records.known() if record.save == save]  # as of the last list
+        record = known[0] if known else self._records.of(save)
+        if record is None or record.state != "abandoned":
+            raise StorageError(f"{self.path} has no record that save {save.name} was abandoned")
+        return record.time
+
+    def is_gone(self, save: SaveId) -> bool | None:
+        """See `Root.is_gone`."""
+        record = self._records.of(save)
+        if record is not None:
+            return record.state in ("abandoned", "removed")
+        return False if any(True for _ in self._store.below(f"saves/{save.name}/")) else None
+
     def _saves(self) -> list[SaveId]:
         """Return all saves that have objects."""
         return [save for name in self._store.names("saves/")[0] if (save := parse_save_name(name)) is not None]
@@ -229,6 +293,14 @@ class ObjectRoot(Root):
         gone = [record for record in self._records.all() if record.state in ("abandoned", "removed")]
         return [(each.save.name, each.state == "abandoned") for each in gone if each.save.name in left]
 
+    def source_at(self, place: str) -> ObjectStep:
+        """See `Root.source_at`."""
+        return ObjectStep(self._store, f"saves/{place}")
+
+    def removed_here(self) -> list[tuple[str, bool]]:
+        """See `Root.removed_here`."""
+        return [(name, False) for name in sorted(self._removed_here)]
+
     def delete_share(self, path: str, rank: int, before_each: Callable[[], None]) -> None:
         """See `Root.delete_share`: the coordinator deletes all."""
 
@@ -236,6 +308,7 @@ class ObjectRoot(Root):
         """See `Root.delete_contents`. The record is not among them."""
         before_each()
         self._store.delete([each.key for each in self._store.below(f"saves/{path}/")])
+        self._removed_here.discard(path)
 
     def clean(self) -> None:
         """See `Root.clean`."""

@@ -28,15 +28,18 @@ class ObjectPackWriter(PackWriter):
     `write` may be called from several threads at once. What it has written is durable.
     """
 
-    def __init__(self, store: ObjectStore, prefix: str, rank: int) -> None:
+    def __init__(self, store: ObjectStore, prefix: str, rank: int, written: dict[str, bytes]) -> None:
+        """The documents that it writes are entered in `written`."""
         super().__init__(store.place(prefix), rank)
         self._objects = store
         self._prefix = prefix
+        self._written = written
 
     def write_documents(self, documents: Mapping[str, bytes]) -> None:
         """See `PackWriter.write_documents`."""
         for name, data in documents.items():
             self._objects.put(f"{self._prefix}/{name}", data)
+            self._written[name] = data
 
     def finish(self) -> None:
         """Nothing is left to do."""
@@ -64,6 +67,7 @@ class ObjectSave(Pending):
         self._store = store
         self._records = records
         self._token = save.owner if token is None else token
+        self._own: dict[str, bytes] = {}  # documents that this object has put, and need not read
 
     def check_token(self) -> None:
         """See `Pending.check_token`."""
@@ -79,14 +83,19 @@ class ObjectSave(Pending):
     ) -> None:
         """See `Pending.begin`. The token is checked after the intent was put.
 
-        So either this sees the claim of a later owner, or that one sees the intent, and decides about the save.
+        So either this sees the claim of a later owner, or that one sees the intent, and decides about the save. What is
+        looked at before only saves work: `publish` looks again.
         """
-        self._check_not_abandoned("before it began")
-        if self.save.step not in superseded and self.save.step in self.root.steps():
+        records = self._records.recent()
+        if any(record.save == self.save for record in records):
+            raise StorageError(f"save {self.save.name} was abandoned before it began")
+        published = {record.save.step for record in records if record.state == "published"}
+        if self.save.step not in superseded and self.save.step in published:
             raise self.already_published()
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
         intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues, **lineage}
-        if not self._store.create(self._key(INTENT), encode_document(intent)):
+        data = encode_document(intent)
+        if self._store.create(self._key(INTENT), data) is None:
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         try:
             self.check_token()
@@ -94,22 +103,19 @@ class ObjectSave(Pending):
             with contextlib.suppress(StorageError):  # the part of rank 0 will never be there: none publishes it
                 self._store.delete([self._key(INTENT)])
             raise
-        self._check_not_abandoned("while it began")
+        self._own[INTENT] = data
 
     def join(self) -> None:
         """See `Pending.join`."""
-        self._check_not_abandoned("before this rank could write its part")
-
-    def _check_not_abandoned(self, when: str) -> None:
         if self._records.of(self.save) is not None:
-            raise StorageError(f"save {self.save.name} was abandoned {when}")
+            raise StorageError(f"save {self.save.name} was abandoned before this rank could write its part")
 
     def take_recycled(self, plan: str, names: Iterable[str]) -> None:
         """See `Pending.take_recycled`: there are none."""
 
     def pack_writer(self, rank: int, *, threads: int, reuse: bool) -> ObjectPackWriter:
         """See `Pending.pack_writer`."""
-        return ObjectPackWriter(self._store, self._prefix, rank)
+        return ObjectPackWriter(self._store, self._prefix, rank, self._own)
 
     def try_lock(self) -> _WorkLock | None:
         """See `Pending.try_lock`."""
@@ -124,9 +130,19 @@ class ObjectSave(Pending):
         """See `Pending.has_begun`."""
         return self._store.about(self._key(INTENT)) is not None and self._records.of(self.save) is None
 
+    def begun_s(self) -> float:
+        """See `Pending.begun_s`."""
+        about = self._store.about(self._key(INTENT))
+        if about is not None:
+            return about.modified_s
+        first = min((each.modified_s for each in self._store.below(f"{self._prefix}/")), default=None)
+        if first is None:
+            raise StorageError(f"{self.path} does not exist any more")
+        return first
+
     def intent(self) -> dict[str, Any] | None:
         """See `Pending.intent`."""
-        data = self._read(INTENT)
+        data = self._own.get(INTENT) or self._read(INTENT)
         return None if data is None else decode_document(data, self._place(INTENT))
 
     def write_part(self, rank: int, document: dict[str, Any]) -> int:
@@ -155,7 +171,7 @@ class ObjectSave(Pending):
 
     def read_document(self, name: str) -> bytes:
         """See `Pending.read_document`."""
-        data = self._read(name)
+        data = self._own.get(name) or self._read(name)
         if data is None:
             raise CheckpointCorruptError(f"{self._place(name)} is missing")
         return data
@@ -177,9 +193,11 @@ class ObjectSave(Pending):
     def publish(self) -> Published | Abandoned:
         """See `Pending.publish`."""
         self.check_token()
-        if (outcome := self.outcome()) is not None:
-            return outcome
-        if self.root.save_of(self.save.step) not in (None, self.save.name):
+        records = self._records.all()
+        for record in records:
+            if record.save == self.save:
+                return record.outcome
+        if any(record.save.step == self.save.step and record.state == "published" for record in records):
             raise self.already_published()
         outcome = self._decide(Record.published(self.save))
         if outcome == Published() and self._store.about(self._key(INTENT)) is None:

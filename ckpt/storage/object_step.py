@@ -9,30 +9,22 @@ step from being removed meanwhile.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
-from ckpt.native import CHECKSUM_BYTES, check_pieces
 from ckpt.storage.interface import HeldStep
 from ckpt.storage.object_owner import OBJECT_EXPIRY_S, OBJECT_RENEW_S
 from ckpt.storage.object_store import ObjectStore
+from ckpt.storage.ranged_file import RangedFile
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_source import OpenFile, StepSource
 from inprocess.ipc.process import Process
 
-__all__ = ["HeldObjects", "ObjectStep", "has_readers", "remove_stale_readers"]
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-_NEAR_BYTES = 1 << 20  # what lies between two ranges that are fetched as one: a request costs as much time
+__all__ = ["HeldObjects", "ObjectStep", "readers", "remove_stale_readers"]
 
 
 class ObjectStep(StepSource):
@@ -69,13 +61,18 @@ class ObjectStep(StepSource):
         start = len(self._prefix) + 1
         return {each.key[start:]: each.nbytes for each in self._store.below(f"{self._prefix}/")}, set()
 
+    def usage(self) -> tuple[int, float]:
+        """See `StepSource.usage`."""
+        found = list(self._store.below(f"{self._prefix}/"))
+        return sum(each.nbytes for each in found), max((each.modified_s for each in found), default=0.0)
+
     def _key(self, name: str) -> str:
         if not name or any(part in ("", ".", "..") for part in name.split("/")):
             raise StorageError(f"{name!r} is not a name below {self.path}; the checkpoint is damaged")
         return f"{self._prefix}/{name}"
 
 
-class _ObjectFile(OpenFile):
+class _ObjectFile(RangedFile):
     def __init__(self, store: ObjectStore, key: str) -> None:
         self._store = store
         self._key = key
@@ -93,29 +90,8 @@ class _ObjectFile(OpenFile):
             raise MissingFileError("is missing")
         return data
 
-    def read_checked(self, segments: Array) -> bool:
-        """Fetch the blocks of the segments, those near each other with one request, and check them in memory."""
-        return all(check_pieces(self.read(start, end - start), start, part) for part, start, end in _ranges(segments))
-
     def close(self) -> None:
         pass
-
-
-def _ranges(segments: Array) -> list[tuple[Array, int, int]]:
-    """Return groups of segments, each with the first and the last byte (excluded) of its blocks."""
-    segments = segments[(segments["bytes"] > 0) & (segments["rows"] > 0)]
-    if not len(segments):
-        return []
-    block, at = segments["block_bytes"], segments["at"]
-    last = at + (segments["rows"] - 1) * segments["at_step"] + segments["bytes"] - 1
-    pitch = block + CHECKSUM_BYTES
-    first_byte, end_byte = segments["base"] + at // block * pitch, segments["base"] + (last // block + 1) * pitch
-    ends = np.maximum.accumulate(end_byte)
-    cuts = [0, *(np.flatnonzero(first_byte[1:] > ends[:-1] + _NEAR_BYTES) + 1).tolist(), len(segments)]
-    return [
-        (np.ascontiguousarray(segments[low:high]), int(first_byte[low:high].min()), int(end_byte[low:high].max()))
-        for low, high in itertools.pairwise(cuts)
-    ]
 
 
 class HeldObjects(HeldStep):
@@ -192,9 +168,10 @@ def _make_lease(store: ObjectStore, save: str) -> str | None:
     return key
 
 
-def has_readers(store: ObjectStore, save: str) -> bool:
-    """Return whether a step has a reader with a lease."""
-    return any(_is_alive(store, each.key, each.modified_s) for each in store.below(f"readers/{save}/"))
+def readers(store: ObjectStore, save: str | None = None) -> set[str]:
+    """Return the names of the saves that have a reader with a lease: of all, or of one. One list."""
+    found = store.below("readers/" if save is None else f"readers/{save}/")
+    return {each.key.split("/")[1] for each in found if _is_alive(store, each.key, each.modified_s)}
 
 
 def remove_stale_readers(store: ObjectStore) -> None:

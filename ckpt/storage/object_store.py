@@ -94,42 +94,42 @@ class ObjectStore:
         """Return the URL of an object, for messages."""
         return f"{self.url}/{key}"
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Put an object unless the key exists, atomically; return whether this call has put it.
+    def create(self, key: str, data: bytes) -> ObjectAbout | None:
+        """Put an object unless the key exists, atomically; return it, or None if this call has not put it.
 
         A request that is repeated may find its own object, so the content is compared: it must be different for
-        different callers.
+        different callers. Its time is that of this host.
         """
         for pause_s in _CONFLICT_PAUSES_S:
             try:
-                self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
+                result = self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
             except Exception as error:
                 if not self._is_refusal(error):
                     self._raise("create", key, error)
-                if (held := self._holds(key, data)) is not None:
-                    return held
+                if (found := self._found(key, data)) is not None:
+                    return found.about if found.data == data else None
                 time.sleep(pause_s)  # a conflict of puts at the same time, of which none may have succeeded
             else:
-                return True
+                return _about_put(key, data, result)
         raise StorageError(f"cannot create {self.place(key)}: the store reports conflicts, but there is no object")
 
-    def replace(self, about: ObjectAbout, data: bytes) -> bool:
-        """Put an object if the one that is there is still the one described; return whether this call has put it."""
+    def replace(self, about: ObjectAbout, data: bytes) -> ObjectAbout | None:
+        """Put an object if the one that is there is still the one described; returns what `create` does."""
         mode = {"e_tag": about.etag} | ({} if about.version is None else {"version": about.version})
         for pause_s in _CONFLICT_PAUSES_S:
             try:
-                self._obstore.put(self._store, about.key, data, mode=mode, use_multipart=False)
+                result = self._obstore.put(self._store, about.key, data, mode=mode, use_multipart=False)
             except Exception as error:
                 if not self._is_refusal(error):
                     self._raise("replace", about.key, error)
-                if self._holds(about.key, data):
-                    return True
+                if (found := self._found(about.key, data)) is not None and found.data == data:
+                    return found.about
                 now = self.about(about.key)
                 if now is None or now.etag != about.etag:
-                    return False
+                    return None
                 time.sleep(pause_s)
             else:
-                return True
+                return _about_put(about.key, data, result)
         raise StorageError(f"cannot replace {self.place(about.key)}: the store reports a conflict again and again")
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -230,10 +230,10 @@ class ObjectStore:
         try:
             self.create(key, mine)
             about = self.about(key)
-            honoured = not self.create(key, b"another") and self._holds(key, mine) is True
+            honoured = self.create(key, b"another") is None and self._has(key, mine)
             if honoured and about is not None:
                 wrong = ObjectAbout(key, 0, '"00000000000000000000000000000000"', None, 0.0)
-                honoured = not self.replace(wrong, b"another") and self._holds(key, mine) is True
+                honoured = self.replace(wrong, b"another") is None and self._has(key, mine)
         finally:
             self.delete([key])
         if not honoured:
@@ -248,13 +248,16 @@ class ObjectStore:
         refusals = self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError
         return isinstance(error, (*refusals, FileNotFoundError)) or _code(error) == "ConditionalRequestConflict"
 
-    def _holds(self, key: str, data: bytes) -> bool | None:
-        """Return whether an object has this content; None if it does not exist."""
+    def _found(self, key: str, data: bytes) -> StoredObject | None:
+        """Return an object to compare with `data`, without its content if that is longer; None if it does not exist."""
         try:
-            found = self.get(key, max(len(data), 1))
+            return self.get(key, len(data))
         except ValueError:
-            return False
-        return None if found is None else found.data == data
+            return StoredObject(ObjectAbout(key, 0, "", None, 0.0), b"")
+
+    def _has(self, key: str, data: bytes) -> bool:
+        found = self._found(key, data)
+        return found is not None and found.data == data
 
     def _is_missing(self, error: Exception) -> bool:
         """Return whether an object does not exist. A bucket that does not exist is another matter."""
@@ -281,6 +284,10 @@ def _code(error: Exception) -> str | None:
 def _about(meta: Any) -> ObjectAbout:
     version = meta.get("version")
     return ObjectAbout(meta["path"], meta["size"], meta["e_tag"] or "", version, meta["last_modified"].timestamp())
+
+
+def _about_put(key: str, data: bytes, result: Any) -> ObjectAbout:
+    return ObjectAbout(key, len(data), result["e_tag"] or "", result.get("version"), time.time())
 
 
 def object_store(url: str, options: StorageOptions) -> ObjectStore:

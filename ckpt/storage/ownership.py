@@ -15,22 +15,23 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import operator
 import os
 import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.documents import decode_document, encode_document
-from ckpt.storage.leases import RENEW_S, Leases, is_fresh
+from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, is_fresh
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
-__all__ = ["Claim", "ClaimLease", "MAX_CLAIM_BYTES", "OwnerState", "Ownership", "tokens_in"]
+__all__ = ["Claim", "ClaimLease", "MAX_CLAIM_BYTES", "OwnerOverview", "OwnerState", "Ownership", "tokens_in"]
 
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 MAX_CLAIM_BYTES = 1 << 16
@@ -63,6 +64,19 @@ class Claim:
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.time))
         return f"process {self.process.pid} on {self.node}, which claimed it at {when} (token {self.token})"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerOverview:
+    """What can be told of an owner. `writers` counts the ranks whose writer processes are alive.
+
+    `renewed_s` is the time since one of its processes gave a sign of life, None if there is none.
+    """
+
+    token: int
+    state: OwnerState
+    writers: int
+    renewed_s: float | None
 
 
 class ClaimLease:
@@ -107,6 +121,9 @@ class Ownership:
 
     renew_s = RENEW_S
     """How often the process that made a claim renews it."""
+
+    expiry_s = EXPIRY_S
+    """A process of another host counts as dead if it has not renewed its claim for so long."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -227,6 +244,37 @@ class Ownership:
             return OwnerState.ACTIVE
         return OwnerState.FINISHING if any(writer.alive for writer in writers) else OwnerState.GONE
 
+    def overview(self, now: float) -> OwnerOverview | None:
+        """Return what can be told of the owner without writing anything; None if there is none.
+
+        `now` is the time of this host, by which processes of others count as alive or dead: it may be off by the
+        difference of the clocks, which `state` is not.
+        """
+        token = max(tokens_in(directories.names_in(self._path)), default=0)
+        if token == 0:
+            return None
+        leases = self.leases(token)
+        names = directories.names_in(leases.path)
+        ages = {name: now - at for name in names if (at := _changed_s(os.path.join(leases.path, name))) is not None}
+        writers = [
+            w for name, age in ages.items() for w in leases.of_host(name, functools.partial(operator.lt, abs(age)))
+        ]
+        changed = _changed_s(self._file(token))
+        return self._overview(token, writers, None if changed is None else now - changed, ages.values())
+
+    def _overview(
+        self, token: int, writers: Sequence[Writer], claim_age_s: float | None, ages: Iterable[float]
+    ) -> OwnerOverview:
+        claimer = self.claimer(token)
+        active = any(writer.has_trainer for writer in writers)
+        if claimer is not None and not self.leases(token).has_left(claimer):
+            alive = claimer.alive
+            active |= (claim_age_s is not None and claim_age_s < self.expiry_s) if alive is None else alive
+        ranks = {writer.rank for writer in writers if writer.alive}
+        state = OwnerState.ACTIVE if active else OwnerState.FINISHING if ranks else OwnerState.GONE
+        newest = min([*ages, *([] if claim_age_s is None else [claim_age_s])], default=None)
+        return OwnerOverview(token, state, len(ranks), None if newest is None else max(0.0, newest))
+
     def _claimer_is_active(self, token: int, leases: Leases) -> bool:
         """Return whether the process that made the claim is alive and has not left."""
         claim = self._read(token)
@@ -303,6 +351,13 @@ class Ownership:
         if claim is not None and claim.process == Process.here():
             return f"this process, by another Checkpointer or by a restore since then (token {token})"
         return str(claim or f"an unknown process (token {token})")
+
+
+def _changed_s(path: str) -> float | None:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None
 
 
 def tokens_in(names: Iterable[str]) -> list[int]:

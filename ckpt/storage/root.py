@@ -28,6 +28,7 @@ from ckpt.storage.commit import PendingSave
 from ckpt.storage.directories import Rename, try_lock_exclusive
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Aside, DirectoryRoot
+from ckpt.storage.moved_steps import MovedStep, find_moved, moved_to, rename_back
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import Ownership
@@ -119,26 +120,57 @@ class CheckpointRoot(DirectoryRoot):
         """Return the abandoned saves that are not removed yet."""
         return _saves(self._names(self.abandoned_path))
 
-    def superseded(self) -> list[str]:
-        """Return the names of the superseded steps, by step."""
-        return sorted(name for name in self._names(self.superseded_path) if name.startswith("step_"))
+    def abandoned_s(self, save: SaveId) -> float:
+        """See `Root.abandoned_s`."""
+        path = os.path.join(self.abandoned_path, save.name)
+        with storage_errors("find", path):
+            return os.stat(path).st_mtime
+
+    def moved_aside(self) -> list[MovedStep]:
+        """See `Root.moved_aside`."""
+        found = moved_to(self.superseded_path, "superseded") + moved_to(self.damaged_path, "damaged")
+        return sorted(found, key=lambda each: (each.step, each.name))
+
+    def publish_again(self, name: str, token: int) -> None:
+        """See `Root.publish_again`."""
+        moved = find_moved(self.moved_aside(), name, self.path)
+        self.ownership.check(token)
+        rename_back(moved.source.path, self.step_path(moved.step))
+
+    def remove_moved(self, name: str) -> None:
+        """See `Root.remove_moved`."""
+        directories.remove_tree(find_moved(self.moved_aside(), name, self.path).source.path)
+
+    def source_at(self, place: str) -> StepSource:
+        """See `Root.source_at`."""
+        return LocalStep(place)
+
+    def is_gone(self, save: SaveId) -> bool | None:
+        """See `Root.is_gone`. Looks twice, in opposite orders: the save may be renamed meanwhile."""
+        looks: list[Callable[[], bool]] = [
+            lambda: os.path.lexists(os.path.join(self.pending_path, save.name)),
+            lambda: self.save_of(save.step) == save.name,
+            lambda: any(map(_is_of_later_owner, self._removed_as(save))),
+            lambda: any(name.startswith(save.name) for name in self.superseded()),
+            lambda: any(name.startswith(save.name) for name in self._names(self.damaged_path)),
+        ]
+        if any(look() for look in (*looks, *reversed(looks))):
+            return False
+        is_recorded = os.path.lexists(os.path.join(self.abandoned_path, save.name)) or self._removed_as(save)
+        return True if is_recorded else None
+
+    def _removed_as(self, save: SaveId) -> list[str]:
+        """Return the directories of a removed step that was published as this save."""
+        names = (
+            name for name in self._names(self.abandoned_path) if name.startswith(f"{step_name(save.step)}-removed-")
+        )
+        paths = (os.path.join(self.abandoned_path, name) for name in names)
+        return [path for path in paths if (intent_of_step(path) or {}).get("save") == save.name]
 
     def make(self) -> None:
         """Make the root and its directories for pending and abandoned saves, durably."""
-        missing = []
-        path = os.path.abspath(self.path)
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        for path in (*reversed(missing), self.pending_path, self.abandoned_path):
-            with storage_errors("make directory", path):
-                try:
-                    os.mkdir(path)
-                except FileExistsError:
-                    if not os.path.isdir(path):
-                        raise StorageError(f"{path} is a file; choose another checkpoint root") from None
-                    continue
-                directories.fsync_directory(os.path.dirname(os.path.abspath(path)))
+        for path in (self.path, self.pending_path, self.abandoned_path):
+            directories.make_with_parents(path)
 
     def _names(self, path: str) -> list[str]:
         try:
@@ -222,10 +254,7 @@ class CheckpointRoot(DirectoryRoot):
         return target
 
     def remove_step(self, step: int, token: int | None = None) -> bool:
-        """Remove a published step; False if it is being read or pinned. A crash leaves it whole or removed.
-
-        For the owner. With its `token`, raises FencedError instead if the step was saved by a later owner.
-        """
+        """See `Root.remove_step`."""
         target = self.move_step(step, self.abandoned_path, token)
         if target is None:
             return False
@@ -293,10 +322,9 @@ class CheckpointRoot(DirectoryRoot):
         return target if result is Rename.DONE else None
 
     def removed(self) -> list[tuple[str, bool]]:
-        """Return the directories of removed steps and abandoned saves, whose files may be deleted, by any rank.
+        """See `Root.removed`. Steps of a later owner are left out: they are about to be published again (`move_step`).
 
-        The second item says whether it is an abandoned save: ranks learn from the files in its directory that it was
-        abandoned, and why. Steps of a later owner are left out: they are about to be published again (`move_step`).
+        Ranks learn from the files in the directory of an abandoned save that it was abandoned, and why.
         """
         found = []
         for name in sorted(self._names(self.abandoned_path)):
@@ -306,10 +334,7 @@ class CheckpointRoot(DirectoryRoot):
         return found
 
     def clean(self) -> None:
-        """Free the space of abandoned saves and interrupted removals, at once. For the owner.
-
-        Writers that have not noticed yet that their save was abandoned may still write there.
-        """
+        """See `Root.clean`. Writers that have not noticed that their save was abandoned may still write there."""
         self.clean_records()
         for path, is_record in self.removed():
             with contextlib.suppress(StorageError):  # it was removed meanwhile, or the next clean-up will remove it
@@ -319,10 +344,7 @@ class CheckpointRoot(DirectoryRoot):
                     directories.remove_tree(path)
 
     def clean_records(self) -> None:
-        """Remove what is small and of no use any more, and undo interrupted moves. For the owner.
-
-        Ranks learn from the record of a save that it was abandoned, so records are kept for `_KEEP_RECORDS_S`.
-        """
+        """See `Root.clean_records`. Ranks learn from records what was abandoned: they stay for `_KEEP_RECORDS_S`."""
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
             with contextlib.suppress(OSError, StorageError):

@@ -8,7 +8,7 @@ from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import CheckpointRoot, local_path
 
-__all__ = ["is_object_url", "open_root"]
+__all__ = ["absolute", "is_object_url", "open_root"]
 
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "memory://")
@@ -17,6 +17,11 @@ _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "memory://")
 def is_object_url(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is the URL of an object store."""
     return os.fspath(path).startswith(_OBJECT_SCHEMES)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory, or the URL of an object store as its root has it."""
+    return os.fspath(path).rstrip("/") if is_object_url(path) else local_path(path)
 
 
 def open_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:

@@ -5,8 +5,10 @@ A step may come from an untrusted source, so a name never leads out of it. Any p
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -72,12 +74,27 @@ class StepSource(ABC):
     def open(self, name: str) -> OpenFile:
         """Open a file. Raises as `read`."""
 
+    def require(self, names: Callable[[], Iterable[str]]) -> None:
+        """Raise CheckpointUnreachableError if files that are needed are known to be out of reach from this node.
+
+        `names` returns them; it is called only where that can be.
+        """
+        del names
+
     @abstractmethod
     def scan(self) -> tuple[dict[str, int], set[str]]:
         """Return all files with their sizes, -1 for what is no regular file, and all directories, if there are any.
 
         StorageError if they cannot be listed.
         """
+
+    def usage(self) -> tuple[int, float]:
+        """Return the bytes of all files, and when any of them changed last, in seconds since 1970.
+
+        Zeros if there are none, or if the time is not known. StorageError if they cannot be listed.
+        """
+        sizes, _ = self.scan()
+        return sum(sizes.values()), 0.0
 
 
 class LocalStep(StepSource):
@@ -120,6 +137,22 @@ class LocalStep(StepSource):
             except OSError as error:
                 raise StorageError(f"cannot list {os.path.join(self.path, folder)}: {error.strerror}") from error
         return sizes, folders
+
+    def usage(self) -> tuple[int, float]:
+        """See `StepSource.usage`. Links are not followed; what is removed meanwhile is left out."""
+        total, newest, stack = 0, 0.0, [self.path]
+        while stack:
+            with contextlib.suppress(OSError), os.scandir(stack.pop()) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    newest = max(newest, status.st_mtime)
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(entry.path)
+                    else:
+                        total += status.st_size
+        with contextlib.suppress(OSError):
+            newest = max(newest, os.lstat(self.path).st_mtime)
+        return total, newest
 
 
 class _LocalFile(OpenFile):

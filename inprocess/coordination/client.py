@@ -24,11 +24,11 @@ from inprocess.coordination.wire import (
     Op,
     WireError,
     encode,
-    fresh_nonce,
     number,
     pack_number,
 )
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
+from inprocess.ipc.proofs import fresh_nonce
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
 from inprocess.waiting import wait_until_set

@@ -15,9 +15,9 @@ from inprocess.coordination.wire import (
     FrameReader,
     Op,
     encode,
-    fresh_nonce,
     proof,
 )
+from inprocess.ipc.proofs import fresh_nonce
 
 __all__ = ["ClientConnection", "FrameStream", "RefusedError", "Silence"]
 

@@ -28,12 +28,12 @@ from inprocess.coordination.wire import (
     Op,
     WireError,
     encode,
-    fresh_nonce,
     number,
     pack_number,
     proof,
 )
 from inprocess.exception import StoreError
+from inprocess.ipc.proofs import fresh_nonce
 from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["StoreServer", "listen"]

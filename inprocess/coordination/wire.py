@@ -15,14 +15,13 @@ or unpickled. Numbers are big-endian fields of 8 bytes.
 from __future__ import annotations
 
 import enum
-import hashlib
-import hmac
-import os
 import secrets
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from inprocess.ipc import proofs
 
 __all__ = [
     "MAX_BODY",
@@ -35,7 +34,6 @@ __all__ = [
     "Op",
     "WireError",
     "encode",
-    "fresh_nonce",
     "number",
     "pack_number",
     "proof",
@@ -127,13 +125,7 @@ class Frame:
 
 def proof(access: Access, who: bytes, *nonces: bytes) -> bytes:
     """Return the proof of knowing the secret; compare with `hmac.compare_digest`."""
-    message = b"\0".join((PROTOCOL, who, access.job.encode(), *(nonce.hex().encode() for nonce in nonces)))
-    return hmac.new(access.secret.encode(), message, hashlib.sha256).digest()
-
-
-def fresh_nonce() -> bytes:
-    """Return 16 random bytes."""
-    return os.urandom(16)
+    return proofs.proof(access.secret, PROTOCOL, who, access.job.encode(), *(nonce.hex().encode() for nonce in nonces))
 
 
 def pack_number(value: int) -> bytes:

@@ -88,6 +88,20 @@ class SharedMemory:
                 first_bytes = self.buffer[start : start + size : mmap.PAGESIZE]
                 first_bytes[:] = bytes(first_bytes)
 
+    def write_behind(self, offset: int, data: bytes) -> None:
+        """Write bytes behind the region, `offset` bytes after its end; the file grows as needed. OSError if it cannot.
+
+        They are in no mapping. Who has the descriptor can read them, as long as it is told where they are.
+        """
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.fd, view, self.size + offset)
+            view, offset = view[written:], offset + written
+
+    def read_behind(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes that `write_behind` wrote; fewer if they are not there."""
+        return os.pread(self.fd, nbytes, self.size + offset)
+
     def close(self) -> None:
         """Give up the descriptor and the mapping. Idempotent.
 

@@ -118,6 +118,7 @@ NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/operations/metrics.md": _no_names,
     "docs/restart.md": _no_names,
     "docs/sections.md": _no_names,
+    "docs/snapshots.md": _no_names,
 }
 
 

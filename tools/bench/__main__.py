@@ -39,6 +39,10 @@ KINDS = {
         "one save in detail: stall, time to durable, what it costs training, memory",
         "tools.bench.save",
     ),
+    "snapshot": Kind(
+        "snapshots: stall, what one after each step costs, and a restart from one; one rank and two",
+        "tools.bench.snapshot",
+    ),
     "objects": Kind(
         "a save to an object store and a restore, beside plain puts and gets by the same client; requests",
         "tools.bench.objects",
@@ -66,6 +70,10 @@ KINDS = {
     "scale": Kind(
         "planning and commit check of a save of thousands of simulated ranks",
         "tools.bench.scale",
+    ),
+    "goodput": Kind(
+        "the share of its time that a large job trains in spite of faults: simulated, with costs measured here",
+        "tools.bench.goodput.command",
     ),
 }
 _DEFAULT = "systems"

@@ -30,6 +30,7 @@ __all__ = [
     "positive",
     "print_report",
     "print_table",
+    "replace_between_markers",
     "rounds",
     "temporary_folder",
     "write_json",
@@ -211,3 +212,13 @@ def write_json(path: Path | None, values: dict[str, Any]) -> None:
     if path is not None:
         text = json.dumps({"environment": environment(), **values}, indent=1, default=Row.document)
         path.write_text(text + "\n")
+
+
+def replace_between_markers(path: Path, text: str, begin: str, end: str) -> None:
+    """Replace what is between two markers of a document; ValueError if it does not have both of them once."""
+    document = path.read_text()
+    if document.count(begin) != 1 or document.count(end) != 1:
+        raise ValueError(f"{path} needs the lines {begin!r} and {end!r}, once each")
+    head, rest = document.split(begin)
+    _, tail = rest.split(end)
+    path.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}")

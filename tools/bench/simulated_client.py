@@ -10,8 +10,9 @@ from itertools import count
 from inprocess.coordination.client import StoreClient, _Call
 from inprocess.coordination.connection import ClientConnection
 from inprocess.coordination.mixin import Guard, StoreMixin
-from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode, fresh_nonce
+from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode
 from inprocess.exception import StaleViewError, StoreError, StoreTimeoutError
+from inprocess.ipc.proofs import fresh_nonce
 
 __all__ = ["SimulatedClient"]
 

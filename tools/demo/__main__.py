@@ -1,9 +1,9 @@
-"""Train; kill all processes and resume; restart in process after faults; compare the results.
+"""Train; kill all processes and resume; restart in process after faults, with saves and snapshots; compare results.
 
     python -m tools.demo [--root s3://BUCKET/PREFIX]
 
 Checkpoints go below demo-out, or below a URL; what is there stays. Logs and pictures are always in demo-out. Ends with
-three tables and a picture, or with a message and a non-zero exit code.
+four tables and a picture, or with a message and a non-zero exit code.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SAVE_EVERY = 4
 KILL_AFTER = 24  # the first save that may be in flight at the kill; should it be durable already, the next one
 FAULTS = ["6:exception", "12:exception:staged", "18:hang", "24:exception:half", "28:kill:staged"]
 SOFT_TIMEOUT_S = 8.0
-LIMIT_S = 300.0
+LIMIT_S = 480.0
 _RANKS, _ACTIVE = 3, 2
 _WIDTH = 110  # of tables that do not go to a terminal
 
@@ -51,7 +51,7 @@ class Killed:
 
 
 class Demo:
-    """The four runs, two of which share one checkpoint root: the one that is killed, and the one that resumes."""
+    """The five runs, two of which share one checkpoint root: the one that is killed, and the one that resumes."""
 
     def __init__(self, console: Console, root: str | None = None) -> None:
         """`root` None: the checkpoints go below `OUT`."""
@@ -66,29 +66,45 @@ class Demo:
         reference = Settings("uninterrupted", f"{self.root}/uninterrupted", STEPS, save_every=STEPS)
         interrupted = Settings("interrupted", f"{self.root}/checkpoints", STEPS, SAVE_EVERY)
         resumed = Settings("resumed", f"{self.root}/checkpoints", STEPS, SAVE_EVERY)
-        folder = OUT / "restarted"
-        folder.mkdir()
-        survivor = _with_faults("restarted-run", folder, f"{self.root}/restarted/checkpoints")
+        survivor = self._with_faults("restarted")
+        snapshots = self._with_faults("snapshots", "--snapshot-every", "1")
         columns = [TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         with Progress(*columns, console=self.console) as progress:
-            first = self._to_the_end(reference, progress, "1/4 without interruption")
-            killed = self._until_killed(interrupted, progress, "2/4 saving, then kill -9")
-            third = self._to_the_end(resumed, progress, "3/4 started again")
-            fourth = self._to_the_end(survivor, progress, f"4/4 {len(FAULTS)} faults, restarted in process")
+            first = self._to_the_end(reference, progress, "1/5 without interruption")
+            killed = self._until_killed(interrupted, progress, "2/5 saving, then kill -9")
+            third = self._to_the_end(resumed, progress, "3/5 started again")
+            fourth = self._to_the_end(survivor, progress, f"4/5 {len(FAULTS)} faults, restarted in process")
+            fifth = self._to_the_end(snapshots, progress, "5/5 the same with snapshots")
         self._check(first, killed, third)
-        self._check_same(first, [fourth])
-        recoveries = read_recoveries(folder, FAULTS)
-        for run in (third, fourth):
+        self._check_same(first, [fourth, fifth])
+        recoveries, with_snapshots = (read_recoveries(OUT / name, FAULTS) for name in ("restarted", "snapshots"))
+        lost = [recovery.lost for recovery in with_snapshots if recovery.fault and recovery.lost is not None]
+        if max(lost, default=0) > 1:
+            raise DemoError(f"with a snapshot of each step the faults cost {lost} steps")
+        for run in (third, fourth, fifth):
             arrays = _compare(first.settings.root, run.settings.root)
         self.console.print(summary_table(first, killed.run, third, killed.step))
-        self.console.print(recovery_table(recoveries))
-        self.console.print(goodput_table(folder))
-        self.console.print(draw_loss(OUT / "loss.png", first.of("step"), loss_segments(folder), recoveries))
+        self.console.print(recovery_table(recoveries, f"a save every {SAVE_EVERY} steps"))
+        self.console.print(recovery_table(with_snapshots, "a snapshot of each step"))
+        self.console.print(goodput_table(OUT / "restarted"))
+        self.console.print(draw_loss(OUT / "loss.png", first.of("step"), loss_segments(OUT / "restarted"), recoveries))
         self.console.print(
-            f"[green]ok[/]: resumed from step {third.of('start')[0]['step']}, and restarted {len(recoveries)} times "
-            f"without new processes. Both times the final weights and all {arrays} arrays of the last checkpoint are "
-            f"bit-identical to the uninterrupted run. {time.monotonic() - began:.0f} s in all."
+            f"[green]ok[/]: resumed from step {third.of('start')[0]['step']}, and restarted {len(recoveries)} and "
+            f"{len(with_snapshots)} times without new processes. Each time the final weights and all {arrays} arrays "
+            f"of the last step are bit-identical to the uninterrupted run. {time.monotonic() - began:.0f} s in all."
         )
+
+    def _with_faults(self, name: str, *more: str) -> Settings:
+        """Return a run of 3 processes, of which 2 train, that restarts after every fault; records go to `name`."""
+        folder = OUT / name
+        folder.mkdir()
+        deaths = sum(":kill" in fault for fault in FAULTS)
+        launcher = ["tools.demo.launch", "--ranks", str(_RANKS), "--may-die", str(deaths), "--"]
+        launcher += [sys.executable, "-m", "tools.demo.faults", str(folder), *FAULTS, "--"]
+        extra = ["--restart", "--active", str(_ACTIVE), "--soft-timeout", str(SOFT_TIMEOUT_S), *more]
+        extra += ["--monitor-log", str(folder.resolve() / "monitor_{rank}.log"), "--events", str(folder / EVENTS)]
+        root = f"{self.root}/{name}/checkpoints"
+        return Settings(f"{name}-run", root, STEPS, SAVE_EVERY, extra=tuple(extra), launcher=tuple(launcher))
 
     def _to_the_end(self, settings: Settings, progress: Progress, title: str) -> TrainingRun:
         bar = progress.add_task(title, total=settings.steps)
@@ -126,7 +142,7 @@ class Demo:
             run.wait_for_silence(timeout=15)
             newest = max(run.published_steps(), default=0)
         outcome = "still published" if newest == step else "given up"
-        progress.update(bar, description=f"2/4 kill -9 at step {step}; save {outcome}")
+        progress.update(bar, description=f"2/5 kill -9 at step {step}; save {outcome}")
         return Killed(run, step, newest)
 
     def _check(self, first: TrainingRun, killed: Killed, third: TrainingRun) -> None:
@@ -148,16 +164,6 @@ class Demo:
             for end in run.of("end"):
                 if end["digest"] != digest:
                     raise DemoError(f"{run.settings.name}: final weights {end['digest']}, uninterrupted {digest}")
-
-
-def _with_faults(name: str, folder: Path, root: str) -> Settings:
-    """Return the run of 3 processes, of which 2 train, that restarts after every fault. `folder` gets the records."""
-    deaths = sum(":kill" in fault for fault in FAULTS)
-    launcher = ["tools.demo.launch", "--ranks", str(_RANKS), "--may-die", str(deaths), "--"]
-    launcher += [sys.executable, "-m", "tools.demo.faults", str(folder), *FAULTS, "--"]
-    extra = ["--restart", "--active", str(_ACTIVE), "--soft-timeout", str(SOFT_TIMEOUT_S)]
-    extra += ["--monitor-log", str(folder.resolve() / "monitor_{rank}.log"), "--events", str(folder / EVENTS)]
-    return Settings(name, root, STEPS, SAVE_EVERY, extra=tuple(extra), launcher=tuple(launcher))
 
 
 def _compare(left: str, right: str) -> int:

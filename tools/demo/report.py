@@ -50,13 +50,16 @@ _LINE, _QUIET, _FAULT = "#1f6fb4", "#9a9a9a", "#c0392b"
 class Recovery:
     """One restart. `fault` is None if it was not planned: on a busy machine a rank can seem to hang.
 
-    `pending` are the steps whose save was scheduled, and not known to be finalized. `starts` are the records of the
-    ranks that had their state back, by rank; they and `first_step` are missing if the next restart came at once.
+    `finished` is the last step that rank 0 has finished before. `pending` are the steps whose save was scheduled, and
+    not known to be finalized, `published` those of them that were published all the same. `starts` are the records of
+    the ranks that had their state back, by rank; they and `first_step` are missing if the next restart came at once.
     """
 
     fault: Record | None
     event: Record
+    finished: int
     pending: list[int]
+    published: frozenset[int]
     starts: list[Record]
     first_step: Record | None
 
@@ -87,15 +90,20 @@ class Recovery:
         return int(self.starts[0]["step"]) if self.starts else None
 
     @property
+    def lost(self) -> int | None:
+        """How many steps are done again."""
+        return None if self.step is None else self.finished - self.step
+
+    @property
     def saves(self) -> dict[int, str]:
-        """The outcome of each save in flight. All steps up to the one that is restored are published."""
-        newest = -1 if self.step is None else self.step
-        return {step: "published" if step <= newest else "given up" for step in self.pending}
+        """The outcome of each save in flight."""
+        return {step: "published" if step in self.published else "given up" for step in self.pending}
 
 
 def read_recoveries(folder: Path, plan: list[str]) -> list[Recovery]:
     """Return all restarts in order; DemoError unless each planned fault happened and caused its own restart."""
     faults, events, ranks = (_read(folder / f"{name}.jsonl") for name in ("faults", "events", "ranks"))
+    publications = [record for record in _read(folder / EVENTS) if record["event"] == "SavePublished"]
     if len(faults) != len(plan):
         raise DemoError(f"{len(faults)} faults of {len(plan)} happened: {faults}")
     recoveries = []
@@ -104,20 +112,29 @@ def read_recoveries(folder: Path, plan: list[str]) -> list[Recovery]:
         before = [r for r in ranks if began[number - 1] < r["time"] < began[number] and r["rank"] == 0]
         after = [r for r in ranks if began[number] < r["time"] < began[number + 1]]
         own = [fault for fault in faults if began[number - 1] < fault["time"] < event["time"]]
-        recoveries.append(_recovery(own[-1] if own else None, event, before, after))
+        published = {record["step"] for record in publications if record["time"] < event["time"]}
+        recoveries.append(_recovery(own[-1] if own else None, event, before, after, published))
     caused = [recovery.fault for recovery in recoveries if recovery.fault]
     if caused != faults:
         raise DemoError(f"of the faults {faults} only {caused} were followed by a restart")
     return recoveries
 
 
-def _recovery(fault: Record | None, event: Record, before: list[Record], after: list[Record]) -> Recovery:
+def _recovery(
+    fault: Record | None, event: Record, before: list[Record], after: list[Record], published: set[int]
+) -> Recovery:
     starts = sorted((record for record in after if record["event"] == "start"), key=lambda start: int(start["rank"]))
     steps = [record for record in after if record["event"] == "step"]
+    finished = max((record["step"] for record in before if record["event"] == "step"), default=0)
     saves, finalized = ([r["step"] for r in before if r["event"] == name] for name in ("save", "finalized"))
     pending = [step for step in saves if step not in finalized]
+    restored = starts[0]["restored"] if starts else None
+    if (
+        restored is not None and not restored["in_memory"]
+    ):  # all steps up to one that is read from storage are published
+        published = published | {step for step in pending if step <= restored["step"]}
     first_step = min(steps, key=lambda step: float(step["time"]), default=None)
-    return Recovery(fault, event, pending, starts, first_step)
+    return Recovery(fault, event, finished, pending, frozenset(published.intersection(pending)), starts, first_step)
 
 
 def loss_segments(folder: Path) -> list[list[Record]]:
@@ -173,10 +190,13 @@ def _mb(count: float) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-def recovery_table(recoveries: list[Recovery]) -> Table:
-    """Return a line for each restart: milliseconds since the fault, on rank 0, or on the last rank if all take part."""
+def recovery_table(recoveries: list[Recovery], keeps: str = "saves") -> Table:
+    """Return a line for each restart: milliseconds since the fault, on rank 0, or on the last rank if all take part.
+
+    `keeps` says what there is to go back to.
+    """
     table = Table(
-        title=f"{len(recoveries)} restarts in one run, 2 ranks and a spare; times in ms since the fault",
+        title=f"{len(recoveries)} restarts in one run with {keeps}, 2 ranks and a spare; times in ms since the fault",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -186,6 +206,7 @@ def recovery_table(recoveries: list[Recovery]) -> Table:
     for title in ("seen", "saves\ndecided", "trains\nagain", "step\ndone"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("goes\non at", justify="right")
+    table.add_column("steps\nlost", justify="right")
     table.add_column("restored from, MB")
     for recovery in recoveries:
         table.add_row(*_cells(recovery))
@@ -229,6 +250,7 @@ def _cells(recovery: Recovery) -> list[str]:
         after(recovery.resumed),
         after(float(first["time"]) if first else None),
         "-" if recovery.step is None else str(recovery.step),
+        "-" if recovery.lost is None else str(recovery.lost),
         _sources(recovery.starts),
     ]
 
@@ -244,7 +266,8 @@ def _sources(starts: list[dict[str, Any]]) -> str:
 def _source(report: dict[str, Any] | None) -> str:
     if report is None:
         return "nothing saved yet"
-    names = {"own_memory_bytes": "own memory", "neighbour_memory_bytes": "neighbour's", "storage_bytes": "storage"}
+    names = {"own_memory_bytes": "own memory", "neighbour_memory_bytes": "neighbour's"}
+    names |= {"remote_memory_bytes": "another node's", "storage_bytes": "storage"}
     parts = [f"{name} {report[key] / 1e6:.0f}" for key, name in names.items() if report[key]]
     return ", ".join(parts)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
+from ckpt.storage.root import local_path
 
 from . import (
     clean,
@@ -83,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     try:
+        for name, value in vars(arguments).items():
+            if isinstance(value, str) and value.startswith("file://"):
+                setattr(arguments, name, local_path(value))
         with _rare_collections():
             code = _COMMANDS[arguments.command].run(arguments, Output(as_json=arguments.json))
         sys.stdout.flush()
@@ -109,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="inspect_ckpt",
         description="Inspect, validate, compare, export and convert checkpoints. PATH is the directory of a step, or a "
-        "checkpoint root, which stands for its newest published step.",
+        "checkpoint root, which stands for its newest published step; either may be a URL (s3://, gs://, az://).",
         epilog=_EXIT_CODES,
         allow_abbrev=False,
     )

@@ -10,19 +10,20 @@ import os
 import time
 from dataclasses import dataclass
 
-from ckpt.storage.commit import PendingSave, Reason
-from ckpt.storage.recycled import discard_recycled, recycled_path
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.interface import DirectoryRoot, Root
+from ckpt.storage.outcomes import Reason
+from ckpt.storage.recycled import recycled_path
+from ckpt.storage.step_source import LocalStep, StepSource
 
 from .output import Exit, Output, duration, plural, size
-from .root import UnpublishedSave, abandoned_saves, confirmed, owned, pending_saves, root_of, tree_bytes
+from .root import UnpublishedSave, abandoned_saves, any_root, confirmed, owned, pending_saves
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "remove abandoned and stale pending saves, and files kept for a next save; never a published step"
 
 _STALE_AFTER_MIN = 10.0
-_RECORDS_STAY_S = 3600.0  # as long as CheckpointRoot.clean keeps them
+_RECORDS_STAY_S = 3600.0  # as long as Root.clean keeps them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
+    root = any_root(arguments.root)
     items = _items(root, 60 * arguments.stale_after)
     chosen = [item for item in items if item.remove]
     rows = [("remove" if i.remove else "keep", i.name, duration(i.age_s), size(i.bytes), i.why) for i in items]
@@ -65,53 +66,58 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 
 @dataclass(frozen=True)
 class _Item:
+    """Something that `clean` may remove. `source` has its files: None if only a record is left."""
+
     name: str
-    path: str
     age_s: float
     bytes: int
     remove: bool
     why: str
+    source: StepSource | None = None
     save: UnpublishedSave | None = None
 
 
-def _items(root: CheckpointRoot, stale_after_s: float) -> list[_Item]:
-    items = [_pending_item(save, stale_after_s) for save in pending_saves(root)]
-    saves = {save.id.name: save for save in abandoned_saves(root)}
-    names = os.listdir(root.abandoned_path) if os.path.isdir(root.abandoned_path) else []
-    for name in sorted(names):
-        path = os.path.join(root.abandoned_path, name)
-        total, newest = tree_bytes(path)
-        age_s = max(0.0, time.time() - newest)
-        if name in saves and age_s < _RECORDS_STAY_S and not _holds_data(path):
-            items.append(_Item(name, path, age_s, total, False, "only its reason is left, which ranks may still read"))
-        else:
-            why = saves[name].note if name in saves else "a removal that was interrupted"
-            items.append(_Item(name, path, age_s, total, True, why))
+def _items(root: Root, stale_after_s: float) -> list[_Item]:
+    items = [_pending_item(root, save, stale_after_s) for save in pending_saves(root)]
+    places = {os.path.basename(place): root.source_at(place) for place, _ in root.removed()}
+    for save in abandoned_saves(root):
+        source = places.pop(save.id.name, None)
+        data = source is not None and _holds_data(root, source)
+        keep = not data and save.age_s < _RECORDS_STAY_S
+        why = "only its reason is left, which ranks may still read" if keep else save.note
+        items.append(_Item(save.id.name, save.age_s, save.bytes, not keep, why, source))
+    for name, source in sorted(places.items()):
+        total, newest = source.usage()
+        items.append(_Item(name, _age_s(newest), total, True, "a removal that was interrupted", source))
     return [*items, *_recycled_items(root)]
 
 
-def _recycled_items(root: CheckpointRoot) -> list[_Item]:
+def _recycled_items(root: Root) -> list[_Item]:
     """The recycled files of removed steps. A job that goes on creates new files instead."""
+    if not isinstance(root, DirectoryRoot):
+        return []
     items = []
     folder = recycled_path(root)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
-        path = os.path.join(folder, name)
-        try:
-            total, newest = tree_bytes(path)
-        except FileNotFoundError:
-            continue  # a save uses it now
-        why = "files of a removed step, kept for the next save to overwrite"
-        items.append(_Item(name, path, max(0.0, time.time() - newest), total, True, why))
+        source = LocalStep(os.path.join(folder, name))
+        total, newest = source.usage()
+        if newest:  # else a save uses it now
+            why = "files of a removed step, kept for the next save to overwrite"
+            items.append(_Item(name, _age_s(newest), total, True, why, source))
     return items
 
 
-def _holds_data(path: str) -> bool:
-    """Whether a directory of an abandoned save contains more than the reason."""
-    with os.scandir(path) as entries:
-        return any(entry.is_dir(follow_symlinks=False) and tree_bytes(entry.path)[0] for entry in entries)
+def _age_s(changed_s: float) -> float:
+    return max(0.0, time.time() - changed_s)
 
 
-def _pending_item(save: UnpublishedSave, stale_after_s: float) -> _Item:
+def _holds_data(root: Root, source: StepSource) -> bool:
+    """Whether there is more than the reason of an abandoned save; in a directory, that is beside its subdirectories."""
+    sizes, _ = source.scan()
+    return any(nbytes and ("/" in name or not isinstance(root, DirectoryRoot)) for name, nbytes in sizes.items())
+
+
+def _pending_item(root: Root, save: UnpublishedSave, stale_after_s: float) -> _Item:
     remove, why = False, f"pending: {save.note}"
     if save.in_use:
         pass
@@ -121,24 +127,21 @@ def _pending_item(save: UnpublishedSave, stale_after_s: float) -> _Item:
         why += f"; stale after {duration(stale_after_s)}"
     else:
         remove = True
-    return _Item(save.id.name, save.path, save.age_s, save.bytes, remove, why, save)
+    return _Item(save.id.name, save.age_s, save.bytes, remove, why, root.pending_save(save.id).source, save)
 
 
-def _remove(root: CheckpointRoot, items: list[_Item]) -> int:
+def _remove(root: Root, items: list[_Item]) -> int:
     """Remove `items`; return the bytes freed. Stale saves are abandoned first, so that they can never be published."""
     with owned(root) as token:
         for item in items:
             if item.save is not None:
                 reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
-                PendingSave(root, item.save.id, token).abandon(reason)
-        discard_recycled(root)
+                root.pending_save(item.save.id, token).abandon(reason)
+        root.discard_recycled()
         root.clean()
-    left = sum(tree_bytes(path)[0] for item in items for path in _places(root, item) if os.path.isdir(path))
-    return max(0, sum(item.bytes for item in items) - left)
-
-
-def _places(root: CheckpointRoot, item: _Item) -> tuple[str, ...]:
-    return (item.path,) if item.save is None else (item.path, os.path.join(root.abandoned_path, item.name))
+        places = {os.path.basename(place): root.source_at(place) for place, _ in root.removed()}
+    left = [places.get(item.name, item.source) for item in items]
+    return max(0, sum(item.bytes for item in items) - sum(source.usage()[0] for source in left if source is not None))
 
 
 def _minutes(text: str) -> float:

@@ -21,7 +21,9 @@ from ckpt.formats.state import LazyState, LazyTensor
 from ckpt.formats.step_writer import write_step
 from ckpt.loading.fetch import Fetch
 from ckpt.paths import Path, display
+from ckpt.storage.interface import Root
 from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import is_object_url, open_root
 
 from .output import CannotReadError, Exit, Output, byte_counter, duration, plural, size
 from .root import owned, root_of
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FROM",
         help="a torch.distributed.checkpoint directory, a torch.save file, a safetensors file or directory",
     )
-    parser.add_argument("target", metavar="TO", help="a checkpoint root, new or not")
+    parser.add_argument("target", metavar="TO", help="a checkpoint root, new or not; may be a URL")
     parser.add_argument("--step", type=_step_number, default=0, metavar="N", help="number of the new step (default 0)")
     parser.add_argument("--under", default="", metavar="KEY", help="put the state under this key: model, or a/b")
     parser.add_argument("--string-keys", action="store_true", help="DCP: keys that read like numbers stay strings")
@@ -55,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     begin = time.perf_counter()
     state = _open(arguments)
-    check_outside(arguments.target, arguments.source)
+    if not is_object_url(arguments.target):
+        check_outside(arguments.target, arguments.source)
     root = _target_root(arguments.target, arguments.step)
     if arguments.under:
         state = state.under(_prefix(arguments.under))
@@ -72,6 +75,8 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 
 def _open(arguments: argparse.Namespace) -> LazyState:
     path = arguments.source
+    if is_object_url(path):
+        raise CannotReadError(f"{path}: other formats are read from local files only; copy it to a disk first")
     try:
         kind = kind_of(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -99,16 +104,23 @@ def _open(arguments: argparse.Namespace) -> LazyState:
     raise CannotReadError(f"{path} is neither a safetensors file nor one of torch.save{hint}")
 
 
-def _target_root(path: str, step: int) -> CheckpointRoot:
-    """Return the root at `path`. CannotReadError if the step cannot be written to it."""
+def _target_root(path: str, step: int) -> Root:
+    """Return the root at a path or URL. CannotReadError if the step cannot be written to it."""
+    if is_object_url(path):
+        root = open_root(path)
+        if root.path != path.rstrip("/"):
+            raise CannotReadError(f"{path} is a step, not a checkpoint root; give {root.path}")
+        if step in root.steps():
+            raise CannotReadError(f"step {step} is already in {path}; give another --step")
+        return root
     if os.path.lexists(path) and not os.path.isdir(path):
         raise CannotReadError(f"{path} is a file; give a checkpoint root, or a new directory")
     if os.path.isdir(path) and os.listdir(path):
         root_of(path)
-    root = CheckpointRoot(path)
-    if os.path.lexists(root.step_path(step)):
+    directory = CheckpointRoot(path)
+    if os.path.lexists(directory.step_path(step)):
         raise CannotReadError(f"step {step} is already in {path}; give another --step")
-    return root
+    return directory
 
 
 def _prefix(text: str) -> Path:

@@ -6,21 +6,21 @@ all, and data only where it was asked for, or is little.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.pins import pinned_steps
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.interface import Root
+from ckpt.storage.names import step_name
 from ckpt.validation import validate
 
 from .diff import Change, changed_tensors
 from .output import CannotReadError, Output, byte_counter, duration, plural, size
 from .root import MovedStep, UnpublishedSave, abandoned_saves, moved_steps, pending_saves, steps_of
-from .step import PartTimes, SaveTimes, open_step, part_times, protected, summary_of
+from .step import PartTimes, SaveTimes, held, open_step, part_times, summary_of
 from .timeline import save_times
 from .validate import problem_line
 
@@ -95,10 +95,10 @@ class Findings:
         return [step for step in self.steps if step.summary is not None]
 
 
-def find(root: CheckpointRoot, limits: Limits, output: Output) -> Findings:
+def find(root: Root, limits: Limits, output: Output) -> Findings:
     """Look at a root. Shows progress where much is read."""
-    numbers = steps_of(root.path)
-    pinned = pinned_steps(root.path)
+    numbers = steps_of(root)
+    pinned = root.pinned_steps()
     chosen = numbers[-limits.steps :]
     steps = tuple(_saved_step(root, step, step in pinned, step == chosen[-1]) for step in chosen)
     found = [step for step in steps if step.published_at]
@@ -117,34 +117,33 @@ def find(root: CheckpointRoot, limits: Limits, output: Output) -> Findings:
     )
 
 
-def _saved_step(root: CheckpointRoot, step: int, pinned: bool, newest: bool) -> SavedStep:
-    path = root.step_path(step)
+def _saved_step(root: Root, step: int, pinned: bool, newest: bool) -> SavedStep:
+    published_at = 0.0  # removed meanwhile
     try:
-        published_at = os.stat(os.path.join(path, "zarr.json")).st_mtime
-    except FileNotFoundError:
-        published_at = 0.0  # removed meanwhile
-        if os.path.isdir(path):
-            return SavedStep(step, os.stat(path).st_mtime, pinned, "its zarr.json is missing")
-    try:
-        summary = summary_of(path)
-        parts = part_times(path, summary, _MOST_RANKS if newest else _MOST_RANKS_OF_OLD)
-        return SavedStep(step, published_at, pinned, "", summary, save_times(path, parts), tuple(parts))
+        source = root.source_of(step)
+        with contextlib.suppress(CheckpointError):
+            published_at = root.published_s(step)
+        if not published_at and (changed := source.usage()[1]):
+            return SavedStep(step, changed, pinned, "its zarr.json is missing")
+        summary = summary_of(source)
+        parts = part_times(source, summary, _MOST_RANKS if newest else _MOST_RANKS_OF_OLD)
+        times = save_times(source, published_at, parts)
+        return SavedStep(step, published_at, pinned, "", summary, times, tuple(parts))
     except (CheckpointError, OSError) as error:
         return SavedStep(step, published_at, pinned, str(error))
 
 
-def _health(root: CheckpointRoot, steps: Sequence[SavedStep], full: int | None, output: Output) -> list[Health]:
+def _health(root: Root, steps: Sequence[SavedStep], full: int | None, output: Output) -> list[Health]:
     """Check the newest steps: `full` of them by all of their bytes, the others by metadata and sizes."""
     found, left = [], _READ_UNASKED
     for number, step in enumerate(reversed(steps[-max(_CHECKED, full or 0) :])):
         left -= step.bytes
         quick = left < 0 if full is None else number >= full
-        path = root.step_path(step.step)
         how = "metadata and sizes" if quick else "all bytes"
         begin = time.perf_counter()
         try:
-            with protected(path), output.meter(os.path.basename(path)) as meter:
-                report = validate(path, quick=quick, progress=meter)
+            with held(root, step.step) as source, output.meter(step_name(step.step)) as meter:
+                report = validate(source, quick=quick, progress=meter)
         except (CheckpointError, CannotReadError, OSError) as error:
             found.append(Health(step.step, "unreadable", how, str(error)))
             continue
@@ -161,7 +160,7 @@ def _health(root: CheckpointRoot, steps: Sequence[SavedStep], full: int | None, 
 
 
 def _changes(
-    root: CheckpointRoot, steps: Sequence[SavedStep], wanted: bool | None, output: Output
+    root: Root, steps: Sequence[SavedStep], wanted: bool | None, output: Output
 ) -> tuple[tuple[Change, ...] | None, str]:
     """Compare the two newest steps; return None and the reason if that is not possible, or too much."""
     if len(steps) < 2:
@@ -173,7 +172,7 @@ def _changes(
     if wanted is None and total > _READ_UNASKED:
         return None, f"Steps were not compared, because that reads {size(total)}; --compare does it."
     try:
-        paths = [root.step_path(step.step) for step in (before, after)]
+        paths = [root.source_of(step.step).path for step in (before, after)]
         with open_step(paths[0]) as a, open_step(paths[1]) as b, output.meter("compare") as meter:
             changes = changed_tensors(a, b, progress=byte_counter(meter, before.bytes))
     except (CheckpointError, CannotReadError, OSError) as error:

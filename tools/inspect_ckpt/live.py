@@ -1,28 +1,31 @@
 """What happens in a checkpoint root now, for `watch`: read again and again, cheaply, and without changing anything.
 
 A look costs a few listings, and at most `_MOST_STATS` looks at single files, however many ranks there are: with more
-files, evenly spaced ranks stand for all. Documents of published steps are read once. Anything may vanish at any time.
+files, evenly spaced ranks stand for all. In an object store, one list for each 1,000 objects of a save in flight tells
+the same of all ranks. Documents of published steps are read once. Anything may vanish at any time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.commit import PartsWatch, PendingSave
-from ckpt.storage.directories import names_in
 from ckpt.storage.documents import ILL_FORMED, decode_document
-from ckpt.storage.leases import EXPIRY_S
+from ckpt.storage.interface import PartsWatch, Root
 from ckpt.storage.names import INDEX, SaveId, pack_file
+from ckpt.storage.ownership import OwnerState
 from ckpt.storage.pack_index import PackIndex
-from ckpt.storage.pins import pinned_steps
-from ckpt.storage.regular_files import read_document_at
-from ckpt.storage.root import INTENT, CheckpointRoot
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.roots import open_root
+from ckpt.storage.step_source import LocalStep, StepSource
 
 from .root import why_abandoned
 from .step import evenly, part_times, summary_of
@@ -35,7 +38,8 @@ _MOST_PARTS = 16  # whose times are read of each step
 _MOST_FILES_OF_RANK = 10_000
 _MAX_INDEX_BYTES = 32 << 20  # a larger one takes seconds to read; then all ranks count alike
 _RECYCLED_S = 1.0  # a file older than its save by more than this has the bytes of an earlier one
-_CLAIM = re.compile(r"(\d{8,18})\.json")
+_STATES = MappingProxyType({OwnerState.ACTIVE: "running", OwnerState.FINISHING: "finishing", OwnerState.GONE: "ended"})
+_PACK = re.compile(r"packs/\d+/rank_(\d{5,})_\d+")
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Snapshot:
     """What was found at `time` (seconds since 1970). `problem` says why there is nothing to see, if so.
 
     `steps` counts all published steps, of which `newest` are listed. `fits`: how many more steps of the size of the
-    newest one the file system has room for.
+    newest one the file system has room for; unknown, as `free_bytes`, in an object store.
     """
 
     time: float
@@ -133,8 +137,8 @@ class RootWatch:
     """Looks at a root again and again. One thread. `look` never raises for what is damaged, missing or vanishes."""
 
     def __init__(self, path: str) -> None:
-        self._root = CheckpointRoot(path)
-        self._lines: dict[tuple[int, int, float], StepLine] = {}  # by step, inode and time of its root document
+        self._root = open_root(path)
+        self._lines: dict[tuple[int, float], StepLine] = {}  # by step, and when it was published
         self._parts: dict[str, PartsWatch] = {}
         self._sizes: dict[str, dict[int, list[int]]] = {}  # of the files of each rank, by plan
         self._plan_of_newest = ""
@@ -145,16 +149,15 @@ class RootWatch:
         now, path = time.time(), self._root.path
         try:
             steps = self._root.steps()
-            if not steps and not os.path.isdir(self._root.pending_path):
-                problem = "has no step and no save yet" if os.path.isdir(path) else "does not exist yet"
+            if not steps and (problem := _nothing_there(self._root)):
                 return Snapshot(now, path, problem)
-            pinned = pinned_steps(path)
+            pinned = self._root.pinned_steps()
             newest = [line for step in steps[: -_NEWEST_STEPS - 1 : -1] if (line := self._line(step, pinned, now))]
             saves = self._root.pending()
             self._parts = {name: watch for name, watch in self._parts.items() if name in {save.name for save in saves}}
             pending = [found for save in saves if (found := self._pending(save, now)) is not None]
-            free = shutil.disk_usage(path).free
-            fits = free // self._bytes_of_newest if self._bytes_of_newest else None
+            free = shutil.disk_usage(path).free if isinstance(self._root, CheckpointRoot) else None
+            fits = free // self._bytes_of_newest if free is not None and self._bytes_of_newest else None
             owner = _owner(self._root, now)
             abandoned = _abandoned(self._root, now)
         except (CheckpointError, OSError) as error:
@@ -164,17 +167,16 @@ class RootWatch:
     # -- published steps -----------------------------------------------------------------------------------------------
 
     def _line(self, step: int, pinned: set[int], now: float) -> StepLine | None:
-        path = self._root.step_path(step)
         try:
-            about = os.stat(os.path.join(path, "zarr.json"))
-        except OSError:
+            source, published_s = self._root.source_of(step), self._root.published_s(step)
+        except CheckpointError:
             return None  # removed meanwhile
-        key = step, about.st_ino, about.st_mtime
-        line = self._lines.get(key) or self._read_line(step, path)
+        key = step, published_s
+        line = self._lines.get(key) or self._read_line(step, source)
         self._lines = {known: other for known, other in self._lines.items() if known[0] != step} | {key: line}
         return StepLine(
             step,
-            max(0.0, now - about.st_mtime),
+            max(0.0, now - published_s),
             line.bytes,
             line.ranks,
             line.write_s,
@@ -183,34 +185,29 @@ class RootWatch:
             line.note,
         )
 
-    def _read_line(self, step: int, path: str) -> StepLine:
+    def _read_line(self, step: int, source: StepSource) -> StepLine:
         try:
-            summary = summary_of(path)
-            parts = part_times(path, summary, _MOST_PARTS)
+            summary = summary_of(source)
+            parts = part_times(source, summary, _MOST_PARTS)
         except (CheckpointError, OSError) as error:
             return StepLine(step, 0.0, 0, 0, None, None, False, str(error))
         if step >= max((known[0] for known in self._lines), default=0):
             self._plan_of_newest, self._bytes_of_newest = summary["plan"], summary["bytes"]
-            self._learn_sizes(summary["plan"], path, summary["world_size"])
+            self._learn_sizes(summary["plan"], source, summary["world_size"])
         write_s = max(part.write_s + part.sync_s for part in parts)
         seconds = max(part.written for part in parts) - min(part.write_begin for part in parts)
         rate = summary["bytes"] / max(seconds, 1e-6)
         return StepLine(step, 0.0, summary["bytes"], summary["world_size"], write_s, rate, False)
 
-    def _learn_sizes(self, plan: str, path: str, world_size: int) -> None:
+    def _learn_sizes(self, plan: str, source: StepSource, world_size: int) -> None:
         """Keep the sizes of the files of a plan, from the index of a step or save; of the last few plans."""
-        where = os.path.join(path, INDEX)
         if plan in self._sizes:
             return
         try:
-            if os.stat(where).st_size > _MAX_INDEX_BYTES:
-                return
-            data = read_document_at(where, _MAX_INDEX_BYTES)
-            if data is None:
-                return
-            files = PackIndex.from_document(decode_document(data, where), world_size).files()
-        except (CheckpointError, OSError, *ILL_FORMED):
-            return  # not written yet, or only in part
+            data = source.read(INDEX, _MAX_INDEX_BYTES)
+            files = PackIndex.from_document(decode_document(data, os.path.join(source.path, INDEX)), world_size).files()
+        except (CheckpointError, DamagedFileError, OSError, *ILL_FORMED):
+            return  # not written yet, or only in part; or too large
         sizes: dict[int, list[int]] = {}
         for (rank, _), nbytes in sorted(files.items()):
             sizes.setdefault(rank, []).append(nbytes)
@@ -219,19 +216,18 @@ class RootWatch:
     # -- saves in flight -----------------------------------------------------------------------------------------------
 
     def _pending(self, save: SaveId, now: float) -> PendingProgress | None:
-        pending = PendingSave(self._root, save)
+        pending = self._root.pending_save(save)
         try:
-            intent = pending.intent()
-            about = os.stat(os.path.join(pending.path, INTENT) if intent else pending.path)
-        except (CheckpointError, OSError):
+            intent, begun_s = pending.intent(), pending.begun_s()
+        except CheckpointError:
             return None  # decided meanwhile
-        age_s = max(0.0, now - about.st_mtime)
+        age_s = max(0.0, now - begun_s)
         if intent is None:
             return PendingProgress(save.step, age_s, None, 0, 0, None, False, 0.0, 0, ())
         world_size, plan = int(intent["world_size"]), str(intent["plan"])
         watch = self._parts.setdefault(save.name, PartsWatch(pending, world_size))
         watch.look()
-        self._learn_sizes(plan, pending.path, world_size)
+        self._learn_sizes(plan, pending.source, world_size)
         sizes, total = self._sizes.get(plan, {}), None
         about_total = not sizes
         if sizes:
@@ -247,7 +243,7 @@ class RootWatch:
         missing = sorted(watch.missing)
         ranks = missing if total is not None else list(range(world_size))
         written = sum(wanted(rank) or 0 for rank in range(world_size)) - sum(wanted(rank) or 0 for rank in ranks)
-        looked = self._look_at(ranks, pending.path, sizes, about.st_mtime)
+        looked = self._look_at(ranks, pending.source, sizes, begun_s)
         sample = [RankProgress(rank, nbytes, wanted(rank)) for rank, nbytes in looked.items()]
         if sample:
             written += sum(each.written for each in sample) * len(ranks) // len(sample)
@@ -259,8 +255,13 @@ class RootWatch:
             save.step, age_s, world_size, parts, written, total, about_total, rate, len(sample), unfinished
         )
 
-    def _look_at(self, ranks: list[int], path: str, sizes: Mapping[int, list[int]], since: float) -> dict[int, int]:
+    def _look_at(
+        self, ranks: list[int], source: StepSource, sizes: Mapping[int, list[int]], since: float
+    ) -> dict[int, int]:
         """Return the bytes that ranks have written of a save; of evenly spaced ranks, if they have too many files."""
+        if not isinstance(source, LocalStep):
+            return _listed(source, ranks)
+        path = source.path
         files_of = max(map(len, sizes.values()), default=1)
         chosen = [ranks[number] for number in evenly(len(ranks), max(1, _MOST_STATS // files_of))]
         return {rank: _written(path, rank, len(sizes.get(rank, ())) or None, since) for rank in chosen}
@@ -281,17 +282,33 @@ def _written(path: str, rank: int, files: int | None, since: float) -> int:
     return total
 
 
+def _listed(source: StepSource, ranks: list[int]) -> dict[int, int]:
+    """Return the bytes of the pack files of ranks, by a list of all files of a save in an object store."""
+    found = dict.fromkeys(ranks, 0)
+    for name, nbytes in source.scan()[0].items():
+        if (match := _PACK.fullmatch(name)) is not None and int(match[1]) in found:
+            found[int(match[1])] += nbytes
+    return found
+
+
 # -- what else there is ------------------------------------------------------------------------------------------------
 
 
-def _abandoned(root: CheckpointRoot, now: float) -> list[AbandonedSave]:
+def _nothing_there(root: Root) -> str:
+    """Return why there is nothing to see in a root without steps; "" if there are saves."""
+    if isinstance(root, CheckpointRoot):
+        if os.path.isdir(root.pending_path):
+            return ""
+        return "has no step and no save yet" if os.path.isdir(root.path) else "does not exist yet"
+    return "" if root.ownership.newest() else "has no step and no save yet"
+
+
+def _abandoned(root: Root, now: float) -> list[AbandonedSave]:
     """Return the saves that were abandoned last, the newest first."""
     found = []
     for save in root.abandoned():
-        try:
-            found.append((os.stat(os.path.join(root.abandoned_path, save.name)).st_mtime, save))
-        except OSError:
-            continue
+        with contextlib.suppress(CheckpointError):
+            found.append((root.abandoned_s(save), save))
     rows = []
     for at, save in sorted(found, key=lambda each: -each[0])[:_NEWEST_ABANDONED]:
         try:
@@ -302,33 +319,9 @@ def _abandoned(root: CheckpointRoot, now: float) -> list[AbandonedSave]:
     return rows
 
 
-def _owner(root: CheckpointRoot, now: float) -> Owner | None:
-    """Return the owner of the root; None if there is none.
-
-    Unlike `Ownership.state` this writes nothing, so it knows other hosts' processes by the clock of this host.
-    """
-    ownership = root.ownership
-    tokens = [int(match[1]) for name in names_in(ownership.path) if (match := _CLAIM.fullmatch(name))]
-    if not tokens:
+def _owner(root: Root, now: float) -> Owner | None:
+    """Return the owner of the root; None if there is none. Unlike `Ownership.state` this writes nothing."""
+    found = root.ownership.overview(now)
+    if found is None:
         return None
-    leases = ownership.leases(max(tokens))
-    ages = {name: now - at for name in names_in(leases.path) if (at := _changed(leases.path, name)) is not None}
-    writers = [w for name, age in ages.items() for w in leases.of_host(name, lambda limit, age=age: abs(age) < limit)]  # type: ignore[misc]
-    claim_age = _changed(ownership.path, f"{max(tokens)}.json")
-    claimer = ownership.claimer(max(tokens))
-    running = any(writer.has_trainer for writer in writers)
-    if claimer is not None and not leases.has_left(claimer):
-        alive = claimer.alive
-        running |= alive if alive is not None else claim_age is not None and now - claim_age < EXPIRY_S
-    alive_ranks = {writer.rank for writer in writers if writer.alive}
-    state = "running" if running else "finishing" if alive_ranks else "ended"
-    newest = min([*ages.values(), *([] if claim_age is None else [now - claim_age])], default=None)
-    lease_age_s = None if newest is None else max(0.0, newest)
-    return Owner(state, ownership.describe(max(tokens)), len(alive_ranks), lease_age_s)
-
-
-def _changed(*path: str) -> float | None:
-    try:
-        return os.stat(os.path.join(*path)).st_mtime
-    except OSError:
-        return None
+    return Owner(_STATES[found.state], root.ownership.describe(found.token), found.writers, found.renewed_s)

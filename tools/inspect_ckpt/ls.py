@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from dataclasses import asdict, dataclass
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError
-from ckpt.storage.interface import Pending, Root
-from ckpt.storage.names import parse_save_name
-from ckpt.storage.outcomes import Abandoned
-from ckpt.storage.ownership import Ownership, OwnerState
-from ckpt.storage.pins import pinned_steps
+from ckpt.storage.interface import Root
 from ckpt.storage.root import CheckpointRoot
-from ckpt.storage.roots import is_object_url, open_root
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
 
-from .output import CannotReadError, Exit, Output, count, duration, plural, size
+from .output import Exit, Output, count, duration, size
 from .root import (
     MovedStep,
     UnpublishedSave,
     abandoned_saves,
+    any_root,
     moved_steps,
     pending_saves,
-    root_of,
     steps_of,
-    tree_bytes,
 )
 from .step import overview_of, part_times
 from .validate import problem_line
@@ -43,17 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    if is_object_url(arguments.root):
-        root = open_root(arguments.root)
-        rows, choice = _rows_of_objects(root, moved=arguments.all)
-        return _show(root.path, rows, choice, [], output)
-    return _list_directory(arguments, output)
-
-
-def _list_directory(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
-    published = [_row(root, step) for step in steps_of(root.path)]
-    pinned = pinned_steps(root.path)
+    root = any_root(arguments.root)
+    published = [_row(root, step) for step in steps_of(root)]
+    pinned = root.pinned_steps()
     for row in published:
         row.pinned = row.step in pinned
     pending = pending_saves(root)
@@ -62,51 +49,6 @@ def _list_directory(arguments: argparse.Namespace, output: Output) -> Exit:
     moved = [_moved_row(step) for step in moved_steps(root) if arguments.all or step.state == "damaged"]
     rows = sorted([*published, *unpublished, *moved], key=lambda row: (row.step, row.state))
     return _show(root.path, rows, choice, _links(root), output)
-
-
-def _rows_of_objects(root: Root, *, moved: bool) -> tuple[list[_Row], _Choice]:
-    """Return the steps and saves of a root in an object store; CannotReadError if there are none."""
-    pinned = root.pinned_steps()
-    published = [_object_row(root, step) for step in root.steps()]
-    for row in published:
-        row.pinned = row.step in pinned
-    pending = [_pending_row(root.pending_save(save), root.ownership) for save in root.pending()]
-    abandoned = [_Row(save.step, "abandoned", 0.0, 0, note=_why(root.pending_save(save))) for save in root.abandoned()]
-    names = root.superseded() if moved else []
-    aside = [_Row(save.step, "superseded", 0.0, 0) for name in names if (save := parse_save_name(name)) is not None]
-    rows = sorted([*published, *pending, *abandoned, *aside], key=lambda row: (row.step, row.state))
-    if not rows:
-        raise CannotReadError(f"{root.path} has no checkpoints")
-    return rows, _choose(root, published, [])
-
-
-def _object_row(root: Root, step: int) -> _Row:
-    age_s = max(0.0, time.time() - root.published_s(step))
-    try:
-        source = root.source_of(step)
-        summary, tensors = overview_of(source)
-        row = _Row(step, "published", age_s, summary["bytes"], tensors, summary["world_size"])
-        row.write_s = max((times.write_s + times.sync_s for times in part_times(source, summary)), default=None)
-    except CheckpointCorruptError as error:
-        return _Row(step, "DAMAGED", age_s, 0, note=str(error))
-    except CheckpointError as error:
-        return _Row(step, "unreadable", age_s, 0, note=str(error))
-    return row
-
-
-def _pending_row(pending: Pending, ownership: Ownership) -> _Row:
-    intent = pending.intent()
-    world_size = None if intent is None else int(intent["world_size"])
-    missing = set() if world_size is None else set(range(world_size)) - pending.parts_present()
-    what = "has no intent" if world_size is None else f"{plural(len(missing), 'part')} missing" if missing else ""
-    in_use = ownership.state(pending.save.owner) is not OwnerState.GONE
-    note = ", ".join(filter(None, (what or "all parts are there", "being written" if in_use else "")))
-    return _Row(pending.save.step, "pending", 0.0, 0, ranks=world_size, note=note)
-
-
-def _why(pending: Pending) -> str:
-    outcome = pending.outcome()
-    return outcome.reason.message if isinstance(outcome, Abandoned) else ""
 
 
 def _show(path: str, rows: list[_Row], choice: _Choice, links: list[str], output: Output) -> Exit:
@@ -157,14 +99,15 @@ def _restart_mark(row: _Row, choice: _Choice) -> str:
     return "<- restart" if row.state == "published" and row.step == choice.step else ""
 
 
-def _row(root: CheckpointRoot, step: int) -> _Row:
-    path = root.step_path(step)
-    age_s = max(0.0, time.time() - os.stat(path).st_mtime)
+def _row(root: Root, step: int) -> _Row:
+    age_s = 0.0
     try:
-        summary, tensors = overview_of(path)
-        age_s = max(0.0, time.time() - os.stat(os.path.join(path, "zarr.json")).st_mtime)
+        source = root.source_of(step)
+        with contextlib.suppress(CheckpointError):
+            age_s = max(0.0, time.time() - root.published_s(step))
+        summary, tensors = overview_of(source)
         row = _Row(step, "published", age_s, summary["bytes"], tensors, summary["world_size"])
-        row.write_s = max((times.write_s + times.sync_s for times in part_times(path, summary)), default=None)
+        row.write_s = max((times.write_s + times.sync_s for times in part_times(source, summary)), default=None)
     except CheckpointCorruptError as error:
         return _Row(step, "DAMAGED", age_s, 0, note=str(error))
     except (CheckpointError, OSError) as error:
@@ -176,13 +119,13 @@ def _unpublished_row(save: UnpublishedSave) -> _Row:
     return _Row(save.id.step, save.state, save.age_s, save.bytes, None, save.world_size, None, save.note)
 
 
-def _moved_row(step: MovedStep) -> _Row:
-    total, newest = tree_bytes(step.path)
+def _moved_row(moved: MovedStep) -> _Row:
+    total, newest = moved.source.usage()
     age_s = max(0.0, time.time() - newest)
-    if step.state == "superseded":
-        before = "" if step.continues is None else f"continues step {step.continues.get('step')}, "
-        return _Row(step.step, "superseded", age_s, total, note=f"{before}restore-branch {step.name}")
-    return _Row(step.step, "set aside", age_s, total, note=f"was damaged: {step.path}; rm {step.name}")
+    if moved.state == "superseded":
+        before = "" if moved.continues is None else f"continues step {moved.continues.get('step')}, "
+        return _Row(moved.step, "superseded", age_s, total, note=f"{before}restore-branch {moved.name}")
+    return _Row(moved.step, "set aside", age_s, total, note=f"was damaged: {moved.path}; rm {moved.name}")
 
 
 def _choose(root: Root, published: list[_Row], pending: list[UnpublishedSave]) -> _Choice:
@@ -224,5 +167,7 @@ def _why_not(root: Root, row: _Row) -> str | None:
     return row.note
 
 
-def _links(root: CheckpointRoot) -> list[str]:
+def _links(root: Root) -> list[str]:
+    if not isinstance(root, CheckpointRoot):
+        return []
     return [os.path.basename(root.step_path(step)) for step in root.steps() if os.path.islink(root.step_path(step))]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from .findings import Limits, find
 from .goodput import Events, goodput, read_events
 from .output import CannotReadError, Exit, Output, duration, size
-from .root import root_of
+from .root import any_root
 from .sections import report_page
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
+    root = any_root(arguments.root)
     if arguments.goodput and not arguments.events:
         raise CannotReadError("--goodput needs --events FILE, the lines that ckpt.sinks.JsonLines has written")
     events = read_events(arguments.events) if arguments.events else Events((), 0)

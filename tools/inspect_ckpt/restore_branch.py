@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ckpt.storage import directories
-from ckpt.storage.directories import Rename
-from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.interface import Root
 
 from .output import CannotReadError, Exit, Output
-from .root import MovedStep, branch_of, find_moved_step, owned, root_of
+from .root import MovedStep, any_root, branch_of, find_moved_step, owned
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -25,19 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
+    root = any_root(arguments.root)
     if arguments.dry_run:
         away, back = _moves(root, arguments.name)
     else:
         with owned(root) as token:
             away, back = _moves(root, arguments.name)
             for step in away:
-                root.ownership.check(token)
-                root.set_aside(step, root.superseded_path)
+                root.move_aside(step, token, "superseded")
             for one in back:
-                root.ownership.check(token)
-                if directories.rename_directory(one.path, root.step_path(one.step)) is not Rename.DONE:
-                    raise CannotReadError(f"{one.path} cannot be moved to {root.step_path(one.step)}")
+                root.publish_again(one.name, token)
     doing = "would be " if arguments.dry_run else ""
     for step in away:
         output.line(f"step {step}: {doing}superseded")
@@ -48,7 +43,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     return Exit.WHOLE
 
 
-def _moves(root: CheckpointRoot, name: str) -> tuple[list[int], list[MovedStep]]:
+def _moves(root: Root, name: str) -> tuple[list[int], list[MovedStep]]:
     """Return the steps to supersede, newest first, and those to publish again, oldest first."""
     tip = find_moved_step(root, name, ("superseded",))
     if tip is None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from ckpt.errors import CheckpointCorruptError
-from ckpt.storage import directories
 from ckpt.storage.interface import Root
-from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 
 from .output import CannotReadError, Exit, Output, plural, size
-from .root import MovedStep, any_root, confirmed, find_moved_step, owned, steps_of, tree_bytes
-from .step import overview_of
+from .root import MovedStep, any_root, confirmed, find_moved_step, owned, steps_of
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -60,27 +56,17 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 
 
 def _chosen(root: Root, name: str) -> _Chosen:
-    is_number = name.isascii() and name.isdigit()
-    if not isinstance(root, CheckpointRoot):
-        if is_number and int(name) in root.steps():
-            source = root.source_of(int(name))
-            try:
-                nbytes = int(overview_of(source)[0]["bytes"])
-            except CheckpointCorruptError:  # it can be removed all the same
-                nbytes = 0
-            return _Chosen(name, source.path, int(name), nbytes, None)
-    elif is_number and int(name) in steps_of(root.path):
-        path = root.step_path(int(name))
-        return _Chosen(name, path, int(name), tree_bytes(path)[0], None)
-    elif (found := find_moved_step(root, name)) is not None:
-        return _Chosen(found.name, found.path, found.step, tree_bytes(found.path)[0], found)
+    if name.isascii() and name.isdigit() and int(name) in steps_of(root):
+        source = root.source_of(int(name))
+        return _Chosen(name, source.path, int(name), source.usage()[0], None)
+    if (found := find_moved_step(root, name)) is not None:
+        return _Chosen(found.name, found.path, found.step, found.source.usage()[0], found)
     raise CannotReadError(f"{root.path} has no step {name!r}; `inspect_ckpt ls --all` lists what there is")
 
 
 def _check_one_is_left(root: Root, removed: list[int]) -> None:
     """CannotReadError if no whole step would be left, as far as metadata and sizes tell."""
-    steps = steps_of(root.path) if isinstance(root, CheckpointRoot) else root.steps()
-    for step in reversed([step for step in steps if step not in removed]):
+    for step in reversed([step for step in steps_of(root) if step not in removed]):
         if validate(root.source_of(step), quick=True).restorable:
             return
     raise CannotReadError(f"{root.path} would have no whole step left; --force removes it all the same")
@@ -104,6 +90,6 @@ def _remove(root: Root, chosen: list[_Chosen], force: bool) -> list[str]:
                 removed.append(one.name)
     for one in chosen:
         if one.moved is not None:
-            directories.remove_tree(one.path)
+            root.remove_moved(one.name)
             removed.append(one.name)
     return removed

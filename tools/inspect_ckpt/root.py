@@ -19,12 +19,16 @@ from typing import Any
 
 from ckpt.errors import CheckpointError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
-from ckpt.storage.commit import Abandoned, PendingSave
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
+from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.ownership import OwnerState
-from ckpt.storage.root import CheckpointRoot, intent_of_step
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import is_object_url, open_root
+from ckpt.storage.step_documents import INTENT
+from ckpt.storage.step_source import StepSource
 
 from .output import CannotReadError, Output, duration, plural
 
@@ -44,15 +48,12 @@ __all__ = [
     "pending_saves",
     "root_of",
     "steps_of",
-    "tree_bytes",
     "why_abandoned",
 ]
 
-_STEP_NAME = re.compile(r"step_(\d{8,18})(?:-.*)?")
-
 
 def root_of(path: str) -> CheckpointRoot:
-    """Return the checkpoint root at `path`. CannotReadError if it is not one, with a hint if it is a step."""
+    """Return the checkpoint root in a directory. CannotReadError if it is not one, with a hint if it is a step."""
     check_directory(path)
     if os.path.lexists(os.path.join(path, "zarr.json")) or looks_like_step(path):
         raise CannotReadError(f"{path} is a step, not a checkpoint root; give {os.path.dirname(os.path.abspath(path))}")
@@ -65,14 +66,17 @@ def any_root(path: str) -> Root:
     if not is_object_url(path):
         return root_of(path)
     root = open_root(path)
-    if root.ownership.newest() == 0:
+    if root.path != path.rstrip("/"):
+        raise CannotReadError(f"{path} is a step, not a checkpoint root; give {root.path}")
+    if root.ownership.newest() == 0 and not root.steps():
         raise CannotReadError(f"{path} is not a checkpoint root: no job has ever owned it")
     return root
 
 
-def steps_of(path: str) -> list[int]:
+def steps_of(root: Root) -> list[int]:
     """Return the published steps of a root, ascending. Steps that are symbolic links are left out."""
-    root = CheckpointRoot(path)
+    if not isinstance(root, CheckpointRoot):
+        return root.steps()
     return [step for step in root.steps() if _is_own_directory(root.step_path(step))]
 
 
@@ -126,24 +130,6 @@ def looks_like_step(path: str) -> bool:
     return any(os.path.lexists(os.path.join(path, name)) for name in ("intent.json", "state.json", "parts"))
 
 
-def tree_bytes(path: str) -> tuple[int, float]:
-    """Return the bytes of all files below `path`, and the newest modification time; links are not followed."""
-    total, newest, stack = 0, os.lstat(path).st_mtime, [path]
-    while stack:
-        try:
-            with os.scandir(stack.pop()) as entries:
-                for entry in entries:
-                    status = entry.stat(follow_symlinks=False)
-                    newest = max(newest, status.st_mtime)
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(entry.path)
-                    else:
-                        total += status.st_size
-        except OSError:
-            continue  # removed meanwhile
-    return total, newest
-
-
 def _is_own_directory(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
@@ -170,23 +156,26 @@ class UnpublishedSave:
     note: str
 
 
-def pending_saves(root: CheckpointRoot) -> list[UnpublishedSave]:
-    """Return the saves that are neither published nor abandoned, oldest step first."""
+def pending_saves(root: Root) -> list[UnpublishedSave]:
+    """Return the saves that are neither published nor abandoned, lowest step first."""
     return [save for id_ in root.pending() if (save := _pending(root, id_)) is not None]
 
 
-def abandoned_saves(root: CheckpointRoot) -> list[UnpublishedSave]:
-    """Return the saves that can never be published, oldest step first."""
-    return [save for id_ in root.abandoned() if (save := _abandoned(root, id_)) is not None]
+def abandoned_saves(root: Root) -> list[UnpublishedSave]:
+    """Return the saves that can never be published, lowest step first."""
+    places = {os.path.basename(place): place for place, is_record in root.removed() if is_record}
+    return [_abandoned(root, id_, places.get(id_.name)) for id_ in root.abandoned()]
 
 
-def _pending(root: CheckpointRoot, id_: SaveId) -> UnpublishedSave | None:
-    pending = PendingSave(root, id_)
+def _pending(root: Root, id_: SaveId) -> UnpublishedSave | None:
+    pending = root.pending_save(id_)
     try:
-        total, newest = tree_bytes(pending.path)
+        total, newest = pending.source.usage()
         in_use = root.ownership.state(id_.owner) is not OwnerState.GONE
-    except (OSError, CheckpointError):
+    except CheckpointError:
         return None  # published or abandoned meanwhile
+    if not newest:
+        return None
     intent: dict[str, Any] | None = None
     try:
         intent = pending.intent()
@@ -205,19 +194,21 @@ def _pending(root: CheckpointRoot, id_: SaveId) -> UnpublishedSave | None:
     return UnpublishedSave(id_, pending.path, "pending", age_s, total, world_size, in_use, complete, note)
 
 
-def _abandoned(root: CheckpointRoot, id_: SaveId) -> UnpublishedSave | None:
-    path = os.path.join(root.abandoned_path, id_.name)
+def _abandoned(root: Root, id_: SaveId, place: str | None) -> UnpublishedSave:
+    """`place` is where its files are; None if none are left."""
+    path = root.pending_save(id_).path if place is None else root.source_at(place).path
     try:
-        total, newest = tree_bytes(path)
+        total, newest = (0, 0.0) if place is None else root.source_at(place).usage()
+        age_s = max(0.0, time.time() - max(newest, root.abandoned_s(id_)))
         note = why_abandoned(root, id_)
-    except (OSError, CheckpointError) as error:
+    except CheckpointError as error:
         return UnpublishedSave(id_, path, "abandoned", 0.0, 0, None, False, False, str(error))
-    return UnpublishedSave(id_, path, "abandoned", max(0.0, time.time() - newest), total, None, False, False, note)
+    return UnpublishedSave(id_, path, "abandoned", age_s, total, None, False, False, note)
 
 
-def why_abandoned(root: CheckpointRoot, save: SaveId) -> str:
+def why_abandoned(root: Root, save: SaveId) -> str:
     """Return the rank and error for which a save was abandoned; "" if it was not. CheckpointError if it is damaged."""
-    outcome = PendingSave(root, save).outcome()
+    outcome = root.pending_save(save).outcome()
     if not isinstance(outcome, Abandoned):
         return ""
     where = "" if outcome.reason.rank is None else f"rank {outcome.reason.rank}: "
@@ -233,30 +224,37 @@ class MovedStep:
 
     step: int
     name: str
-    path: str
     state: str  # superseded or damaged
+    source: StepSource
     save: str | None
     continues: dict[str, Any] | None
 
+    @property
+    def path(self) -> str:
+        """Where it is now."""
+        return self.source.path
 
-def moved_steps(root: CheckpointRoot) -> list[MovedStep]:
+
+def moved_steps(root: Root) -> list[MovedStep]:
     """Return all steps that were moved aside, by step and name. Links are left out."""
     found = []
-    for state, folder in (("superseded", root.superseded_path), ("damaged", root.damaged_path)):
-        for name in os.listdir(folder) if os.path.isdir(folder) else ():
-            path = os.path.join(folder, name)
-            match = _STEP_NAME.fullmatch(name)
-            if match is None or not _is_own_directory(path):
-                continue
-            intent = intent_of_step(path) or {}
-            found.append(MovedStep(int(match[1]), name, path, state, intent.get("save"), intent.get("continues")))
-    return sorted(found, key=lambda step: (step.step, step.name))
+    for moved in root.moved_aside():
+        intent = _intent_in(moved.source)
+        save, before = intent.get("save"), intent.get("continues")
+        found.append(MovedStep(moved.step, moved.name, moved.why, moved.source, save, before))
+    return found
 
 
-def find_moved_step(
-    root: CheckpointRoot, name: str, states: tuple[str, ...] = ("superseded", "damaged")
-) -> MovedStep | None:
-    """Find the step with this directory name or number; None if there is none.
+def _intent_in(source: StepSource) -> dict[str, Any]:
+    """Return the intent of a step; an empty one if it cannot be read."""
+    try:
+        return decode_document(source.read(INTENT, MAX_DOCUMENT_BYTES), source.path)
+    except (CheckpointError, DamagedFileError, OSError):
+        return {}
+
+
+def find_moved_step(root: Root, name: str, states: tuple[str, ...] = ("superseded", "damaged")) -> MovedStep | None:
+    """Find the step with this name or number; None if there is none.
 
     CannotReadError if a number means more than one.
     """
@@ -269,23 +267,23 @@ def find_moved_step(
     return found[0] if found else None
 
 
-def branch_of(root: CheckpointRoot, tip: MovedStep) -> tuple[list[MovedStep], int]:
+def branch_of(root: Root, tip: MovedStep) -> tuple[list[MovedStep], int]:
     """Return the steps that must be published again so that `tip` is the newest, and the step that they continue.
 
     The steps are `tip` and those it continues, oldest first. The step that the first of them continues is in the root;
     -1 if there is none.
     """
     superseded = {step.save: step for step in moved_steps(root) if step.state == "superseded"}
+    published = root.saves()
     chain = [tip]
     while (before := chain[-1].continues) is not None:
         step, save = before.get("step"), before.get("save")
-        published = intent_of_step(root.step_path(step)) if type(step) is int else None
-        if published is not None and published.get("save") == save:
-            return chain[::-1], int(before["step"])
+        if type(step) is int and save is not None and published.get(step) == save:
+            return chain[::-1], step
         if save not in superseded or superseded[save] in chain:
             break  # it was removed
         chain.append(superseded[save])
-    older = [step for step in root.steps() if step < chain[-1].step]
+    older = [step for step in published if step < chain[-1].step]
     return chain[::-1], max(older, default=-1)
 
 

@@ -42,7 +42,8 @@ def report_page(found: Findings, events: Events, times: Goodput) -> Markup:
     versions = (found.readable[-1].summary or {})["versions"] if found.readable else {}
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(found.time))
     with_versions = ", ".join(f"{package} {version}" for package, version in sorted(versions.items()))
-    about = f"{os.path.abspath(found.root)} on {os.uname().nodename}, as of {made}"
+    where = found.root if "://" in found.root else f"{os.path.abspath(found.root)} on {os.uname().nodename}"
+    about = f"{where}, as of {made}"
     return page(
         f"Checkpoints of {name}",
         about,

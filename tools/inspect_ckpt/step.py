@@ -20,6 +20,7 @@ from ckpt.planning.boxes import Box
 from ckpt.storage.chunk_layout import indices
 from ckpt.storage.documents import decode_document, decode_root, well_formed
 from ckpt.storage.dtypes import stored
+from ckpt.storage.interface import Root
 from ckpt.storage.names import INDEX, parse_save_name, part_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import is_object_url, open_root
@@ -36,6 +37,7 @@ __all__ = [
     "Step",
     "block_boxes",
     "evenly",
+    "held",
     "held_objects",
     "open_step",
     "overview_of",
@@ -107,6 +109,18 @@ def held_objects(url: str, step: int | None = None) -> Iterator[StepSource]:
 
 
 @contextmanager
+def held(root: Root, step: int) -> Iterator[StepSource]:
+    """Hold a published step of a root, in a directory (see `protected`) or an object store (see `held_objects`)."""
+    if isinstance(root, CheckpointRoot):
+        path = root.step_path(step)
+        with protected(path):
+            yield LocalStep(path)
+    else:
+        with held_objects(root.path, step) as source:
+            yield source
+
+
+@contextmanager
 def protected(path: str, root: str | None = None) -> Iterator[None]:
     """Keep the retention of a running job from removing the step at `path`, as far as leases and locks reach.
 
@@ -153,9 +167,10 @@ def step_path(path: str) -> str:
     if os.path.lexists(os.path.join(path, "zarr.json")):
         _check_zarr_of_step(path)
         return path
-    steps = steps_of(path)
+    root = CheckpointRoot(path)
+    steps = steps_of(root)
     if steps:
-        return CheckpointRoot(path).step_path(steps[-1])
+        return root.step_path(steps[-1])
     if looks_like_step(path):
         return path  # its zarr.json is missing: the caller reports it
     check_root(path)
@@ -196,10 +211,12 @@ def _check_zarr_of_step(path: str) -> None:
 # -- documents of a step, without the index ----------------------------------------------------------------------------
 
 
-def summary_of(path: str) -> dict[str, Any]:
-    """Read the summary in the root document of the step at `path`. CheckpointCorruptError, StorageError."""
-    with well_formed(os.path.join(path, "zarr.json")):
-        return checked_summary(_root_document(path)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
+def summary_of(step: str | StepSource) -> dict[str, Any]:
+    """Read the summary in the root document of a step. CheckpointCorruptError, StorageError."""
+    source = step_source(step)
+    where = os.path.join(source.path, "zarr.json")
+    with well_formed(where):
+        return checked_summary(_root_document(source)["attributes"]["ckpt"], where)
 
 
 def overview_of(step: str | StepSource) -> tuple[dict[str, Any], int]:
@@ -208,10 +225,8 @@ def overview_of(step: str | StepSource) -> tuple[dict[str, Any], int]:
     CheckpointCorruptError, StorageError.
     """
     source = step_source(step)
-    path = source.path
-    with well_formed(os.path.join(path, "zarr.json")):
-        summary = checked_summary(_root_document(source)["attributes"]["ckpt"], os.path.join(path, "zarr.json"))
-    with well_formed(os.path.join(path, INDEX)):
+    summary = summary_of(source)
+    with well_formed(os.path.join(source.path, INDEX)):
         arrays = read_vouched(source, INDEX, summary["index"])["arrays"]
         names = {(json.dumps(array["path"]), array.get("rank")) for array in arrays}
     return summary, len(names)

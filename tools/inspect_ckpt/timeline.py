@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from ckpt.errors import CheckpointError
+from ckpt.storage.step_source import StepSource
 
 from .output import Exit, Output, duration, size
-from .root import root_of, steps_of
+from .root import any_root, steps_of
 from .step import PartTimes, SaveTimes, part_times, summary_of
 
 __all__ = ["HELP", "add_arguments", "run", "save_times"]
 
 HELP = "show how long each save made training wait, and how long it took to write"
 
-_COMMIT_NOTE = "commit: from the last part to the change time of the root's zarr.json, written right before the rename"
+_COMMIT_NOTE = (
+    "commit: from the last part to the change time of the root's zarr.json, written right before the rename; in an "
+    "object store, to the record of the step"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    root = root_of(arguments.root)
+    root = any_root(arguments.root)
     saves, problems = [], []
-    for step in steps_of(root.path):
+    for step in steps_of(root):
         try:
-            saves.append(save_times(root.step_path(step)))
+            saves.append(save_times(root.source_of(step), root.published_s(step)))
         except (CheckpointError, KeyError, TypeError, OSError) as error:
             problems.append(f"step {step}: {error}")
     rows = [
@@ -72,16 +75,16 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     return Exit.DAMAGED if problems else Exit.WHOLE
 
 
-def save_times(path: str, parts: Sequence[PartTimes] | None = None) -> SaveTimes:
+def save_times(step: StepSource, published_s: float, parts: Sequence[PartTimes] | None = None) -> SaveTimes:
     """Return the times of the save of a step, from those of its `parts`, which are read if they are not given.
 
-    CheckpointCorruptError, StorageError; OSError if it was removed.
+    CheckpointCorruptError, StorageError.
     """
-    summary = summary_of(path)
-    parts = part_times(path, summary) if parts is None else parts
+    summary = summary_of(step)
+    parts = part_times(step, summary) if parts is None else parts
     begin = min(part.write_begin for part in parts)
     written = max(part.written for part in parts)
-    commit_s = os.stat(os.path.join(path, "zarr.json")).st_mtime - written
+    commit_s = published_s - written
     return SaveTimes(
         step=summary["step"],
         begin=min(part.begin for part in parts),

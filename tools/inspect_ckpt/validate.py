@@ -68,7 +68,7 @@ def _targets(path: str) -> tuple[list[_Target], bool]:
         found = [_Target(step_name(step), path, functools.partial(held_objects, path, step)) for step in steps]
         return found or [_Target(path, path, functools.partial(held_objects, path))], bool(steps)
     is_root = step_path(path) != path
-    paths = [CheckpointRoot(path).step_path(step) for step in steps_of(path)] if is_root else [path]
+    paths = [CheckpointRoot(path).step_path(step) for step in steps_of(CheckpointRoot(path))] if is_root else [path]
     return [
         _Target(os.path.basename(os.path.abspath(each)), each, _directory(each)) for each in paths or [path]
     ], is_root

@@ -15,6 +15,9 @@ KILLING = ("sigkill", "os-exit")
 OF_PROCESSES = ("writer-killed", "server-killed", "writer-stopped")
 IN_TRAINING = ("step", "first-step", "staging", "between", "scheduled", "maybe-finalize", "finalize-fn")
 IN_RECOVERY = ("drain", "restore", "restored")
+# With snapshots: before one, between its staging and its count, when ranks agree, and when bytes come back.
+IN_SNAPSHOTS = (*IN_TRAINING, "snapshot", "count")
+IN_RECOVERY_OF_SNAPSHOTS = ("drain", "agreement", "copy-back")
 STEPS_PER_ITERATION = 4
 
 
@@ -44,6 +47,8 @@ class Job:
     active: int
     spares: int
     faults: tuple[Fault, ...]
+    snapshots: bool = False
+    """Every step is kept in memory."""
 
     @property
     def kills(self) -> bool:
@@ -61,22 +66,27 @@ class Job:
         return self.seed
 
 
-def _job(number: int, on_fault: str, iterations: int) -> Job:
+def _job(number: int, on_fault: str, iterations: int, snapshots: bool) -> Job:
     active = 3 if number % 4 == 3 else 2
     kills = number % 2 == 1
-    seed = f"{on_fault}-{active}-{'killing' if kills else 'raising'}-{number:03d}"
+    seed = f"{on_fault}-{active}-{'killing' if kills else 'raising'}-{number:03d}{'-snapshots' if snapshots else ''}"
     choose = random.Random(seed)
     faults: list[Fault] = []
     spares = 0
     for iteration in range(iterations):
-        of_iteration = _faults(choose, iteration, active, kills, kills and spares < 4)
-        spares += sum(fault.kind in KILLING or fault.moment in IN_RECOVERY for fault in of_iteration)
+        of_iteration = _faults(choose, iteration, active, kills, kills and spares < 4, snapshots)
+        in_recovery = IN_RECOVERY + IN_RECOVERY_OF_SNAPSHOTS
+        spares += sum(fault.kind in KILLING or fault.moment in in_recovery for fault in of_iteration)
         faults += of_iteration
-    return Job(seed, on_fault, active, spares, tuple(faults))
+    return Job(seed, on_fault, active, spares, tuple(faults), snapshots)
 
 
-def _faults(choose: random.Random, iteration: int, active: int, kills: bool, may_kill: bool) -> list[Fault]:
+def _faults(
+    choose: random.Random, iteration: int, active: int, kills: bool, may_kill: bool, snapshots: bool
+) -> list[Fault]:
     """One fault, or two on different ranks; at least one ends the iteration by itself. Rank 0 at the latest."""
+    in_training = IN_SNAPSHOTS if snapshots else IN_TRAINING
+    in_recovery = IN_RECOVERY_OF_SNAPSHOTS if snapshots else IN_RECOVERY
 
     def fault(kinds: tuple[str, ...], moments: tuple[str, ...], rank: int) -> Fault:
         return Fault(iteration, choose.choice(kinds), choose.choice(moments), rank, choose.randint(1, 3))
@@ -85,17 +95,17 @@ def _faults(choose: random.Random, iteration: int, active: int, kills: bool, may
     first, second = choose.sample(range(active), 2)
     how = choose.choice(("alone", "alone", "pair", "process", "recovery" if may_kill else "pair"))
     if how == "alone":
-        return [fault(kinds, IN_TRAINING, first)]
+        return [fault(kinds, in_training, first)]
     if how == "pair":
-        same = fault(kinds, IN_TRAINING, first)
+        same = fault(kinds, in_training, first)
         return [same, Fault(iteration, choose.choice(RAISING), same.moment, second, same.offset)]
     if how == "process":
         victim = fault(OF_PROCESSES[: 2 if kills else 3], ("step", "between", "scheduled"), first)
         later = Fault(iteration, "exception", "step", choose.choice((first, second)), victim.offset + 1)
         return [victim, later]
-    return [fault(("exception",), IN_TRAINING, first), fault(("exception", *KILLING), IN_RECOVERY, second)]
+    return [fault(("exception",), in_training, first), fault(("exception", *KILLING), in_recovery, second)]
 
 
-def jobs(on_fault: str, count: int, iterations: int) -> list[Job]:
+def jobs(on_fault: str, count: int, iterations: int, *, snapshots: bool = False) -> list[Job]:
     """The first `count` jobs; always the same."""
-    return [_job(number, on_fault, iterations) for number in range(count)]
+    return [_job(number, on_fault, iterations, snapshots) for number in range(count)]

@@ -23,9 +23,12 @@ import ckpt.checkpointer as checkpointer_module
 import inprocess
 from ckpt.async_calls import WriterConfig
 from ckpt.errors import CheckpointError
-from ckpt.restart import CheckpointAbort, CheckpointFinalize
+from ckpt.restart import CheckpointAbort, CheckpointFinalize, CheckpointInitialize
 from ckpt.saving import save as save_module
 from ckpt.saving import stage as stage_module
+from ckpt.saving.completion import Completion
+from ckpt.saving.memory_tier import MemoryTier
+from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.copy_table import Copies
 from ckpt.storage.ownership import Ownership
 from inprocess.abort import AbortTorchDistributed
@@ -117,6 +120,9 @@ class Saboteur:
         self._patch(save_module, "settle", "drain")
         self._patch(save_module.Saver, "settle_all", "drain")
         self._patch(checkpointer_module, "restore", "restore")
+        self._patch(Completion, "count", "count")
+        self._patch(MemoryTier, "choose", "agreement")
+        self._patch(StagedMemory, "fill", "copy-back")
 
     def begin(self, iteration: int, rank: int) -> None:
         self.iteration, self.rank, self.offset, self.recovers = iteration, rank, 0, False
@@ -178,7 +184,8 @@ def run(rank: int, world_size: int, job: Job, folder: Path) -> str | None:
         stream.write(json.dumps({"event": event, **more}) + "\n")
 
     queue = ckpt.AsyncCallsQueue(config=WriterConfig(writer_timeout_s=4.0))
-    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, timeout=timedelta(seconds=30))
+    every = 1 if job.snapshots else None
+    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, snapshot_every=every, timeout=timedelta(seconds=30))
     state = fresh(rank)
     checkpointer.register(**state)
     saboteur = Saboteur(job.faults, log, checkpointer)
@@ -186,6 +193,7 @@ def run(rank: int, world_size: int, job: Job, folder: Path) -> str | None:
     hangs = any(fault.kind == "hang" for fault in job.faults)
     wrapper = inprocess.Wrapper(
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
+        initialize=CheckpointInitialize(checkpointer, timedelta(seconds=20)) if job.snapshots else None,
         finalize=_Finalize(checkpointer, trainer, job.on_fault),
         rank_assignment=inprocess.Compose(MaxActiveWorldSize(job.active), ShiftRanks()),
         soft_timeout=timedelta(seconds=2 if hangs else 25),
@@ -259,7 +267,9 @@ class _Trainer:
         checkpointer, state, saboteur = self._checkpointer, self._state, self._saboteur
         saboteur.begin(call.iteration, rank)
         dist.init_process_group("gloo", store=dist.PrefixStore("pg", call.store), rank=rank, world_size=world_size)
-        all_ask = call.iteration == 0 or self._job.kills
+        # With snapshots the ranks have agreed before; every third job lets them do it again here.
+        again = self._job.seed.removesuffix("-snapshots")[-1] in "258" if self._job.snapshots else self._job.kills
+        all_ask = call.iteration == 0 or again
         step = checkpointer.restore(state) if all_ask else checkpointer.resume_step
         if step is None:
             reset(state, rank)
@@ -289,6 +299,11 @@ class _Trainer:
         self._maybe_finalize(blocking=False)
         if step % _SAVE_EVERY == 0:
             self._save(step)
+        elif self._job.snapshots:
+            saboteur.at("snapshot")
+            self._checkpointer.snapshot(self._state, step)
+        if self._job.snapshots:
+            self._log("kept", step=step, iteration=saboteur.iteration)
 
     def _save(self, step: int) -> None:
         request = self._checkpointer.save_request(self._state, step)

@@ -135,9 +135,11 @@ def _kill_the_idle_writer(queue: ckpt.AsyncCallsQueue) -> None:
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the writer to be gone")
 
 
-def _train(rank: int, world_size: int, cell: Cell, folder: Path, roots: Roots) -> dict[str, Any]:
+def _train(
+    rank: int, world_size: int, cell: Cell, folder: Path, roots: Roots, options: dict[str, Any]
+) -> dict[str, Any]:
     root = roots[rank % 2]
-    checkpointer = ckpt.Checkpointer(root, **_OPTIONS, keep_last=9, reuse_files=cell.reuse)
+    checkpointer = ckpt.Checkpointer(root, **_OPTIONS, **options, keep_last=9, reuse_files=cell.reuse)
     checkpointer.restore(_state(0))
     if cell.reuse:
         checkpointer.save(_state(0), 0)
@@ -262,9 +264,9 @@ def test_kill(cell: Cell, tmp_path: Path) -> None:
     play(cell, tmp_path, (tmp_path / "root", tmp_path / "root"))
 
 
-def play(cell: Cell, folder: Path, roots: Roots, env: Mapping[str, str] | None = None) -> None:
+def play(cell: Cell, folder: Path, roots: Roots, env: Mapping[str, str] | None = None, **options: Any) -> None:
     """Play a cell and check what it leaves. Odd ranks see the root under the second path, as on another mount."""
-    with launch_ranks(_train, cell.world_size, cell, folder, roots, env=env or {}) as group:
+    with launch_ranks(_train, cell.world_size, cell, folder, roots, options, env=env or {}) as group:
         _check_answers(cell, _play(group, cell))
         group.wait_for_no_survivors(10)
     root = open_root(roots[1])
@@ -276,7 +278,7 @@ def play(cell: Cell, folder: Path, roots: Roots, env: Mapping[str, str] | None =
     ):
         assert _recycled_files(root) < _data_files(root.step_path(1)), "the save did not take the files"
     state = _state(0)
-    with ckpt.Checkpointer(root.path, **_OPTIONS) as checkpointer:
+    with ckpt.Checkpointer(root.path, **_OPTIONS, **options) as checkpointer:
         expected = 3 if cell.who == "writer" else 2 if cell.leaves in (PUBLISHED, ADOPTED) else 1
         assert checkpointer.restore(state) == expected
         _assert_equal(state, expected)

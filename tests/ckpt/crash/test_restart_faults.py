@@ -24,6 +24,9 @@ from tests.support import RanksFailed, run_ranks
 from tests.support.selection import FULL
 
 _JOBS = [job for mode in ("drain", "abort") for job in jobs(mode, 40 if FULL else 3, 7 if FULL else 3)]
+_JOBS += [
+    job for mode in ("drain", "abort") for job in jobs(mode, 150 if FULL else 4, 5 if FULL else 3, snapshots=True)
+]
 _COUNTS: Counter[str] = Counter()
 
 
@@ -47,8 +50,10 @@ def _owners(root: CheckpointRoot) -> dict[int, int]:
     return owners
 
 
-def _check_restores(events: list[list[dict[str, Any]]], truth: list[list[str]], root: CheckpointRoot) -> None:
-    """C1, C2, C3."""
+def _check_restores(
+    events: list[list[dict[str, Any]]], truth: list[list[str]], root: CheckpointRoot, snapshots: bool
+) -> None:
+    """C1, C2, C3; with snapshots "published" includes what is whole in memory, see `_check_snapshots`."""
     owners = _owners(root)
     recovered = [event for event in itertools.chain(*events) if event["event"] == "recovered"]
     for iteration in sorted({event["iteration"] for event in recovered}):
@@ -57,6 +62,9 @@ def _check_restores(events: list[list[dict[str, Any]]], truth: list[list[str]], 
         for event in active:
             resume = event["resume"]
             assert event["pending"] == 0
+            if snapshots:
+                assert resume is None, event  # the next iteration restores
+                continue
             assert resume == max(event["steps"], default=None), f"C2: {event}"
             assert resume is None or event["digest"] == truth[resume][event["rank"]], f"C1, the bytes: {event}"
         seen = set(active[0]["steps"]) if active else set()
@@ -70,6 +78,26 @@ def _check_restores(events: list[list[dict[str, Any]]], truth: list[list[str]], 
             assert event["published"], event
 
 
+def _check_snapshots(events: list[list[dict[str, Any]]]) -> None:
+    """C1 and C2 with snapshots: all begin with one step, and lose no step that all had kept, nor a published one."""
+    everything = list(itertools.chain(*events))
+    begins = [event for event in everything if event["event"] == "begin"]
+    known = 0  # the newest step that must still be there
+    for iteration in sorted({event["iteration"] for event in begins}):
+        of_iteration = [event for event in begins if event["iteration"] == iteration]
+        assert len({event["step"] for event in of_iteration}) == 1, f"C1 in iteration {iteration}: {of_iteration}"
+        recovered = [e for e in everything if e["event"] == "recovered" and e["iteration"] < iteration]
+        published = max((step for event in recovered for step in event["steps"]), default=0)
+        began = of_iteration[0]["step"] or 0
+        assert began >= max(known, published), f"C2 in iteration {iteration}: {began}, not {known} or {published}"
+        kept = [
+            max((e["step"] for e in of_rank if e["event"] == "kept" and e["iteration"] == iteration), default=0)
+            for of_rank in events
+            if any(event in of_iteration for event in of_rank)
+        ]
+        known = max(began, min(kept))
+
+
 def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: CheckpointRoot) -> None:
     """C4."""
     assert root.pending() == []
@@ -77,12 +105,16 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
         held = [event["held"] for event in of_rank if event["event"] == "begin"]
         for now in held:
             slots = sum(region.startswith("ckpt-slot") for region in now["regions"])
-            assert slots <= 4 * job.active, held  # two of each rank; a mapping holds a descriptor of its own
+            # Two of each rank, or three; a mapping holds a descriptor of its own. With snapshots those of the dead may
+            # be needed, too, and those of the last iteration are given back when there are new ones.
+            assert slots <= (12 * (job.active + job.spares) if job.snapshots else 4 * job.active), held
             assert len(now["regions"]) - slots <= 8, held  # the control page of the writer, and its calls
             assert now["children"] <= 4, held  # server, monitor process; and what is just ending
         if len(held) > 3:
-            # A rank that becomes rank 0 serves the store of the process groups: about 15 more.
-            assert held[-1]["descriptors"] <= held[1]["descriptors"] + 24, held
+            # A rank that becomes rank 0 serves the store of the process groups: about 15 more. The first iterations may
+            # have had no slots.
+            first = next((now for now in held[1:] if now["regions"]), held[1]) if job.snapshots else held[1]
+            assert held[-1]["descriptors"] <= first["descriptors"] + 24, held
 
 
 @pytest.mark.timeout(150)
@@ -111,7 +143,9 @@ def test_training_comes_to_the_same_end(tmp_path: Path, job: Job) -> None:
         if event["event"] == "fault":
             _COUNTS[event["fault"].split(": ")[1].split(" on ")[0]] += 1
     try:
-        _check_restores(events, truth, root)
+        _check_restores(events, truth, root, job.snapshots)
+        if job.snapshots:
+            _check_snapshots(events)
         _check_nothing_left(events, job, root)
         final = sorted(result.value for result in results if result.value is not None)
         assert final == sorted(truth[job.steps]), f"C5: {len(final)} of {job.active} ranks ended"

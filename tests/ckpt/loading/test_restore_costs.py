@@ -89,16 +89,16 @@ def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
                 checkpointer.save(each, 1)
         return 0
     from ckpt.loading.options import RestoreOptions
-    from ckpt.loading.restore import restore
+    from ckpt.loading.restore import Tiers, restore
     from ckpt.ranks import Ranks
     from ckpt.storage.root import CheckpointRoot
 
     for tensor in state.values():
         tensor.zero_()
-    restore(CheckpointRoot(str(root / "small")), small, None, RestoreOptions(), Ranks())  # loads libraries
+    restore(Tiers(CheckpointRoot(str(root / "small"))), small, None, RestoreOptions(), Ranks())  # loads libraries
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
-    report = restore(CheckpointRoot(str(root / "big")), state, None, RestoreOptions(), Ranks())
+    report = restore(Tiers(CheckpointRoot(str(root / "big"))), state, None, RestoreOptions(), Ranks())
     assert report is not None
     assert report.step == 1
     rise = _status("VmHWM") - before

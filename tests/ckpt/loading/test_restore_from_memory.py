@@ -13,6 +13,7 @@ import torch
 import ckpt
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.saving import staged_memory
+from ckpt.saving.share import HEADER_BYTES
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck, layouts, rank_values
 
@@ -129,8 +130,8 @@ def test_a_slot_that_is_staged_over_while_it_is_read(
     unstage = staged_memory.unstage
 
     def overtaken(copies: Any, tensors: Any, slot: torch.Tensor) -> Any:
-        slot[-staged_memory.HEADER_BYTES :] = 0  # as the owner does before it stages
-        slot[: -staged_memory.HEADER_BYTES] = 77
+        slot[-HEADER_BYTES:] = 0  # as the owner does before it stages
+        slot[:-HEADER_BYTES] = 77
         return unstage(copies, tensors, slot)
 
     monkeypatch.setattr(staged_memory, "unstage", overtaken)

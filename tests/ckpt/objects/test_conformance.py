@@ -14,7 +14,7 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedEr
 from ckpt.native import crc32c
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending, Root
-from ckpt.storage.names import SaveId
+from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.object_store import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, Published, Reason
@@ -215,6 +215,80 @@ def test_steps_are_moved_aside(root: Root, token: int) -> None:
     assert root.superseded() == [names[0], names[2]]
 
 
+def test_what_was_moved_aside_is_published_again_or_removed(root: Root, token: int) -> None:
+    names = [_published(root, token, step) for step in (1, 2, 3)]
+    later = root.ownership.claim(token)
+    assert root.move_aside(3, later, "superseded")
+    assert root.move_aside(2, later, "damaged")
+    moved = root.moved_aside()
+    assert [(each.step, each.name, each.why) for each in moved] == [
+        (2, names[1], "damaged"),
+        (3, names[2], "superseded"),
+    ]
+    assert moved[1].source.read("zarr.json", 1000) == encode_document({"step": 3})
+    assert moved[1].source.usage()[0] == sum(moved[1].source.scan()[0].values()) > 0
+    with pytest.raises(FencedError):
+        root.publish_again(names[2], token)
+    root.publish_again(names[2], later)
+    assert (root.steps(), root.save_of(3)) == ([1, 3], names[2])
+    with pytest.raises(CheckpointNotFoundError):
+        root.publish_again(names[2], later)
+    _published(root, later, 2, 1)
+    with pytest.raises(CheckpointExistsError):
+        root.publish_again(names[1], later)
+    root.remove_moved(names[1])
+    assert (root.steps(), root.moved_aside()) == ([1, 2, 3], [])
+    with pytest.raises(CheckpointNotFoundError):
+        root.remove_moved(names[1])
+
+
+def test_when_saves_began_and_were_abandoned(root: Root, token: int) -> None:
+    now = time.time()
+    pending = _save(root, token, 7)
+    assert abs(pending.begun_s() - now) < 100
+    assert pending.source.usage()[0] > 0
+    joined = _save(root, token, 8, 1, begin=False, parts=1)
+    assert abs(joined.begun_s() - now) < 100
+    with pytest.raises(StorageError):
+        root.abandoned_s(pending.save)
+    pending.abandon(_REASON)
+    assert abs(root.abandoned_s(pending.save) - now) < 100
+    ((place, is_record),) = [each for each in root.removed() if pending.save.name in each[0]]
+    assert is_record
+    assert "parts/000/rank_00000.json" in root.source_at(place).scan()[0]
+
+
+def test_an_overview_of_the_owner_tells_what_its_state_does(root: Root) -> None:
+    assert root.ownership.overview(time.time()) is None
+    root.make()
+    token = root.ownership.claim(0)
+    found = root.ownership.overview(time.time())
+    assert found is not None
+    assert (found.token, found.state, found.writers) == (token, root.ownership.state(token), 0)
+    assert found.state is OwnerState.ACTIVE
+    assert found.renewed_s is not None
+    assert found.renewed_s < 100
+    own = Process.here()
+    root.ownership.leases(token).enter(3, own, own)
+    found = root.ownership.overview(time.time())
+    assert found is not None
+    assert found.writers == 1
+    root.ownership.release(token)
+    found = root.ownership.overview(time.time())
+    assert found is not None
+    assert found.state is root.ownership.state(token) is OwnerState.GONE
+
+
+def test_steps_are_retired_together(root: Root, token: int) -> None:
+    for step in range(1, 6):
+        _published(root, token, step)
+    root.pin_step(2)
+    with root.hold_step(3, lease=True):
+        assert root.steps() == [1, 2, 3, 4, 5]
+        assert root.retire_steps([1, 2, 3, 4], token) == [1, 4]
+    assert root.steps() == [2, 3, 5]
+
+
 def test_removal_waits_for_readers_and_pins(root: Root, token: int) -> None:
     names = {step: _published(root, token, step) for step in (1, 2, 3)}
     with root.hold_step(1, lease=True) as held:
@@ -258,6 +332,31 @@ def test_what_is_left_of_abandoned_saves_is_deleted(root: Root, token: int) -> N
     assert pending.outcome() == Abandoned(_REASON), "ranks learn it from the record"
     assert not pending.has_part(0)
     assert root.pending() == []
+
+
+def test_what_is_known_of_saves_that_are_gone(root: Root, token: int) -> None:
+    save = SaveId(3, token, "ab" * 8)
+    assert root.is_gone(save) is None, "it has not begun"
+    pending = root.pending_save(save)
+    pending.begin(1, "plan")
+    assert root.is_gone(save) is False
+    pending.write_part(0, {"rank": 0})
+    pending.write_documents({"zarr.json": encode_document({"step": 3}), "state.json": b"{}"})
+    assert pending.publish() == Published()
+    assert root.is_gone(save) is False
+    assert root.is_gone(SaveId(3, token, "cd" * 8)) is None, "another save of the step"
+    assert root.move_aside(3, token, "damaged") is not None
+    assert root.is_gone(save) is False
+    abandoned = _save(root, token, 4)
+    abandoned.abandon(_REASON)
+    assert root.is_gone(abandoned.save) is True
+    _published(root, token, 5)
+    removed = parse_save_name(root.save_of(5) or "")
+    assert removed is not None
+    assert root.retire_step(5, token)
+    assert root.is_gone(removed) is True
+    root.clean()
+    assert root.is_gone(removed) in (True, None)
 
 
 def test_who_is_alive(root: Root, token: int) -> None:
@@ -326,6 +425,28 @@ def test_records_of_what_is_gone_are_deleted_after_an_hour(bucket: Bucket, monke
     assert [each.save.step for each in root._records.all()] == [2]  # type: ignore[attr-defined]
     assert root.steps() == [2]
     assert root.pending() == [kept.save]
+
+
+def test_a_step_that_is_published_again_too_late_is_moved_aside_again(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_root(bucket.url)
+    token = root.ownership.claim(0)
+    name = _published(root, token, 1)
+    assert root.move_aside(1, token, "superseded")
+    check, checks = root.ownership.check, []
+
+    def claim_before_the_second(number: int) -> None:
+        checks.append(number)
+        if len(checks) == 2:
+            assert root.steps() == [1]
+            root.ownership.claim(token)
+        check(number)
+
+    monkeypatch.setattr(root.ownership, "check", claim_before_the_second)
+    with pytest.raises(FencedError):
+        root.publish_again(name, token)
+    assert (root.steps(), root.superseded()) == ([], [name])
 
 
 def test_processes_of_other_hosts_are_alive_while_they_renew(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ def _check_packs(plan: SavePlan, file_bytes: int) -> None:
     """Check that chunks are aligned and do not overlap, that the index finds them, and that files have their size."""
     sizes: dict[tuple[int, int], int] = {}
     rooms: dict[tuple[int, int], int] = {}  # with the room of chunks at an edge, which may be shorter than others
+    apart: dict[tuple[int, int], bool] = {}
     for owner in range(plan.world_size):
         for chunk in plan.chunks_of(owner):
             place = plan.index.place(chunk.array, chunk.index)
@@ -80,9 +81,29 @@ def _check_packs(plan: SavePlan, file_bytes: int) -> None:
             assert chunk.offset >= sizes.get((owner, chunk.file), 0)
             sizes[owner, chunk.file] = chunk.offset + place.nbytes
             rooms[owner, chunk.file] = chunk.offset + chunk.array.meta.largest_encoded_bytes
+            apart[owner, chunk.file] = chunk.array.number in plan.apart
     assert plan.index.files() == sizes
     for (owner, file), room in rooms.items():
-        assert room >= file_bytes - ALIGNMENT or (owner, file + 1) not in sizes
+        is_last = apart.get((owner, file + 1)) != apart[owner, file]
+        assert room >= file_bytes - ALIGNMENT or is_last
+
+
+def _check_apart(plan: SavePlan, descriptions: Sequence[StateDescription], options: GridOptions) -> None:
+    """Check that a file has nothing of one rank alone beside what several ranks hold, if that was asked for."""
+    common: dict[tuple[int, int], set[bool]] = {}
+    for owner in range(plan.world_size):
+        for chunk in plan.chunks_of(owner):
+            common.setdefault((owner, chunk.file), set()).add(chunk.array.number in plan.apart)
+            if not options.common_apart or chunk.array.number in plan.apart or chunk.array.rank is not None:
+                continue
+            first, last = chunk.array.meta.box_of(chunk.index)
+            offset = tuple(a + b for a, b in zip(chunk.array.box_offset, first, strict=True))
+            box = Box(offset, tuple(high - low for low, high in zip(first, last, strict=True)))
+            specs = [description.tensors.get(chunk.array.path) for description in descriptions]
+            holders = sum(spec is not None and _holds(spec, rank, box) for rank, spec in enumerate(specs))
+            assert holders == 1 or not box.elements
+    assert all(len(kinds) == 1 for kinds in common.values())
+    assert options.common_apart or not plan.apart
 
 
 def _bytes_of(plan: SavePlan) -> list[int]:
@@ -127,10 +148,12 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(data: st.DataObje
             from_lowest = data.draw(st.frozensets(st.sampled_from(sorted(tensors, key=repr))))
             descriptions.append(StateDescription(tensors | own, from_lowest=from_lowest))
     check_agreement(descriptions)
-    options = replace(_SMALL, file_bytes=data.draw(st.sampled_from([64, 512, 2048, 1 << 20])))
+    file_bytes = data.draw(st.sampled_from([64, 512, 2048, 1 << 20]))
+    options = replace(_SMALL, file_bytes=file_bytes, common_apart=data.draw(st.booleans()))
     plan = make_save_plan(descriptions, options)
     _check_cover(plan, descriptions)
     _check_packs(plan, options.file_bytes)
+    _check_apart(plan, descriptions, options)
     again = make_save_plan(exchange_all(descriptions)[0][0], options)
     assert again.index_bytes == plan.index_bytes
     assert again.digest == plan.digest
@@ -219,6 +242,17 @@ def test_small_tensors_that_all_ranks_have_do_not_scatter() -> None:
     tensors = {("step", number): _spec() for number in range(720)} | _tensors(w=_spec(1 << 20, 256, sharding=mesh))
     plan = make_save_plan([StateDescription(tensors)] * 4096, GridOptions())
     assert len(plan.index.regions) <= 3
+
+
+def test_what_ranks_hold_alone_is_not_apart() -> None:
+    shards = Sharding((4,), (0, 1, 2, 3), (Placement(0),))
+    tensors = _tensors(w=_spec(64, sharding=shards), own=_spec(3, per_rank=True), scalar=_spec(), norm=_spec(30))
+    options = replace(_SMALL, common_apart=True)
+    plan = make_save_plan([StateDescription(tensors, from_lowest=frozenset({("scalar",)}))] * 4, options)
+    assert {plan.index.arrays[number].path for number in plan.apart} == {("scalar",), ("norm",)}
+    files = {rank: {chunk.file for chunk in plan.chunks_of(rank)} for rank in range(4)}
+    assert all(0 in numbers and numbers <= {0, 1} for numbers in files.values())
+    assert 1 in files[0], "the scalar"
 
 
 def test_replicas_of_shards_share_the_work() -> None:

@@ -563,7 +563,7 @@ def _in_pieces(rank: int, world_size: int, root: Path, pieces: str) -> list[Any]
             checkpointer.maybe_finalize()
         checkpointer.maybe_finalize(blocking=True)
         if rank == world_size - 1:
-            _limit_file_size(checkpointer._saver._batch_queue, 4096)  # type: ignore[arg-type]
+            _limit_file_size(checkpointer._saver._batch_queue, 16 << 10)  # type: ignore[arg-type]
         failed = _what_happens(checkpointer, _pieces_state(4), 4)
         if rank == world_size - 1:
             _limit_file_size(checkpointer._saver._batch_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]

@@ -139,6 +139,37 @@ def test_all_waiting_ranks_together_ask_little_of_the_file_system(
     assert not job.outcomes
 
 
+def _looks(rank: int, seconds: float) -> int:
+    """Return how often a rank looks at an object store in a wait of so many seconds, of which no rank is told."""
+    schedule = look_schedule(rank, 2, 1, _Lock(rank, {}, rank), SaveOptions().looks_per_s, 0.2)
+    looks = 0
+    for now in range(int(20 * seconds)):
+        if schedule.is_due(now / 20):
+            looks += 1
+            schedule.looked(now / 20)
+    return looks
+
+
+def test_a_writer_without_a_trainer_looks_more_often_at_an_object_store() -> None:
+    schedule = look_schedule(1, 2, 1, _Lock(1, {}, 1), SaveOptions().looks_per_s, 0.2)
+    assert not schedule.is_due(0.0)
+    assert schedule.is_due(16.0)
+    schedule.looked(16.0)
+    assert not schedule.is_due(31.9)
+    schedule = look_schedule(1, 2, 1, _Lock(1, {}, 1), SaveOptions().looks_per_s, 0.2)
+    assert not schedule.is_due(0.0)
+    schedule.looked(16.0)
+    schedule.hurry(17.0)
+    assert schedule.is_due(19.0)
+    schedule.looked(19.0)
+    assert schedule.is_due(21.0)
+
+
+def test_a_long_wait_costs_few_looks_at_an_object_store() -> None:
+    assert [_looks(1, seconds) for seconds in (1.9, 10, 60, 600)] == [0, 3, 5, 23]
+    assert [_looks(0, seconds) for seconds in (1, 10, 60, 600)] == [5, 15, 23, 42]
+
+
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 8), (64, 8), (2048, 8)])
 def test_all_ranks_know_the_outcome_within_two_seconds(tmp_path: Path, nodes: int, per_node: int) -> None:
     """In a job of many nodes the trainers pass on that there is one."""

@@ -66,3 +66,50 @@ def test_without_memory_the_save_fails_and_the_next_may_work(
     arena.resize(1 << 20)
     assert arena.acquire(2, no_wait).tensor.numel() == 1 << 20
     arena.close()
+
+
+def test_a_kept_slot_is_held_when_it_is_released(leak_check: LeakCheck) -> None:
+    arena = Arena(2, None, pin=False)
+    arena.resize(1 << 16)
+    first = arena.acquire(1, no_wait)
+    first.is_kept = True
+    first.release()
+    assert first.state is SlotState.HELD
+    second = arena.acquire(2, no_wait)
+    assert second is not first
+    assert not arena.has_free()
+    arena.release_all()  # after a fault
+    assert (first.state, second.state) == (SlotState.HELD, SlotState.FREE)
+    first.let_go()
+    assert first.state is SlotState.FREE
+    arena.close()
+
+
+def test_a_slot_that_is_let_go_while_it_is_written_stays_the_writers(leak_check: LeakCheck) -> None:
+    arena = Arena(1, None, pin=False)
+    arena.resize(1 << 16)
+    slot = arena.acquire(1, no_wait)
+    slot.is_kept, slot.state = True, SlotState.WRITING
+    slot.let_go()
+    assert slot.state is SlotState.WRITING
+    slot.release()
+    assert slot.state is SlotState.FREE
+    arena.close()
+
+
+def test_held_slots_outlive_a_resize(leak_check: LeakCheck) -> None:
+    arena = Arena(2, None, pin=False)
+    arena.resize(1 << 16)
+    held = arena.acquire(1, no_wait)
+    held.tensor.fill_(7)
+    held.is_kept = True
+    held.release()
+    arena.resize(1 << 20)
+    assert len(arena.slots) == 3
+    assert held in arena.slots
+    assert held.tensor.min() == 7
+    held.let_go()
+    for step in (2, 3):
+        assert arena.acquire(step, no_wait).tensor.numel() == 1 << 20
+    assert held not in arena.slots
+    arena.close()

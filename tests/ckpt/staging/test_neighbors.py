@@ -81,7 +81,7 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
         return SlotExchange(ranks).run([regions[0]])  # type: ignore[arg-type]
 
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 0.3)
-    ranks_offer = f'["{neighbors._node()}", "an address nobody listens at"]'.encode()
+    ranks_offer = f'["{neighbors.node()}", "an unused address"]'.encode()
     first, _ = _exchange(2, act)
     assert first == {}
     for region in regions:

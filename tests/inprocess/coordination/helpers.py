@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from inprocess.coordination import Access
-from inprocess.coordination.wire import FrameReader, Op, encode, fresh_nonce, proof
+from inprocess.coordination.wire import FrameReader, Op, encode, proof
 from inprocess.exception import StoreError
+from inprocess.ipc.proofs import fresh_nonce
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:

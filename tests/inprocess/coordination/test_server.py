@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from inprocess.coordination import Access, CoordinationStore, StoreServer
-from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, fresh_nonce, proof
+from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, proof
 from inprocess.exception import StoreError, StoreTimeoutError
+from inprocess.ipc.proofs import fresh_nonce
 from tests.inprocess.coordination.conftest import Connect
 from tests.inprocess.coordination.helpers import eventually
 

@@ -8,9 +8,10 @@ import pytest
 
 from tests.support.selection import full_only
 from tools.bench.__main__ import main
+from tools.bench.harness import replace_between_markers
 from tools.bench.systems import SYSTEMS
 from tools.bench.systems.figures import Measured, Scenario, Verdict, verdicts
-from tools.bench.systems.report import BEGIN, END, replace_between_markers
+from tools.bench.systems.report import BEGIN, END
 
 _OURS = ("stall, first save", "stall, steady", "extra time of the step window", "durable and committed", "load, cold")
 
@@ -82,7 +83,7 @@ def test_a_document_without_markers_stays(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks.md"
     path.write_text("nothing here\n")
     with pytest.raises(ValueError, match=re.escape(BEGIN)):
-        replace_between_markers(path, "new")
+        replace_between_markers(path, "new", BEGIN, END)
     assert path.read_text() == "nothing here\n"
 
 

@@ -20,12 +20,19 @@ from typing import Any
 
 import torch
 
-from tools.bench.harness import add_disk_option, at_least, positive, temporary_folder, write_json
+from tools.bench.harness import (
+    add_disk_option,
+    at_least,
+    positive,
+    replace_between_markers,
+    temporary_folder,
+    write_json,
+)
 from tools.bench.scale import Figures, measure_commit, measure_planning
 from tools.bench.systems import SYSTEMS, version_of
 from tools.bench.systems.figures import Measured, Scenario, verdicts
 from tools.bench.systems.jobs import JobResult, JobSpec, run_job
-from tools.bench.systems.report import markdown, plot, replace_between_markers
+from tools.bench.systems.report import BEGIN, END, markdown, plot
 
 __all__ = ["add_options", "run"]
 
@@ -170,7 +177,7 @@ def run(given: argparse.Namespace) -> None:
         for path in plot(measured, given.plots):
             print(f"wrote {path}", file=sys.stderr)
     if given.table is not None:
-        replace_between_markers(given.table, text)
+        replace_between_markers(given.table, text, BEGIN, END)
 
 
 def _write(measured: Measured, path: Path | None) -> None:

@@ -19,7 +19,7 @@ from tools.bench.systems.figures import (
     verdicts,
 )
 
-__all__ = ["BEGIN", "END", "markdown", "plot", "replace_between_markers"]
+__all__ = ["BEGIN", "END", "markdown", "plot"]
 
 BEGIN = "<!-- begin: written by python -m tools.bench -->"
 END = "<!-- end: written by python -m tools.bench -->"
@@ -38,16 +38,6 @@ def markdown(measured: Measured, note: str = "") -> str:
     for scenario in measured.scenarios:
         parts += [f"### {scenario.title}", _table(scenario), _limits(scenario), _failures(scenario)]
     return "\n\n".join(part for part in parts if part)
-
-
-def replace_between_markers(path: Path, text: str) -> None:
-    """Replace what is between the markers of a document; ValueError if it does not have both of them once."""
-    document = path.read_text()
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"{path} needs the lines {BEGIN!r} and {END!r}, once each")
-    head, rest = document.split(BEGIN)
-    _, tail = rest.split(END)
-    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}")
 
 
 def _shown(value: float, unit: str) -> str:

@@ -1,0 +1,226 @@
+"""One end of a TCP connection between two processes of a job: greeting, messages and blocks (see `messages`)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import select
+import socket
+import struct
+import time
+
+from ckpt.native import crc32c
+from ckpt.replication.limiter import BLOCK_BYTES, Limiter
+from ckpt.replication.messages import CODEC, PROTOCOL, Message
+from ckpt.replication.replica import Address, Piece
+from inprocess.ipc.packets import PacketError
+from inprocess.ipc.proofs import NONCE_BYTES, PROOF_BYTES, fresh_nonce, proof
+
+__all__ = ["GREETING_S", "BlockError", "Connection", "GreetingError"]
+
+GREETING_S = 5.0
+_CONNECT_S = 10.0
+_MAX_MESSAGE = 4 << 10
+_LENGTH = struct.Struct(">I")
+_BLOCK = struct.Struct(">II")
+
+
+class GreetingError(ConnectionError):
+    """The other end does not know the secret of the job, or speaks another protocol."""
+
+
+class BlockError(ValueError):
+    """What arrived are not the blocks that were announced."""
+
+
+class Connection:
+    """Owns a socket. For one thread, except `shut`.
+
+    Every failure is an OSError, a PacketError for what is no message, or a BlockError. A peer that moves less than a
+    block, or a message, in `silence_s` seconds is given up: TimeoutError.
+    """
+
+    def __init__(self, sock: socket.socket, silence_s: float) -> None:
+        self._socket = sock
+        self._silence_s = silence_s
+        self._key = ""  # of the signatures, after the greeting
+        self._sending, self._receiving = _Direction(b"client"), _Direction(b"holder")
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # a connection that is closed already is reported by the first read
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def to(cls, address: Address, silence_s: float) -> Connection:
+        """Return a connection that is not connected yet; see `connect`. OSError."""
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        return cls(socket.socket(family, socket.SOCK_STREAM), silence_s)
+
+    def connect(self, address: Address) -> None:
+        """Connect. OSError."""
+        number = self._socket.connect_ex((address.host, address.port))
+        if number == errno.EINPROGRESS:
+            self._wait(select.POLLOUT, time.monotonic() + _CONNECT_S)
+            number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    # -- the greeting --------------------------------------------------------------------------------------------------
+
+    def greet_holder(self, secret: str) -> None:
+        """Prove to a holder that this process knows the secret, and have it prove the same. GreetingError."""
+        until = time.monotonic() + min(GREETING_S, self._silence_s)
+        challenge = self._receive_exactly(len(PROTOCOL) + NONCE_BYTES, until)
+        if challenge[: len(PROTOCOL)] != PROTOCOL:
+            raise GreetingError("is not a holder of replicas of this version")
+        theirs, ours = challenge[len(PROTOCOL) :], fresh_nonce()
+        self._send(ours + _proof(secret, b"client", theirs, ours), until)
+        try:
+            answer = self._receive_exactly(PROOF_BYTES, until)
+        except ConnectionError:
+            raise GreetingError("has ended the greeting; it may belong to another job, with another secret") from None
+        if not hmac.compare_digest(answer, _proof(secret, b"holder", theirs, ours)):
+            raise GreetingError("does not know the secret of this job")
+        self._key = _proof(secret, b"messages", theirs, ours).hex()
+
+    def greet_client(self, secret: str) -> None:
+        """Have a client prove that it knows the secret, and then prove the same. GreetingError."""
+        until = time.monotonic() + min(GREETING_S, self._silence_s)
+        ours = fresh_nonce()
+        self._send(PROTOCOL + ours, until)
+        answer = self._receive_exactly(NONCE_BYTES + PROOF_BYTES, until)
+        theirs = answer[:NONCE_BYTES]
+        if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, b"client", ours, theirs)):
+            raise GreetingError("does not know the secret of this job")
+        self._send(_proof(secret, b"holder", ours, theirs), until)
+        self._key = _proof(secret, b"messages", ours, theirs).hex()
+        self._sending, self._receiving = self._receiving, self._sending
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        data = CODEC.encode(message)
+        self._send(_LENGTH.pack(len(data)) + self._sending.sign(self._key, data) + data, self._until())
+
+    def receive(self, within_s: float | None = None) -> Message:
+        """Receive a message, within `silence_s` or another time. ConnectionResetError at the end."""
+        until = self._until() if within_s is None else time.monotonic() + within_s
+        size = int(_LENGTH.unpack(self._receive_exactly(_LENGTH.size, until))[0])
+        if size > _MAX_MESSAGE:
+            raise PacketError(f"a message of {size} bytes; the limit is {_MAX_MESSAGE}")
+        signature = self._receive_exactly(PROOF_BYTES, until)
+        data = self._receive_exactly(size, until)
+        if not hmac.compare_digest(signature, self._receiving.sign(self._key, data)):
+            raise PacketError("a message with a wrong signature")
+        return CODEC.decode(data)
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def send_piece(self, piece: Piece, limiter: Limiter) -> None:
+        """Send all blocks of a piece, straight from its memory. ConnectionAbortedError if the limiter is stopped."""
+        for start in range(0, piece.nbytes, BLOCK_BYTES):
+            nbytes = min(BLOCK_BYTES, piece.nbytes - start)
+            if not limiter.wait(nbytes):
+                raise ConnectionAbortedError("the transfer was given up")
+            offset = piece.offset + start
+            until = self._until()
+            checksum = crc32c(piece.region.buffer[offset : offset + nbytes])
+            self._send(_BLOCK.pack(nbytes, checksum), until, socket.MSG_MORE)
+            self._send_file(piece.region.fd, offset, nbytes, until)
+
+    def receive_blocks(self, memory: memoryview) -> bool:
+        """Fill the memory with blocks; return whether all had the checksums that were sent with them.
+
+        All are received in any case, so that the connection can be used further. BlockError if they do not fit.
+        """
+        sound, at = True, 0
+        while at < len(memory):
+            until = self._until()
+            nbytes, checksum = _BLOCK.unpack(self._receive_exactly(_BLOCK.size, until))
+            if not 0 < nbytes <= min(BLOCK_BYTES, len(memory) - at):
+                raise BlockError(f"a block of {nbytes} bytes where {len(memory) - at} are left")
+            block = memory[at : at + nbytes]
+            self._receive_into(block, until)
+            sound = crc32c(block) == checksum and sound
+            at += nbytes
+        return sound
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
+    def shut(self) -> None:
+        """Break the connection: every wait on it ends. From any thread; idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._socket.close()
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def _until(self) -> float:
+        return time.monotonic() + self._silence_s
+
+    def _wait(self, events: int, until: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        remaining_s = until - time.monotonic()
+        if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
+            raise TimeoutError("the other end was silent for too long")
+
+    def _send(self, data: bytes, until: float, flags: int = 0) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._socket.send(view, flags | socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, until)
+
+    def _send_file(self, fd: int, offset: int, nbytes: int, until: float) -> None:
+        end = offset + nbytes
+        while offset < end:
+            try:
+                sent = os.sendfile(self._socket.fileno(), fd, offset, end - offset)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, until)
+                continue
+            if sent == 0:
+                raise ConnectionAbortedError("the memory to send from has become smaller")
+            offset += sent
+
+    def _receive_exactly(self, nbytes: int, until: float) -> bytes:
+        data = bytearray(nbytes)
+        self._receive_into(memoryview(data), until)
+        return bytes(data)
+
+    def _receive_into(self, memory: memoryview, until: float) -> None:
+        while memory:
+            try:
+                received = self._socket.recv_into(memory)
+            except BlockingIOError:
+                self._wait(select.POLLIN, until)
+                continue
+            if received == 0:
+                raise ConnectionResetError("the other end closed the connection")
+            memory = memory[received:]
+
+
+class _Direction:
+    """The messages from one end, by number."""
+
+    def __init__(self, sender: bytes) -> None:
+        self._sender = sender
+        self._count = 0
+
+    def sign(self, key: str, data: bytes) -> bytes:
+        """Return the signature of the next message."""
+        self._count += 1
+        return proof(key, self._sender, b"%d" % self._count, data.hex().encode())
+
+
+def _proof(secret: str, role: bytes, holders: bytes, clients: bytes) -> bytes:
+    return proof(secret, PROTOCOL, role, holders.hex().encode(), clients.hex().encode())

@@ -1,0 +1,191 @@
+"""The trainer's end of its replica process: starts it, and tells it what to send, hold and lend.
+
+Nothing here waits for another node. What waits for the process has a deadline, and ends when the process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.replication.control import (
+    CODEC,
+    Abort,
+    Admit,
+    CannotListen,
+    ControlChannel,
+    ControlMessage,
+    Ended,
+    EndOfList,
+    HeldHere,
+    Leave,
+    Lend,
+    Lent,
+    Listening,
+    ListHeld,
+    Retain,
+    Send,
+    TakeBack,
+)
+from ckpt.replication.replica import Address, Replica, TransportError
+from inprocess.ipc.packets import Packet
+from inprocess.ipc.process import start_module
+from inprocess.ipc.shared_memory import SharedMemory
+
+__all__ = ["ReplicaKeeper"]
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_EXIT_WAIT_S = 5.0
+_ANSWER_S = 30.0
+
+
+class ReplicaKeeper:
+    """One replica process. For the thread that trains. Every failure is a TransportError."""
+
+    def __init__(self, linger_s: float) -> None:
+        """Start the process, without waiting for it. OSError if that cannot be done."""
+        self._ended: list[Ended] = []
+        self._gone = False
+        self._requests = itertools.count(1)
+        self._channel, theirs = ControlChannel.pair(CODEC)
+        try:
+            with theirs:
+                self._process: subprocess.Popen[bytes] = start_module(
+                    "ckpt.replication",
+                    str(theirs.fileno()),
+                    str(linger_s),
+                    pass_fds=[theirs.fileno()],
+                    env=_ONE_THREAD,
+                    stderr=None,
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there, as far as known."""
+        return not self._gone
+
+    def admit(self, host: str, secret: str, bandwidth: float | None, limit_bytes: int) -> Address:
+        """Have it serve those that know the secret, and no others any more; return the address. See `Admit`.
+
+        TransportError if it cannot.
+        """
+        request = next(self._requests)
+        self._channel.send(Admit(request, host, secret, bandwidth, limit_bytes))
+        answer = self._wait_for(request, Listening | CannotListen).message
+        if isinstance(answer, CannotListen):
+            raise TransportError(f"replicas cannot be received at {answer.why}")
+        assert isinstance(answer, Listening)
+        return answer.address
+
+    def send(self, replica: Replica, fd: int, holder: Address, keep: str | None) -> None:
+        """Have the memory of a slot sent; it must stay as it is until `poll` returns the end."""
+        self._channel.send(Send(replica, holder, keep), fd)
+
+    def abort(self) -> None:
+        """Give up what is being sent; `poll` returns the ends."""
+        self._channel.send(Abort())
+
+    def poll(self) -> list[Ended]:
+        """Return which transfers have ended since the last call, without waiting."""
+        self._channel.flush()
+        try:
+            while not self._gone and (packet := self._channel.receive()) is not None:
+                self._note(packet)
+        except EOFError:
+            self._gone = True
+        ended, self._ended = self._ended, []
+        return ended
+
+    def held(self) -> list[tuple[Replica, SharedMemory]]:
+        """Return what it holds for others: the memory, which the caller closes, has the slot and the documents."""
+        request = next(self._requests)
+        self._channel.send(ListHeld(request))
+        found: list[tuple[Replica, SharedMemory]] = []
+        try:
+            while isinstance(message := (packet := self._wait_for(request, HeldHere | EndOfList)).message, HeldHere):
+                (fd,), replica = packet.fds, message.replica
+                region_id = f"{replica.snapshot}/{replica.rank}"
+                found.append((replica, SharedMemory(fd, replica.slot_bytes, "ckpt-replica", region_id)))
+        except BaseException:
+            for _, region in found:
+                region.close()
+            raise
+        return found
+
+    def lend(self, slots: Sequence[tuple[Replica, int]]) -> None:
+        """Let other nodes read these slots, by their descriptors, until `take_back`."""
+        for replica, fd in slots:
+            request = next(self._requests)
+            self._channel.send(Lend(request, replica), fd)
+            self._wait_for(request, Lent)
+
+    def take_back(self) -> None:
+        """Let other nodes read replicas only."""
+        self._channel.send(TakeBack())
+
+    def retain(self, snapshots: Sequence[str]) -> None:
+        """Drop what it holds of other snapshots."""
+        self._channel.send(Retain(list(snapshots)))
+
+    def close(self) -> None:
+        """End the process, and wait for its end for a limited time. Idempotent."""
+        if self._process.returncode is not None:
+            return
+        self._channel.send(Leave())
+        self._channel.flush()
+        self._channel.close()
+        self._gone = True
+        try:
+            self._process.wait(_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_EXIT_WAIT_S)
+
+    def leave(self) -> None:
+        """Let the process go on for a while, for others to restore from it. Idempotent; nothing else may follow."""
+        self._channel.close()
+        self._gone = True
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down, and init will reap it
+            threading.Thread(target=self._process.wait, name="ckpt-reap-replicas", daemon=True).start()
+
+    def _note(self, packet: Packet[ControlMessage]) -> None:
+        """Keep what is no answer, and drop the answer to a request that was interrupted."""
+        if isinstance(packet.message, Ended):
+            self._ended.append(packet.message)
+        packet.close_fds()
+
+    def _wait_for(self, request: int, kinds: Any) -> Packet[ControlMessage]:
+        """Return the next packet of these kinds that answers a request; others are noted."""
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            self._channel.flush()
+            try:
+                packet = self._channel.receive()
+            except EOFError:
+                self._gone = True
+                raise TransportError("the replica process has ended") from None
+            if packet is not None:
+                if isinstance(packet.message, kinds) and packet.message.request == request:
+                    return packet
+                self._note(packet)
+                continue
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TransportError(f"the replica process did not answer in {_ANSWER_S:g} s")
+            poll = select.poll()
+            poll.register(self._channel, self._channel.poll_events)
+            poll.poll(max(1, int(remaining_s * 1000)))

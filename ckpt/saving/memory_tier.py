@@ -1,0 +1,252 @@
+"""Snapshots as the newest tier of a restore: what can be read of them, and from whose memory.
+
+    offer     every rank tells which shares it can read: in its slots, in those of its neighbours      (one all-gather)
+    choose    all ranks find the same snapshots whole
+    open      the documents of the chosen one are gathered; memory is passed to ranks on the same node that lack it
+    settle    what is newer than the step restored is given up on all ranks
+
+Runs in the thread that trains. `open` is collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointCorruptError, CheckpointError
+from ckpt.meeting import named
+from ckpt.native import crc32c
+from ckpt.saving.offers import Fence, Offer, Whole, pruned, whole_snapshots
+from ckpt.saving.publish import merged
+from ckpt.saving.replicator import Replicator
+from ckpt.saving.share import Share, ShareDocuments, ShareOf
+from ckpt.saving.snapshots import Snapshots
+from ckpt.saving.staged_memory import StagedMemory
+from ckpt.staging.neighbors import SlotExchange, node
+from ckpt.storage.documents import encode_document, well_formed
+from ckpt.storage.memory_step import LocalShare, MemoryStep, ShareBytes
+from ckpt.storage.names import INDEX, SaveId, part_name
+from ckpt.storage.step_documents import FORMAT_VERSION
+from inprocess.ipc.shared_memory import SharedMemory
+
+__all__ = ["MemoryTier"]
+
+_log = logging.getLogger("ckpt")
+_HEAD = struct.Struct("<QQQQ")  # rank, and the sizes of about, index and part
+_SHARES_S = 10.0  # for copies and checksums that are still being made
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The ranks that restore, for an exchange of memory."""
+
+    rank: int
+    world_size: int
+    gather: Callable[[bytes], list[bytes]]
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        return self.gather(payload)
+
+
+class MemoryTier:
+    """The snapshots that this rank and its neighbours hold, for `ckpt.loading.restore`. For one thread."""
+
+    def __init__(self, snapshots: Snapshots, memory: StagedMemory, replicator: Replicator | None = None) -> None:
+        self._snapshots = snapshots
+        self._memory = memory
+        self._replicator = replicator
+        self._replicas: list[SharedMemory] = []  # that this rank holds for others, while a restore may read them
+        self._node = node()
+        self._fences: tuple[Fence, ...] = ()
+        self._offers: list[Offer] = []
+        self._whole: dict[str, Whole] = {}
+        self._opened: frozenset[int] = frozenset()  # whose shares can be read, of the snapshot that was opened last
+        self._known: dict[tuple[str, str | None], ShareOf] = {}  # by memory and save, until this restore is over
+        self._restored: str | None = None
+        snapshots.on_complete = self._superseded
+
+    def offer(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
+        """Return what this rank can read, for `choose` on all ranks. Collective: `gather` is an all-gather."""
+        self._known = {}
+        self._snapshots.finish(_SHARES_S)
+        self._give_back_replicas()
+        if self._replicator is not None:
+            self._replicator.meet(rank, gather)
+            self._replicas = self._replicator.held()
+        shares = tuple({of: None for _, of in self._readable()})
+        return Offer(self._node, shares, self._fences).encode()
+
+    def choose(self, offers: Sequence[bytes]) -> list[tuple[int, str]]:
+        """Return the steps that are whole in memory, newest first, and their saves: the same on all ranks."""
+        self._offers = [Offer.decode(offer) for offer in offers]
+        self._fences = pruned(fence for offer in self._offers for fence in offer.fences)
+        whole = whole_snapshots(self._offers)
+        self._whole = {snapshot.save.name: snapshot for snapshot in whole}
+        return [(snapshot.save.step, snapshot.save.name) for snapshot in whole]
+
+    def open(self, save: str, rank: int, gather: Callable[[bytes], list[bytes]]) -> MemoryStep:
+        """Return a step that `choose` has returned, as a source. Collective: `gather` is an all-gather.
+
+        CheckpointCorruptError, on all ranks, if a document of it is damaged, or was staged over.
+        """
+        whole = self._whole[save]
+        regions = self._regions_of(whole.save)
+        own = [owner for owner, readers in enumerate(whole.readers) if readers[0] == rank]
+        documents = _decoded(gather(b"".join(_packed(owner, regions.get(owner)) for owner in own)), whole)
+        if whole.lacks(self._offers):
+            self._pass_on(whole, rank, regions, gather)
+            regions = self._regions_of(whole.save)
+        self._opened = frozenset(regions)
+        shares: dict[int, ShareBytes] = {owner: LocalShare(region) for owner, region in regions.items()}
+        shares |= self._remote(whole, rank, regions, gather)
+        return _step(whole, documents, shares)
+
+    def _remote(
+        self,
+        whole: Whole,
+        rank: int,
+        regions: Mapping[int, SharedMemory],
+        gather: Callable[[bytes], list[bytes]],
+    ) -> Mapping[int, ShareBytes]:
+        """Return the shares that only ranks on other nodes can read, to be read from there. Collective."""
+        replicator = self._replicator
+        if replicator is None or len({offer.node for offer in self._offers}) == 1:
+            return {}
+        lenders = [next(filter(replicator.can_lend, readers), None) for readers in whole.readers]
+        own = {owner: region for owner, region in regions.items() if lenders[owner] == rank}
+        return replicator.remote(whole.save.name, gather(replicator.lend(whole.save.name, own)), regions)
+
+    def check(self, save: str) -> None:
+        """Raise CheckpointCorruptError unless what was read from memory of this node was of this step all the time."""
+        whole = self._whole[save]
+        lost = self._opened - self._regions_of(whole.save).keys()
+        if lost:
+            raise CheckpointCorruptError(
+                f"the snapshot of step {whole.save.step} was staged over while it was read: the share of "
+                f"{named(sorted(lost))}"
+            )
+
+    def settle(self, step: int | None, save: str | None = None, *, restart: int = 0) -> None:
+        """Give up what is newer than the step that was restored; None for nothing, so that training starts anew.
+
+        The shares of its `save` are kept, if it is a snapshot, until a newer one is complete on all ranks. `restart` is
+        the index of the iteration that goes on from there.
+        """
+        last = -1 if step is None else step
+        newer = {share.save.name for offer in self._offers for share in offer.shares if share.save.step > last}
+        for region in (*self._memory.regions, *self._replicas):
+            if Share(region).save_name in newer:
+                Share(region).clear()
+        self._snapshots.settle(last, save)
+        self._fences = pruned((*self._fences, (restart, last)))
+        self._restored = save if save in self._whole else None
+        self._memory.need(self._restored)
+        self._offers, self._whole, self._known = [], {}, {}
+        self._give_back_replicas()
+        if self._replicator is not None:
+            self._replicator.settle(self._restored)
+
+    def _give_back_replicas(self) -> None:
+        """Unmap the replicas, which the replica process goes on to hold."""
+        for region in self._replicas:
+            region.close()
+        self._replicas = []
+
+    def close(self) -> None:
+        """Give back what a restore that failed has left. Idempotent."""
+        self._give_back_replicas()
+
+    def _superseded(self, save: SaveId) -> None:
+        """A snapshot is complete on all ranks: that which was restored is not needed any more, if it is another."""
+        if self._restored is not None and save.name != self._restored:
+            self._restored = None
+            self._memory.need(None)
+
+    def _readable(self) -> Iterable[tuple[SharedMemory, ShareOf]]:
+        """Yield the slots that hold whole shares, and whose."""
+        for region in (*self._memory.regions, *self._replicas):
+            share = Share(region)
+            key = region.region_id, share.save_name
+            try:
+                if share.is_whole and key not in self._known and (documents := share.documents()) is not None:
+                    self._known[key] = documents.of
+                if share.is_whole and key in self._known:
+                    yield region, self._known[key]
+            except (CheckpointError, OSError) as error:
+                _log.warning("what a slot holds cannot be restored: %s", error)
+
+    def _regions_of(self, save: SaveId) -> dict[int, SharedMemory]:
+        """Return the slots with the shares of a snapshot, by owner; this rank's own first."""
+        found: dict[int, SharedMemory] = {}
+        for region, of in self._readable():
+            if of.save == save:
+                found.setdefault(of.rank, region)
+        return found
+
+    def _pass_on(
+        self,
+        whole: Whole,
+        rank: int,
+        regions: Mapping[int, SharedMemory],
+        gather: Callable[[bytes], list[bytes]],
+    ) -> None:
+        """Give the shares to ranks on this node that lack them, and take what this one lacks. Collective."""
+        here = {other for other, offer in enumerate(self._offers) if offer.node == self._node}
+        first = [min(here & set(readers), default=None) for readers in whole.readers]
+        exchange = SlotExchange(_Members(rank, len(self._offers), gather))
+        given = [region for owner, region in regions.items() if first[owner] == rank]
+        for taken in exchange.run(given).values():
+            self._memory.adopt(taken)
+
+
+def _packed(owner: int, region: SharedMemory | None) -> bytes:
+    """Return the documents of a share, to be gathered; nothing if they are not there any more."""
+    raw = None if region is None else Share(region).raw()
+    return b"" if raw is None else _HEAD.pack(owner, *map(len, raw)) + b"".join(raw)
+
+
+def _decoded(payloads: Iterable[bytes], whole: Whole) -> list[ShareDocuments]:
+    """Return the documents of all shares, by rank. CheckpointCorruptError if one is missing or damaged."""
+    found: dict[int, ShareDocuments] = {}
+    for payload in payloads:
+        at = 0
+        while at < len(payload):
+            owner, *sizes = _HEAD.unpack_from(payload, at)
+            at += _HEAD.size
+            parts = []
+            for size in sizes:
+                parts.append(payload[at : at + size])
+                at += size
+            found[owner] = ShareDocuments.decode(*parts)
+    missing = [owner for owner in range(whole.world_size) if owner not in found]
+    if missing or any(found[owner].of.save != whole.save for owner in found):
+        raise CheckpointCorruptError(
+            f"the snapshot of step {whole.save.step} was staged over, or is damaged: {missing or 'other documents'}"
+        )
+    return [found[owner] for owner in range(whole.world_size)]
+
+
+def _step(whole: Whole, shares: Sequence[ShareDocuments], bytes_of: Mapping[int, ShareBytes]) -> MemoryStep:
+    """Return the snapshot as a step: the documents that a coordinator would have written."""
+    path = f"memory:{whole.save.name}"
+    first = shares[0]
+    with well_formed(path):
+        intent = {
+            "format": FORMAT_VERSION,
+            "save": whole.save.name,
+            "step": whole.save.step,
+            "owner": whole.save.owner,
+            "continues": None,
+            "world_size": whole.world_size,
+            "plan": first.about["plan"],
+            **first.part["lineage"],
+        }
+        packs = {owner: share.places for owner, share in enumerate(shares)}
+    manifests = [share.manifest() for share in shares]
+    encoded = [encode_document(manifest) for manifest in manifests]
+    parts = [(manifest, crc32c(data)) for manifest, data in zip(manifests, encoded, strict=True)]
+    documents = {INDEX: first.index, **{part_name(owner): data for owner, data in enumerate(encoded)}}
+    documents |= merged(path, intent, {"index": first.index}, parts)
+    return MemoryStep(path, documents, packs, bytes_of)

@@ -1,0 +1,84 @@
+"""Shares in the memory of other nodes, read by ranges while a snapshot is restored."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+
+from ckpt.replication.interface import RemoteHolder, Transport
+from ckpt.replication.replica import Address, Replica, TransportError
+from ckpt.storage.memory_step import ShareBytes
+from ckpt.storage.ranged_file import RangedFile
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.step_source import OpenFile
+
+__all__ = ["RemoteShare"]
+
+
+class RemoteShare(ShareBytes):
+    """The share of a rank that a replica process of another node holds, or was lent. Any thread, several at once.
+
+    A connection is made for each thread that reads at the same time, and used again.
+    """
+
+    def __init__(self, transport: Transport, holder: Address, replica: Replica) -> None:
+        self._transport = transport
+        self._holder = holder
+        self._replica = replica
+        self._idle: queue.SimpleQueue[RemoteHolder] = queue.SimpleQueue()
+
+    def open(self, offset: int, nbytes: int) -> OpenFile:
+        """See `ShareBytes.open`. Makes no request."""
+        return _RemoteFile(self, offset, nbytes)
+
+    def read(self, offset: int, nbytes: int) -> bytearray:
+        """Return bytes of the slot. DamagedFileError if they cannot be had: an older step can be restored then."""
+        data = bytearray(nbytes)
+        try:
+            with self._connection() as holder:
+                holder.read_into(self._replica, offset, memoryview(data))
+        except TransportError as error:
+            raise DamagedFileError(f"cannot be read: {error}") from error
+        self.bytes_fetched += nbytes
+        return data
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[RemoteHolder]:
+        """Yield a connection that no other thread uses; after an error it is closed."""
+        try:
+            holder = self._idle.get_nowait()
+        except queue.Empty:
+            holder = self._transport.open(self._holder)
+        try:
+            yield holder
+        except BaseException:
+            holder.close()
+            raise
+        self._idle.put(holder)
+
+    def close(self) -> None:
+        """See `ShareBytes.close`."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().close()
+
+
+class _RemoteFile(RangedFile):
+    """A range of a slot on another node."""
+
+    def __init__(self, share: RemoteShare, offset: int, nbytes: int) -> None:
+        self._share = share
+        self._offset = offset
+        self._nbytes = nbytes
+
+    @property
+    def size(self) -> int:
+        return self._nbytes
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        nbytes = max(0, min(nbytes, self._nbytes - offset))
+        return memoryview(self._share.read(self._offset + offset, nbytes) if nbytes else b"")
+
+    def close(self) -> None:
+        pass

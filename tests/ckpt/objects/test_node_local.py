@@ -1,0 +1,73 @@
+"""Pack files on the disks of nodes, the root and the mirror in an S3 bucket."""
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.storage.roots import open_root
+from tests.ckpt.mirroring.support import STALLED
+from tests.support import run_ranks
+from tests.support.object_server import Bucket
+
+pytestmark = pytest.mark.timeout(120)
+
+_VALUES = torch.arange(100_000.0)
+
+
+def _job(rank: int, world_size: int, urls: tuple[str, str], disks: Path, saves: list[int], copies: bool) -> Any:
+    """Restore and save; return the step and how many files came from the mirror."""
+    root, copy = urls
+    mirror = ckpt.Mirror(copy, bandwidth=None if copies else STALLED, close_timeout=timedelta(seconds=40 * copies))
+    disk = disks / f"node{rank}"
+    with ckpt.Checkpointer(
+        root, node_local=disk, mirror=mirror, file_bytes=100_000, keep=ckpt.Latest(2)
+    ) as checkpointer:
+        state = {"own": ckpt.PerRank(torch.zeros(100_000)), "step": 0}
+        found = checkpointer.restore(state)
+        report = checkpointer.last_restore
+        if found is not None:
+            assert torch.equal(state["own"].value, _VALUES + found + rank)
+        for step in saves:
+            checkpointer.save({"own": ckpt.PerRank(_VALUES + step + rank), "step": step}, step)
+        return None if report is None else (found, report.mirror_files)
+
+
+def _run(bucket: Bucket, disks: Path, *saves: int, copies: bool = True) -> list[Any]:
+    urls = f"{bucket.url}/steps", f"{bucket.url}/copies"
+    results = run_ranks(_job, 2, urls, disks, list(saves), copies, timeout=90, env=bucket.env)
+    return [result.value for result in results]
+
+
+def test_saves_and_a_replaced_node(bucket: Bucket, tmp_path: Path) -> None:
+    _run(bucket, tmp_path, 1, 2)
+    puts = [each.key for each in bucket.proxy.requests if each.method == "PUT"]
+    assert not [key for key in puts if "/steps/" in key and "/packs/" in key]
+    copied = [key for key in puts if "/copies/" in key and "/packs/" in key]
+    assert copied
+    assert len(copied) == len(set(copied)), "each file is sent once"
+    shutil.rmtree(tmp_path / "node0")
+    (found, files), from_disk = _run(bucket, tmp_path, 3, copies=False)
+    assert (found, from_disk) == (2, (2, 0))
+    assert files > 0
+    shutil.rmtree(tmp_path / "node1")
+    assert [found for found, _ in _run(bucket, tmp_path, 4, 5, 6)] == [2, 2], "step 3 was not copied"
+    assert open_root(f"{bucket.url}/copies").steps()[-1] == 6
+    assert open_root(f"{bucket.url}/steps").steps()[-2:] == [5, 6], "a step that is being copied is kept as well"
+    assert _run(bucket, tmp_path) == [(6, 0), (6, 0)]
+    for rank in (0, 1):
+        saves = {path.name for path in (tmp_path / f"node{rank}").glob("step_*")}
+        steps = sorted(int(name[5:13]) for name in saves)
+        assert steps[-2:] == [5, 6]
+        assert set(steps) <= {3, 4, 5, 6}, "3 is superseded; 4 may be left to the next save"
+
+
+def test_copies_of_steps_with_node_local_files_are_like_others(bucket: Bucket, tmp_path: Path) -> None:
+    _run(bucket, tmp_path, 1)
+    copies = f"{bucket.url}/copies"
+    with ckpt.open(copies, 1) as step:
+        assert torch.equal(step["own@rank1"].torch(), _VALUES + 2)

@@ -1,0 +1,152 @@
+"""What a holder keeps, in which memory."""
+
+import pytest
+
+from ckpt.replication.memory import Arrival, ReplicaMemory
+from ckpt.replication.replica import Replica, TransportError
+from inprocess.ipc.shared_memory import SharedMemory
+from tests.ckpt.replication.support import UNLIMITED, bytes_held, content
+from tests.support import LeakCheck
+
+SIZE = 100_000
+ROOM = 3 * (64 << 10)  # for a replica of this size
+
+
+def arrive(memory: ReplicaMemory, replica: Replica, keep: str | None = None) -> None:
+    arrival = memory.begin(replica, keep)
+    arrival.memory[:] = content(replica, replica.nbytes)
+    memory.complete(arrival)
+
+
+def begun(memory: ReplicaMemory, replica: Replica, keep: str | None = None) -> Arrival:
+    arrival = memory.begin(replica, keep)
+    arrival.memory[:] = bytes(replica.nbytes)
+    return arrival
+
+
+def test_two_snapshots_of_each_owner_in_memory_that_is_used_again(leak_check: LeakCheck) -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    for number in range(20):
+        for rank in range(3):
+            arrive(memory, Replica(str(number), rank, SIZE, SIZE), keep=str(number - 1))
+    found = memory.replicas()
+    assert {(replica.snapshot, replica.rank) for replica in found} == {(s, r) for s in ("18", "19") for r in range(3)}
+    assert all(bytes_held(memory, replica) == content(replica, SIZE) for replica in found)
+    assert memory.allocated_bytes == 2 * 3 * ROOM
+    memory.close()
+
+
+def test_what_arrives_cannot_be_read_before_it_is_complete() -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    replica = Replica("1", 0, SIZE, SIZE)
+    arrival = begun(memory, replica)
+    assert memory.replicas() == []
+    with pytest.raises(TransportError, match="does not have"), memory.reading(replica):
+        pass
+    memory.discard(arrival)
+    assert memory.replicas() == []
+    assert memory.allocated_bytes == ROOM  # to be used again
+    arrive(memory, replica)
+    assert memory.allocated_bytes == ROOM
+    memory.close()
+
+
+def test_the_snapshot_to_keep_stays_until_another_is_named() -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    arrive(memory, Replica("1", 0, SIZE, SIZE))
+    for failed in ("2", "3", "4"):  # complete here, but not on all ranks
+        arrive(memory, Replica(failed, 0, SIZE, SIZE), keep="1")
+    assert [replica.snapshot for replica in memory.replicas()] == ["1", "4"]
+    memory.close()
+
+
+def test_a_newer_transfer_supersedes_one_that_is_arriving() -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    slow = begun(memory, Replica("1", 0, SIZE, SIZE))
+    arrive(memory, Replica("2", 1, SIZE, SIZE), keep=None)
+    with pytest.raises(TransportError, match="superseded"):
+        memory.complete(slow)
+    assert [replica.snapshot for replica in memory.replicas()] == ["2"]
+    again = begun(memory, Replica("2", 0, SIZE, SIZE))
+    once_more = begun(memory, Replica("2", 0, SIZE, SIZE))
+    with pytest.raises(TransportError, match="superseded"):
+        memory.complete(again)
+    memory.complete(once_more)
+    assert len(memory.replicas()) == 2
+    memory.close()
+
+
+def test_memory_that_is_read_is_not_written() -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    old = Replica("1", 0, SIZE, SIZE)
+    arrive(memory, old)
+    with memory.reading(old) as region:
+        for number in range(2, 6):
+            arrive(memory, Replica(str(number), 0, SIZE, SIZE))
+        assert bytes(region.buffer[:SIZE]) == content(old, SIZE)
+    assert old not in memory.replicas()
+    assert memory.allocated_bytes <= 3 * ROOM
+    memory.close()
+
+
+def test_a_restart_drops_what_is_not_agreed_on() -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    arrive(memory, Replica("1", 0, SIZE, SIZE))
+    arrive(memory, Replica("2", 0, SIZE, SIZE), keep="1")
+    arriving = begun(memory, Replica("2", 1, SIZE, SIZE), keep="1")
+    memory.retain(["1"])
+    assert [replica.snapshot for replica in memory.replicas()] == ["1"]
+    with pytest.raises(TransportError, match="superseded"):
+        memory.complete(arriving)
+    memory.close()
+
+
+def test_the_limit_counts_all_memory_and_free_memory_makes_room() -> None:
+    memory = ReplicaMemory(3 * ROOM)
+    arrive(memory, Replica("1", 0, SIZE, SIZE))
+    arrive(memory, Replica("1", 1, SIZE, SIZE))
+    with pytest.raises(TransportError, match="no room for"):
+        memory.begin(Replica("1", 2, 2 * SIZE, 2 * SIZE), None)
+    with pytest.raises(TransportError, match="no room"):  # what is kept is not given up for it
+        memory.begin(Replica("2", 0, 2 * SIZE, 2 * SIZE), "1")
+    arrive(memory, Replica("3", 0, 4 * SIZE, 4 * SIZE))  # nothing else is kept: memory of other sizes is given back
+    assert memory.allocated_bytes <= 3 * ROOM
+    memory.close()
+    with pytest.raises(TransportError, match="closing"):
+        memory.begin(Replica("4", 0, 1, 1), None)
+
+
+def test_documents_that_grow_fit_the_memory_of_their_predecessor() -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    for number in range(100):
+        arrive(memory, Replica(str(number), 0, SIZE, SIZE + 10 * number), keep=str(number - 1))
+    assert memory.allocated_bytes == 2 * ROOM
+    memory.close()
+
+
+def test_what_is_lent_is_read_by_others_until_it_is_taken_back(leak_check: LeakCheck) -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    own = Replica("1", 3, SIZE, SIZE)
+    region = SharedMemory.create("slot", SIZE)
+    region.buffer[:] = content(own, SIZE)
+    memory.lend(own, region)
+    assert memory.replicas() == []
+    assert memory.allocated_bytes == 0
+    assert bytes_held(memory, own) == content(own, SIZE)
+    with pytest.raises(TransportError, match="already"):
+        memory.lend(own, region)
+    with memory.reading(own) as lent:
+        memory.take_back()
+        assert bytes(lent.buffer[:SIZE]) == content(own, SIZE)
+    assert region.closed
+    with pytest.raises(TransportError, match="does not have"), memory.reading(own):
+        pass
+    memory.close()
+
+
+@pytest.mark.parametrize(("name", "rank", "nbytes"), [("", 0, 1), ("1", -1, 1), ("1", 0, 0), ("x" * 300, 0, 1)])
+def test_what_is_no_replica_is_refused(name: str, rank: int, nbytes: int) -> None:
+    memory = ReplicaMemory(UNLIMITED)
+    with pytest.raises(TransportError, match="not a replica"):
+        memory.begin(Replica(name, rank, nbytes, nbytes), None)
+    memory.close()

@@ -1,0 +1,201 @@
+"""Replica processes, as trainers use them: what they send, hold and lend, and how they end."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from ckpt.replication.control import Admit, Ended, ListHeld
+from ckpt.replication.process import ReplicaKeeper
+from ckpt.replication.replica import Address, Replica, TransportError
+from inprocess.ipc.shared_memory import SharedMemory
+from tests.ckpt.replication.support import HOST, SECRET, content, read, staged
+from tests.inprocess.coordination.helpers import eventually
+from tests.support import LeakCheck
+
+SIZE = 1_000_000
+SLOT = SIZE - 1000
+ADMIT = (HOST, SECRET, None, 1 << 30)
+
+
+@contextlib.contextmanager
+def keepers(number: int, linger_s: float = 0.0) -> Iterator[list[tuple[ReplicaKeeper, Address]]]:
+    made = [ReplicaKeeper(linger_s) for _ in range(number)]
+    try:
+        yield [(keeper, keeper.admit(*ADMIT)) for keeper in made]
+    finally:
+        for keeper in made:
+            keeper.close()
+
+
+def ends_of(keeper: ReplicaKeeper) -> Ended:
+    ended: list[Ended] = []
+    eventually(lambda: bool(ended.extend(keeper.poll()) or ended))
+    (end,) = ended
+    return end
+
+
+def send(keeper: ReplicaKeeper, holder: Address, snapshot: str, keep: str | None = None) -> Replica:
+    replica = Replica(snapshot, 0, SLOT, SIZE)
+    with staged(content(snapshot, SIZE)) as slot:
+        keeper.send(replica, slot.fd, holder, keep)
+        assert ends_of(keeper).error == ""
+    return replica
+
+
+def test_a_slot_is_sent_and_its_holder_has_it_in_memory(leak_check: LeakCheck) -> None:
+    with keepers(2) as ((sender, _), (holder, address)):
+        for number in range(3):
+            send(sender, address, str(number), str(number - 1))
+        held = holder.held()
+        assert [replica.snapshot for replica, _ in held] == ["1", "2"]
+        for replica, region in held:
+            data = content(replica.snapshot, SIZE)
+            assert region.size == SLOT
+            assert bytes(region.buffer) == data[:SLOT]
+            assert os.pread(region.fd, SIZE - SLOT, SLOT) == data[SLOT:]
+            region.close()
+        holder.retain(["2"])
+        (replica, region) = holder.held()[0]
+        assert replica.snapshot == "2"
+        region.close()
+
+
+def test_nothing_grows(leak_check: LeakCheck) -> None:
+    with keepers(2) as ((sender, _), (holder, address)):
+        process = [psutil.Process(keeper.pid) for keeper in (sender, holder)]
+        for number in range(60):
+            send(sender, address, str(number), str(number - 1))
+            for _, region in holder.held():
+                region.close()
+            if number == 20:
+                eventually(lambda: process[1].num_threads() == 3)
+                before = [(each.num_fds(), each.num_threads()) for each in process]
+        eventually(lambda: [(each.num_fds(), each.num_threads()) for each in process] == before)
+
+
+def test_a_slot_is_lent_and_read_from_another_node(leak_check: LeakCheck) -> None:
+    with keepers(1) as ((keeper, address),):
+        own = Replica("7", 4, SLOT, SIZE)
+        with staged(content("7", SIZE)) as slot:
+            keeper.lend([(own, slot.fd)])
+            keeper.lend([(own, slot.fd)])  # once more changes nothing
+            assert read(address, own) == content("7", SIZE)
+            assert keeper.held() == []
+            keeper.take_back()
+            assert keeper.held() == []  # it is done by now
+            with pytest.raises(TransportError, match="does not have"):
+                read(address, own)
+
+
+def test_another_secret_takes_the_place_of_the_first(leak_check: LeakCheck) -> None:
+    with keepers(2) as ((sender, _), (holder, address)):
+        replica = send(sender, address, "1")
+        secret = "the secret of the job after a restart, with another rank 0"
+        renewed = holder.admit(HOST, secret, None, 1 << 30)
+        with pytest.raises(TransportError):
+            read(renewed, replica)
+        ((found, region),) = holder.held()
+        assert found == replica
+        region.close()
+
+
+def test_an_answer_that_was_not_awaited_is_no_answer_to_a_later_request(leak_check: LeakCheck) -> None:
+    with keepers(2) as ((sender, _), (holder, address)):
+        send(sender, address, "1")
+        holder._channel.send(ListHeld(0))  # as if an exception of another thread had interrupted `held`
+        send(sender, address, "2")
+        assert [replica.snapshot for replica, _ in _closed(holder.held())] == ["2"]
+        holder._channel.send(ListHeld(0))
+        holder.admit(*ADMIT)
+        assert [replica.snapshot for replica, _ in _closed(holder.held())] == ["2"]
+
+
+def _closed(held: list[tuple[Replica, SharedMemory]]) -> list[tuple[Replica, SharedMemory]]:
+    for _, region in held:
+        region.close()
+    return held
+
+
+def test_a_transfer_to_a_holder_that_is_killed_fails_and_is_reported(leak_check: LeakCheck) -> None:
+    with keepers(2) as ((sender, _), (holder, address)):
+        send(sender, address, "1")
+        os.kill(holder.pid, signal.SIGKILL)
+        eventually(lambda: holder.poll() == [] and not holder.alive)
+        with staged(content("2", SIZE)) as slot:
+            sender.send(Replica("2", 0, SLOT, SIZE), slot.fd, address, "1")
+            assert "refused" in ends_of(sender).error
+        with pytest.raises(TransportError, match="has ended"):
+            holder.held()
+
+
+def test_what_is_in_flight_is_given_up(leak_check: LeakCheck) -> None:
+    with keepers(2) as ((holder, address), (sender, _)):
+        sender.admit(HOST, SECRET, 64 << 10, 1 << 30)
+        with staged(content("1", SIZE)) as slot:  # takes 12 s with this bandwidth
+            sender.send(Replica("1", 0, SLOT, SIZE), slot.fd, address, None)
+            sender.abort()
+            assert "given up" in ends_of(sender).error
+        assert holder.held() == []
+
+
+def test_an_address_of_another_node_cannot_be_used(leak_check: LeakCheck) -> None:
+    keeper = ReplicaKeeper(0.0)
+    with pytest.raises(TransportError, match=r"cannot be received at 192\.0\.2\.1"):
+        keeper.admit("192.0.2.1", SECRET, None, 1 << 30)
+    keeper.admit(*ADMIT)
+    keeper.close()
+    keeper.close()
+
+
+_TRAINER = """
+import os, sys
+from ckpt.replication.process import ReplicaKeeper
+keeper = ReplicaKeeper(float(sys.argv[3]))
+address = keeper.admit(sys.argv[1], sys.argv[2], None, 1 << 30)
+print(keeper.pid, address.port, flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("linger_s", [0.0, 600.0])
+def test_a_replica_process_outlives_its_trainer_for_a_while(linger_s: float, leak_check: LeakCheck) -> None:
+    command = [sys.executable, "-c", _TRAINER, HOST, SECRET, str(linger_s)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer,
+        keepers(1) as ((sender, _),),
+    ):
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        pid, port = map(int, trainer.stdout.readline().split())
+        process = psutil.Process(pid)
+        replica = send(sender, Address(HOST, port), "1")
+        trainer.stdin.close()
+        trainer.wait()
+        if linger_s:
+            assert read(Address(HOST, port), replica) == content("1", SIZE)
+            process.kill()
+        eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_trainer_that_fails_leaves_its_replica_process_to_others(leak_check: LeakCheck) -> None:
+    with keepers(1) as ((sender, _),):
+        holder = ReplicaKeeper(0.0)
+        process = psutil.Process(holder.pid)
+        send(sender, holder.admit(*ADMIT), "1")
+        holder.leave()
+        eventually(lambda: not process.is_running())  # and no zombie
+
+
+def test_names_and_secrets_are_not_visible(leak_check: LeakCheck) -> None:
+    assert SECRET not in repr(Admit(1, *ADMIT))
+    with keepers(1) as ((keeper, _),):
+        process = psutil.Process(keeper.pid)
+        assert all(SECRET not in text for text in (*process.cmdline(), *process.environ().values()))
+        assert process.name() == "ckpt-replicas"

@@ -1,0 +1,110 @@
+"""The counts of snapshots in the store of torch: atomic, never negative, and never more than a few keys."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpt.saving.completion import Completion
+
+
+class _Ranks:
+    """One of several ranks, with the store that they share."""
+
+    def __init__(self, rank: int, world_size: int, store: Any) -> None:
+        self.rank, self.world_size, self._store = rank, world_size, store
+
+    def store(self) -> Any:
+        return self._store
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=10))
+
+
+def _completions(store: Any, world_size: int = 2) -> list[Completion]:
+    ranks = (_Ranks(rank, world_size, dist.PrefixStore("ckpt", store)) for rank in range(world_size))
+    return [Completion(each) for each in ranks]  # type: ignore[arg-type]
+
+
+def test_complete_when_all_have_counted(store: Any) -> None:
+    first, second = _completions(store)
+    assert first.count("a")
+    assert (first.newest_of(["a"]), second.newest_of([])) == (None, None)
+    assert first.progress("a") == (1, 2)
+    assert second.count("a")
+    assert (first.newest_of(["a"]), second.newest_of(["a"])) == ("a", "a")
+
+
+def test_a_count_that_was_deleted_was_complete(store: Any) -> None:
+    """Rank 0 deletes it when it has seen that; the others see what it says then."""
+    first, second = _completions(store)
+    for name in ("a", "b"):
+        for each in (first, second):
+            each.count(name)
+    assert first.newest_of(["a", "b"]) == "b"
+    assert second.newest_of(["a", "b"]) == "b"
+    second.count("c")
+    assert second.newest_of(["b", "c"]) == "b"
+
+
+def test_keys_do_not_grow(store: Any) -> None:
+    first, second = _completions(store)
+    before = store.num_keys()
+    held: list[str] = []
+    for number in range(1000):
+        held = [*held[-2:], f"s{number}"]
+        for each in (first, second):
+            each.count(held[-1])
+            assert each.newest_of(held) == held[-1] or each is first
+    first.newest_of(held)
+    assert store.num_keys() <= before + 2
+
+
+def test_a_snapshot_that_is_withdrawn_is_never_complete(store: Any) -> None:
+    first, second = _completions(store)
+    first.count("a")
+    assert first.withdraw("a")
+    second.count("a")
+    assert second.newest_of(["a"]) is None
+
+
+def test_a_complete_snapshot_cannot_be_withdrawn(store: Any) -> None:
+    first, second = _completions(store)
+    for each in (first, second):
+        each.count("a")
+    assert not second.withdraw("a")
+    assert first.newest_of(["a"]) == "a"
+    assert not second.withdraw("a")  # and is deleted
+    assert second.newest_of(["a"]) == "a"
+
+
+def test_a_newer_store_knows_of_nothing(store: Any) -> None:
+    """After a restart: a key that is missing there says nothing."""
+    first, second = _completions(store)
+    for each in (first, second):
+        each.count("a")
+    assert first.newest_of(["a"]) == "a"
+    other = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=10))
+    third, _ = _completions(other)
+    assert third.newest_of(["a"]) is None
+
+
+def test_a_store_that_fails(store: Any) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("the connection is closed")
+
+    (broken,) = [Completion(_Ranks(1, 2, Broken()))]  # type: ignore[arg-type]
+    assert not broken.count("a")
+    assert broken.newest_of(["a"]) is None
+    assert not broken.withdraw("a")
+    assert broken.progress("a") == (0, 2)
+
+
+def test_one_rank_needs_no_store() -> None:
+    alone = Completion(_Ranks(0, 1, None))  # type: ignore[arg-type]
+    assert alone.count("a")
+    assert alone.newest_of(["a", "b"]) == "b"

@@ -1,0 +1,153 @@
+"""Replicas of snapshots of real ranks on one machine; each two of them have a `replica_place`, as if it were a node."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.events import Event, SnapshotNotReplicated, SnapshotReplicated, SnapshotStaged
+from tests.ckpt.saving.snapshot_jobs import fresh, is_state_of, train_step
+from tests.support import run_ranks
+
+
+def _made(root: Path, rank: int, **options: Any) -> ckpt.Checkpointer:
+    place = f"place {rank // 2}"
+    return ckpt.Checkpointer(
+        root, snapshot_every=1, replicas=1, replica_place=place, timeout=timedelta(seconds=30), **options
+    )
+
+
+def _train(checkpointer: ckpt.Checkpointer, state: dict[str, Any], rank: int, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        train_step(state, rank, step)
+        dist.barrier()
+        checkpointer.step(state, step)
+
+
+def _until_replicated(checkpointer: ckpt.Checkpointer, step: int) -> None:
+    deadline = time.monotonic() + 40
+    while (checkpointer.replicated_step or 0) < step:
+        checkpointer.maybe_finalize()
+        assert time.monotonic() < deadline, f"only {checkpointer.replicated_step}"
+        time.sleep(0.005)
+
+
+def _every_step(rank: int, world_size: int, root: Path) -> tuple[list[Event], int]:
+    events: list[Event] = []
+    with ckpt.observe(events.append), _made(root, rank) as checkpointer:
+        state = fresh()
+        assert checkpointer.restore(state) is None
+        for step in range(1, 31):
+            _train(checkpointer, state, rank, step, step)
+            if step % 10 == 0:
+                _until_replicated(checkpointer, step)
+                dist.barrier()
+        replicated = checkpointer.replicated_step
+        assert replicated is not None
+        keys = dist.distributed_c10d._get_default_store().num_keys()  # type: ignore[attr-defined]
+        dist.barrier()
+    return [event for event in events if isinstance(event, SnapshotReplicated | SnapshotNotReplicated)], keys
+
+
+def test_snapshots_are_replicated_beside_training(tmp_path: Path) -> None:
+    results = [result.value for result in run_ranks(_every_step, 4, tmp_path / "root")]
+    for events, keys in results:
+        steps = [event.step for event in events]
+        assert steps == sorted(set(steps))
+        assert {10, 20, 30} <= set(steps)
+        assert all(isinstance(event, SnapshotReplicated) and event.bytes > 0 for event in events), events
+        assert keys < 40
+    assert not (tmp_path / "root").exists()
+
+
+def _large(rank: int, world_size: int, root: Path) -> list[Event]:
+    events: list[Event] = []
+    with ckpt.observe(events.append), _made(root, rank) as checkpointer:
+        state = {"weights": torch.full((4_000_000,), float(rank)), "own": ckpt.PerRank(torch.ones(100_000))}
+        checkpointer.snapshot(state, 1)
+        _until_replicated(checkpointer, 1)
+        dist.barrier()
+    return events
+
+
+def test_the_traffic_is_that_of_what_was_staged(tmp_path: Path) -> None:
+    for result in run_ranks(_large, 4, tmp_path / "root"):
+        (staged,) = [event for event in result.value if isinstance(event, SnapshotStaged)]
+        (sent,) = [event for event in result.value if isinstance(event, SnapshotReplicated)]
+        assert staged.bytes <= sent.bytes <= 1.05 * staged.bytes
+
+
+def _replica_process_of(pid: int) -> psutil.Process:
+    (found,) = [child for child in psutil.Process(pid).children() if child.name() == "ckpt-replicas"]
+    return found
+
+
+def _killed(rank: int, world_size: int, root: Path) -> tuple[int | None, list[Event], int | None, bool]:
+    events: list[Event] = []
+    with ckpt.observe(events.append), _made(root, rank) as checkpointer:
+        state = fresh()
+        checkpointer.restore(state)
+        _train(checkpointer, state, rank, 1, 3)
+        _until_replicated(checkpointer, 3)
+        dist.barrier()
+        if rank == 1:
+            process = _replica_process_of(os.getpid())
+            process.kill()
+            process.wait(10)
+        dist.barrier()
+        _train(checkpointer, state, rank, 4, 10)  # nothing waits for replicas
+        before = checkpointer.replicated_step
+        dist.barrier()
+        checkpointer.recover_from_fault(timedelta(seconds=10), rank)
+        step = checkpointer.restore(state)
+        right = is_state_of(state, rank, 10)
+        _train(checkpointer, state, rank, 11, 12)
+        _until_replicated(checkpointer, 12)
+        dist.barrier()
+    return before, [event for event in events if isinstance(event, SnapshotNotReplicated)], step, right
+
+
+def test_a_replica_process_is_killed(tmp_path: Path) -> None:
+    """Training goes on without newer replicas, and the next restore starts another one."""
+    results = [result.value for result in run_ranks(_killed, 4, tmp_path / "root")]
+    assert {(before, step, right) for before, _, step, right in results} == {(3, 10, True)}
+    causes = [event.cause for _, events, _, _ in results for event in events]
+    assert any("has ended" in cause for cause in causes)
+
+
+def _one_place(rank: int, world_size: int, root: Path) -> int | None:
+    with ckpt.Checkpointer(root, snapshot_every=1, replicas=1) as checkpointer:
+        state = fresh()
+        _train(checkpointer, state, rank, 1, 5)
+        dist.barrier()
+        return checkpointer.replicated_step
+
+
+def test_ranks_of_one_node_have_no_replicas_and_train(tmp_path: Path) -> None:
+    results = run_ranks(_one_place, 2, tmp_path / "root")
+    assert [result.value for result in results] == [None, None]
+    assert "all ranks are in one place" in results[0].stderr
+
+
+def test_one_rank_alone(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1, replicas=1) as checkpointer:
+        state = fresh()
+        for step in (1, 2):
+            train_step(state, 0, step)
+            checkpointer.step(state, step)
+        assert checkpointer.replicated_step is None
+        assert checkpointer.restore(state) == 2
+        assert is_state_of(state, 0, 2)
+
+
+@pytest.mark.parametrize("replicas", [2, -1, "error"])
+def test_replicas_are_none_or_one(tmp_path: Path, replicas: Any) -> None:
+    with pytest.raises(ValueError, match="replicas must be 0 or 1"):
+        ckpt.Checkpointer(tmp_path, replicas=replicas)

@@ -1,0 +1,439 @@
+"""Snapshots: steps that are in memory alone, and what a restart restores of them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.saving import snapshots
+from ckpt.saving.share import Share
+from inprocess.ipc.shared_memory import SharedMemory
+from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
+from tests.support import LeakCheck, run_ranks
+from tests.support.template import REPOSITORY
+
+_DRAIN = timedelta(seconds=20)
+
+
+@pytest.fixture
+def slots(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
+    """The staging slots that are made during the test."""
+    made: list[SharedMemory] = []
+    create = SharedMemory.create
+
+    def recorded(name: str, size: int) -> SharedMemory:
+        region = create(name, size)
+        if name.startswith("ckpt-slot"):
+            made.append(region)
+        return region
+
+    monkeypatch.setattr(SharedMemory, "create", recorded)
+    return made
+
+
+def _trained(checkpointer: ckpt.Checkpointer, state: dict[str, Any], first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        train_step(state, 0, step)
+        checkpointer.snapshot(state, step)
+
+
+def test_a_snapshot_is_restored_without_storage(tmp_path: Path, leak_check: LeakCheck) -> None:
+    root = tmp_path / "root"
+    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer:
+        state = fresh()
+        _trained(checkpointer, state, 1, 5)
+        train_step(state, 0, 6)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.restore(state) == 5
+        assert is_state_of(state, 0, 5)
+        report = checkpointer.last_restore
+        assert report is not None
+        assert (report.tier, report.in_memory, report.storage_bytes) == ("own memory", True, 0)
+        assert not root.exists()
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+def test_one_of_four_ranks_fails(tmp_path: Path, kind: str, registered: bool) -> None:
+    """With a spare in its place all ranks go on from the snapshot of the step before."""
+    at = Faults((kind, 0, 2, 5))
+    world = 5 if kind == "kill" else 4
+    codes = {2: -signal.SIGKILL} if kind == "kill" else {}
+    results = run_ranks(
+        restarted,
+        world,
+        tmp_path / "root",
+        at,
+        4,
+        8,
+        registered,
+        returncodes={rank: codes.get(rank, 0) for rank in range(world)},
+        init_process_group=False,
+        env={"LOGLEVEL": "INFO"},
+    )
+    begun = [entry for result in results if result.value for entry in result.value if entry[0] == 1]
+    assert sorted(rank for _, rank, _, _, _ in begun) == [0, 1, 2, 3]
+    assert {(step, right) for _, _, step, _, right in begun} == {(4, True)}
+    assert not (tmp_path / "root").exists()
+
+
+def test_checksums_that_are_made_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    """As of tensors on a GPU: training goes on meanwhile, and what is not done counts for nothing."""
+    monkeypatch.setattr(snapshots, "_INLINE_BYTES", -1)
+    begun, go, completed = threading.Event(), threading.Event(), snapshots.chunks_in_slot
+
+    def late(*args: Any) -> Any:
+        begun.set()
+        assert go.wait(20)
+        return completed(*args)
+
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        _trained(checkpointer, state, 1, 1)
+        assert checkpointer.restore(state) == 1
+        monkeypatch.setattr(snapshots, "chunks_in_slot", late)
+        _trained(checkpointer, state, 2, 2)
+        assert begun.wait(20)
+        train_step(state, 0, 3)
+        threading.Timer(0.05, go.set).start()
+        assert checkpointer.restore(state) == 2  # waits for it
+        assert is_state_of(state, 0, 2)
+
+
+def test_slots_are_held_until_a_newer_snapshot_is_complete(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.Checkpointer(tmp_path / "root", snapshot_every=1, slots=2) as checkpointer:
+        state = fresh()
+        _trained(checkpointer, state, 1, 7)
+        assert checkpointer.restore(state) == 7
+        assert is_state_of(state, 0, 7)
+
+
+def test_one_slot_is_too_few(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least two slots"):
+        ckpt.Checkpointer(tmp_path, snapshot_every=1, slots=1)
+    with ckpt.Checkpointer(tmp_path, slots=1) as checkpointer, pytest.raises(ValueError, match="at least two slots"):
+        checkpointer.snapshot(fresh(), 1)
+
+
+@pytest.mark.parametrize("options", [{"snapshot_every": 0}, {"save_every": -1}])
+def test_every_must_be_positive(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        ckpt.Checkpointer(tmp_path, **options)
+
+
+def test_step_does_what_is_due(tmp_path: Path, leak_check: LeakCheck) -> None:
+    finalized = []
+    with ckpt.Checkpointer(tmp_path, snapshot_every=2, save_every=4) as checkpointer:
+        state = fresh()
+        for step in range(1, 8):
+            train_step(state, 0, step)
+            finalized += checkpointer.step(state, step, metrics={"loss": 1.0})
+        finalized += checkpointer.maybe_finalize(blocking=True)
+        assert finalized == checkpointer.all_steps() == [4]
+        assert checkpointer.restore(state) == 6
+        assert is_state_of(state, 0, 6)
+
+
+def test_a_save_is_a_snapshot_even_if_it_is_abandoned(tmp_path: Path, leak_check: LeakCheck) -> None:
+    root = tmp_path / "root"
+    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer:
+        state = fresh()
+        _trained(checkpointer, state, 1, 1)
+        train_step(state, 0, 2)
+        checkpointer.save_request(state, 2)  # and never scheduled
+        train_step(state, 0, 3)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.all_steps() == []
+        assert checkpointer.restore(state) == 2
+        assert is_state_of(state, 0, 2)
+        train_step(state, 0, 3)
+        checkpointer.save(state, 3)
+        assert checkpointer.all_steps() == [3]
+
+
+def test_after_a_restore_nothing_newer_is_left(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        train_step(state, 0, 1)
+        checkpointer.save(state, 1)
+        _trained(checkpointer, state, 2, 3)
+        assert checkpointer.restore(state, 1) == 1
+        assert is_state_of(state, 0, 1)
+        assert checkpointer.restore(state) == 1
+
+
+def test_a_step_in_memory_can_be_asked_for(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        _trained(checkpointer, state, 1, 2)
+        assert checkpointer.recover() == [1, 2]
+        assert checkpointer.restore(state, 2) == 2
+        with pytest.raises(ckpt.errors.CheckpointNotFoundError, match="no published step 9"):
+            checkpointer.restore(state, 9)
+
+
+def _flip(slots: list[SharedMemory], save_names: list[str]) -> None:
+    for region in slots:
+        if any(name in (Share(region).save_name or "") for name in save_names):
+            region.buffer[1000] ^= 1
+
+
+@pytest.mark.parametrize(("damaged", "step", "tier"), [([3], 2, "own memory"), ([2, 3], 1, "storage")])
+def test_a_wrong_byte_is_found_and_an_older_tier_is_taken(
+    tmp_path: Path,
+    slots: list[SharedMemory],
+    damaged: list[int],
+    step: int,
+    tier: str,
+    caplog: pytest.LogCaptureFixture,
+    leak_check: LeakCheck,
+) -> None:
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        train_step(state, 0, 1)
+        checkpointer.save(state, 1)
+        _trained(checkpointer, state, 2, 3)
+        _flip(slots, [f"step_{number:08d}" for number in (*damaged, 1)])  # of step 1, storage has another copy
+        train_step(state, 0, 4)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.restore(state) == step
+        assert is_state_of(state, 0, step)
+        report = checkpointer.last_restore
+        assert report is not None
+        assert (report.tier, report.damaged) == (tier, ())
+        assert "step 3 cannot be restored" in caplog.text
+        caplog.clear()  # its records have the errors, and those the threads that read
+
+
+def test_a_state_that_grows(tmp_path: Path, leak_check: LeakCheck) -> None:
+    """Slots are replaced by larger ones; the snapshot in the old ones is held until there is a new one."""
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        _trained(checkpointer, state, 1, 1)
+        larger = {**fresh(), "more": torch.zeros(1 << 20)}
+        checkpointer.warmup(larger)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.restore(state) == 1
+        assert is_state_of(state, 0, 1)
+        _trained(checkpointer, {**state, "more": torch.ones(1 << 20)}, 2, 6)
+        assert checkpointer.restore(larger) == 6
+        assert is_state_of(larger, 0, 6)
+        assert larger["more"].min() == 1
+
+
+def test_values_that_grow(tmp_path: Path, leak_check: LeakCheck) -> None:
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        for step in range(1, 6):
+            state = {"w": torch.full((100,), float(step)), "log": {"text": "x" * 10_000 * step}}
+            checkpointer.snapshot(state, step)
+        found = {"w": torch.zeros(100), "log": {"text": ""}}
+        assert checkpointer.restore(found) == 5
+        assert found["log"]["text"] == "x" * 50_000
+
+
+def test_compressed_saves(tmp_path: Path, leak_check: LeakCheck) -> None:
+    """What is in slots is never compressed, so that it can be restored all the same."""
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1, compression="zstd") as checkpointer:
+        state = fresh()
+        train_step(state, 0, 1)
+        checkpointer.save(state, 1)
+        _trained(checkpointer, state, 2, 2)
+        train_step(state, 0, 3)
+        assert checkpointer.restore(state) == 2
+        assert is_state_of(state, 0, 2)
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.tier == "own memory"
+
+
+def test_a_share_that_does_not_fit_a_slot(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.zeros(100_000) for i in range(8)}
+    with ckpt.Checkpointer(tmp_path, max_host_bytes=3 << 20, file_bytes=1 << 19, slots=3) as checkpointer:
+        with pytest.raises(ckpt.errors.StateError, match="does not fit one staging slot"):
+            checkpointer.snapshot(state, 1)
+        checkpointer.save(state, 1)
+
+
+def test_read_only(tmp_path: Path) -> None:
+    with (
+        ckpt.Checkpointer(tmp_path, read_only=True) as checkpointer,
+        pytest.raises(ckpt.errors.CheckpointError, match="read_only"),
+    ):
+        checkpointer.snapshot(fresh(), 1)
+
+
+def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: LeakCheck) -> None:
+    """Not the snapshot that was restored, of which storage knows nothing."""
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        train_step(state, 0, 1)
+        checkpointer.save(state, 1)
+        _trained(checkpointer, state, 2, 3)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.restore(state) == 3
+        train_step(state, 0, 4)
+        checkpointer.save(state, 4)
+        assert checkpointer.all_steps() == [1, 4]
+        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
+        assert document["continues"]["step"] == 1
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def _starved(rank: int, world_size: int, root: Path) -> str:
+    """Rank 1 makes one snapshot, rank 0 goes on."""
+    with ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=5)) as checkpointer:
+        state = fresh()
+        checkpointer.snapshot(state, 1)
+        error = ""
+        if rank == 0:
+            try:
+                for step in range(2, 9):
+                    checkpointer.snapshot(state, step)
+            except ckpt.errors.CheckpointTimeoutError as timeout:
+                error = str(timeout)
+        dist.barrier()
+        for step in range(9, 12):  # both again
+            checkpointer.snapshot(state, step)
+        dist.barrier()
+        assert checkpointer.restore(state) == 11
+        return error
+
+
+def test_a_rank_that_makes_no_snapshots(tmp_path: Path) -> None:
+    error, _ = (result.value for result in run_ranks(_starved, 2, tmp_path))
+    assert "no staging slot became free in 5 s; snapshots of steps [1, 2, 3] are held until a newer one is" in error
+    assert "that of step 3 is on 1 of 2" in error
+
+
+def _two_hundred(rank: int, world_size: int, root: Path) -> tuple[Any, Any]:
+    """A snapshot of every step, and now and then a save."""
+
+    def held() -> tuple[int, int, int, int]:
+        store = dist.distributed_c10d._get_default_store()
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("ckpt-slot"), store.num_keys()
+
+    with ckpt.Checkpointer(root, snapshot_every=1, save_every=50, keep_last=1) as checkpointer:
+        state = fresh()
+        before = None
+        for step in range(1, 202):
+            train_step(state, rank, step)
+            checkpointer.step(state, step)
+            if step in (60, 201):
+                checkpointer.maybe_finalize(blocking=True)
+                dist.barrier()
+                before = before or held()
+        after = held()
+        dist.barrier()
+        assert checkpointer.restore(state) == 201
+        assert is_state_of(state, rank, 201)
+        return before, after
+
+
+def test_nothing_grows_in_two_hundred_snapshots(tmp_path: Path) -> None:
+    for before, after in (result.value for result in run_ranks(_two_hundred, 2, tmp_path)):
+        assert after[:3] == before[:3]
+        assert after[3] <= before[3] + 6  # keys: those of snapshots that are just being counted, and rounds of meetings
+
+
+def _sharded(rank: int, world_size: int, root: Path) -> None:
+    """Four ranks with FSDP2, then two ranks of them, and one that holds all."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def model(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(33, 64), torch.nn.Linear(64, 7))
+
+    sharded = model(1)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (world_size,)))
+    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer:
+        checkpointer.snapshot({"model": sharded}, 5)
+        other = model(2)
+        fully_shard(other, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))
+        assert checkpointer.restore({"model": other}) == 5
+        whole = model(3)
+        assert checkpointer.restore({"model": whole}) == 5
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.storage_bytes == 0
+        expected = model(1)
+        for name, tensor in whole.state_dict().items():
+            assert tensor.equal(expected.state_dict()[name])
+        for name, tensor in other.state_dict().items():
+            assert tensor.full_tensor().equal(expected.state_dict()[name])
+
+
+def test_another_sharding(tmp_path: Path) -> None:
+    run_ranks(_sharded, 4, tmp_path / "root")
+    assert not (tmp_path / "root").exists()
+
+
+def test_fewer_ranks_go_on(tmp_path: Path) -> None:
+    """Two of four ranks are killed, and there are no spares: two go on from what is in memory of all four."""
+    at = Faults(("kill", 0, 1, 5), ("kill", 0, 2, 5))
+    codes = {0: 0, 1: -signal.SIGKILL, 2: -signal.SIGKILL, 3: 0}
+    results = run_ranks(
+        resized, 4, tmp_path / "root", at, returncodes=codes, init_process_group=False, env={"LOGLEVEL": "INFO"}
+    )
+    begun = [entry for result in results if result.value for entry in result.value if entry[0] == 1]
+    assert begun == [(1, rank, 4, "neighbour memory", True) for rank in (0, 1)]
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_second_fault_before_the_next_snapshot(tmp_path: Path) -> None:
+    """What the dead rank had in memory is still there."""
+    at = Faults(("kill", 0, 2, 5), ("raise", 1, 0, 5))
+    results = run_ranks(
+        restarted,
+        5,
+        tmp_path / "root",
+        at,
+        4,
+        returncodes={rank: -signal.SIGKILL if rank == 2 else 0 for rank in range(5)},
+        init_process_group=False,
+        env={"LOGLEVEL": "INFO"},
+    )
+    begun = [entry for result in results if result.value for entry in result.value if entry[0] > 0]
+    assert sorted(entry[:3] for entry in begun) == [(i, rank, 4) for i in (1, 2) for rank in range(4)]
+    assert all(entry[4] for entry in begun)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("victims", [(2,), (0, 1, 3)], ids=["one", "all-but-one"])
+def test_replaced_processes_get_their_shares_from_a_neighbour(tmp_path: Path, victims: tuple[int, ...]) -> None:
+    """Under the launcher, which starts a process for each that was killed."""
+    program = Path(__file__).with_name("snapshot_program.py")
+    launcher = [sys.executable, "-m", "inprocess.fault_tolerance.launcher", "--standalone", "--nproc-per-node=4"]
+    command = [*launcher, "--ft-restart-policy=in-process", str(program), str(tmp_path), *map(str, victims)]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    began = re.findall(r"began (\d+) (\d) (\w+) ([a-z ]*) (True|False)$", done.stdout, re.MULTILINE)
+    assert {entry[4] for entry in began} == {"True"}
+    restarts = {int(entry[0]) for entry in began if entry[0] != "0"}
+    assert {entry[2] for entry in began if int(entry[0]) in restarts} == {"4"}, done.stdout
+    last = [entry for entry in began if int(entry[0]) == max(restarts)]
+    assert sorted(entry[1] for entry in last) == ["0", "1", "2", "3"]
+    assert sum(entry[3] == "neighbour memory" for entry in last) >= len(victims)
+    assert not (tmp_path / "root").exists()
