@@ -28,7 +28,8 @@ from ckpt.storage.object_owner import ObjectOwnership
 from ckpt.storage.object_records import Record, Records
 from ckpt.storage.object_save import ObjectSave
 from ckpt.storage.object_step import HeldObjects, ObjectStep, readers, remove_stale_readers
-from ckpt.storage.object_store import ObjectStore, object_store
+from ckpt.storage.object_store import ObjectStore
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
 from ckpt.storage.step_documents import INTENT

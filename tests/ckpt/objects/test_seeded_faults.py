@@ -18,7 +18,7 @@ import torch
 import ckpt
 from ckpt.errors import CheckpointError
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.object_store import object_store
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
