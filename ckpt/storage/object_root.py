@@ -69,6 +69,10 @@ class ObjectRoot(Root):
         """See `Root.steps`."""
         return [] if self._step is not None else sorted(self._published())
 
+    def listed_steps(self) -> list[int]:
+        """See `Root.listed_steps`."""
+        return sorted(record.save.step for record in self._records.once_listed() if record.state == "published")
+
     def _published(self) -> dict[int, Record]:
         return {record.save.step: record for record in self._records.all() if record.state == "published"}
 

@@ -42,6 +42,7 @@ _HINTS = {
     "ExpiredToken": "the credentials have expired; renew them",
     "ExpiredTokenException": "the credentials have expired; renew them",
     "InvalidAccessKeyId": "the access key is unknown; check the credentials",
+    "RequestTimeTooSkewed": "the clock of this host is off; correct it",
     "SignatureDoesNotMatch": "the secret key is wrong; check the credentials",
     "AccessDenied": "the credentials do not allow this; docs/object_stores.md has the policy that is needed",
     "SlowDown": "the store asks for fewer requests, for longer than the timeout; use fewer prefixes per bucket",

@@ -139,15 +139,25 @@ def test_a_bucket_that_is_gone(bucket: Bucket) -> None:
         assert checkpointer.all_steps() == [1, 3]
 
 
-def test_credentials_that_have_expired(bucket: Bucket) -> None:
-    expired = 400, b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+_REFUSED = {
+    "renew them": (400, "ExpiredToken"),
+    "clock of this host is off": (403, "RequestTimeTooSkewed"),
+}
+
+
+@pytest.mark.parametrize("hint", _REFUSED)
+def test_requests_that_are_refused(bucket: Bucket, hint: str) -> None:
+    """The credentials have expired, or the clock is wrong, which S3 tells by the time that a request was signed."""
+    status, code = _REFUSED[hint]
+    answer = status, f"<Error><Code>{code}</Code><Message>refused</Message></Error>".encode()
     with ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=20)) as checkpointer:
         checkpointer.save(_state(1), 1)
-        bucket.proxy.rule = lambda request: expired if request.method == "PUT" else None
-        with pytest.raises(ckpt.CheckpointError, match="renew them"):
+        bucket.proxy.rule = lambda request: answer if request.method == "PUT" else None
+        with pytest.raises(ckpt.CheckpointError, match=hint):
             checkpointer.save(_state(2), 2)
         bucket.proxy.rule = lambda request: None
         checkpointer.save(_state(3), 3)
+        assert checkpointer.all_steps() == [1, 3]
 
 
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])

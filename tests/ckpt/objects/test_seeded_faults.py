@@ -26,6 +26,8 @@ from tests.support import RankGroup, launch_ranks
 from tests.support.object_server import Bucket, Request, slow_down
 from tests.support.selection import FULL
 
+pytestmark = pytest.mark.timeout(180)
+
 _FIRST = int(os.environ.get("OBJECT_FAULTS_SEED", "1"))
 _SEEDS = range(_FIRST, _FIRST + int(os.environ.get("OBJECT_FAULTS", 500 if FULL else 4)))
 _STEPS, _RANKS, _REQUESTS = 5, 2, 220
