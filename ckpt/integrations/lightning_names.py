@@ -10,7 +10,8 @@ import os
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt.storage import files
-from ckpt.storage.object_store import ObjectStore, object_store
+from ckpt.storage.object_store import ObjectStore
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import is_object_url
 

@@ -76,21 +76,23 @@ class MirrorProcess:
         pause_s = _FIRST_PAUSE_S
         while (due := self.wanted.next()) is not None:
             try:
-                failed = self._try(due)
+                ended = self._try(due)
             except StoppedError:
                 break
-            if failed is None or not failed.again:
-                self.wanted.drop(due)
-                pause_s = _FIRST_PAUSE_S
-            if failed is None:
-                continue
-            now = time.monotonic()
-            if not failed.again or now - self._reported_s >= _REPORT_S:
-                self._reported_s = now if failed.again else self._reported_s
-                self._report(failed)
-            if failed.again:
+            if isinstance(ended, Failed) and ended.again:
+                now = time.monotonic()
+                if now - self._reported_s >= _REPORT_S:
+                    self._reported_s = now
+                    self._report(ended)
                 self.wanted.pause(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            self.wanted.drop(due)
+            pause_s = _FIRST_PAUSE_S
+            self._report(ended)  # the step is not held any more
+            if isinstance(ended, Done) and self._leads:
+                with contextlib.suppress(CheckpointError):  # the next copy does it, or finds out why not
+                    self._remove()
 
     def close(self) -> None:
         """Give up the steps and the ownership, as far as that is possible."""
@@ -100,20 +102,17 @@ class MirrorProcess:
             with contextlib.suppress(CheckpointError):
                 self._mirror.ownership.release(self._token, _COORDINATOR)
 
-    def _try(self, due: Due) -> Failed | None:
+    def _try(self, due: Due) -> Done | Failed:
         try:
             try:
                 if self._leads:
-                    self._copy(due)
-                elif self._packs is not None:
-                    self._help_nodes(due, self._packs)
-                else:
-                    self._help(due)
+                    return self._copy(due)
+                return self._help(due) if self._packs is None else self._help_nodes(due, self._packs)
             except FencedError:
                 if self._lease is None:
                     raise
                 self._disown()  # owning it again tells whether it is owned by a job, or was by a process that recovered
-                self._copy(due)
+                return self._copy(due)
         except FencedError as error:
             if self._lease is None:
                 self._fenced = max(self._fenced, due.token)
@@ -124,7 +123,6 @@ class MirrorProcess:
             return Failed(due.step, str(error), again=True)
         except CheckpointError as error:
             return Failed(due.step, str(error), again=False)
-        return None
 
     def _own(self, due: Due) -> None:
         """Become the owner of the mirror for a job, and take over what an earlier owner has left there."""
@@ -152,7 +150,7 @@ class MirrorProcess:
             self._lease.close()
         self._lease, self._job = None, 0
 
-    def _copy(self, due: Due) -> None:
+    def _copy(self, due: Due) -> Done:
         begin = time.monotonic()
         self._own(due)
         held = self.wanted.held(due.step)
@@ -164,11 +162,9 @@ class MirrorProcess:
             if not held.still_there:
                 raise CheckpointNotFoundError(str(error)) from error
             raise
-        self._report(Done(due.step, copy.nbytes, time.monotonic() - begin, copy.resumed))
-        with contextlib.suppress(StorageError):  # the next copy does it
-            self._remove()
+        return Done(due.step, copy.nbytes, time.monotonic() - begin, copy.resumed)
 
-    def _help(self, due: Due) -> None:
+    def _help(self, due: Due) -> Done:
         """Copy the share of this rank, once the process of rank 0 has begun.
 
         Do nothing if that does not begin, or not before a newer step is wanted, with which it will begin then.
@@ -183,9 +179,9 @@ class MirrorProcess:
         if has_begun:
             self._report(Begun())
             copy.copy_share(self._setup.rank)
-        self._report(Done(due.step, copy.nbytes, time.monotonic() - begin))
+        return Done(due.step, copy.nbytes, time.monotonic() - begin)
 
-    def _help_nodes(self, due: Due, packs: NodePacks) -> None:
+    def _help_nodes(self, due: Due, packs: NodePacks) -> Done:
         """Copy what this node has of each copy that the process of rank 0 has begun, until that of `due` is among them.
 
         Also those that an earlier job has begun: the process of rank 0 cannot complete them alone. Do nothing if it
@@ -205,7 +201,7 @@ class MirrorProcess:
             if save.name not in self._helped:
                 self._throttle.pause(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        self._report(Done(due.step, nbytes, time.monotonic() - begin))
+        return Done(due.step, nbytes, time.monotonic() - begin)
 
     def _help_node(self, save: SaveId, packs: NodePacks) -> int:
         """Copy what this node has of a step, if its copy has begun; return how many bytes."""

@@ -3,6 +3,7 @@
     retention (coordinator)    renames a step away: for readers it is gone
     Remover (every rank)       deletes the rank's files of it, in a thread of its writer process
     Remover (coordinator)      deletes what is left of it after the next save, or at the end of its process
+    Remover (every rank)       deletes what its node has of steps that were removed since, at the end of its process
 
 The whole job deletes at most `REMOVALS_PER_S` files a second, and a process none while it writes a save, unless two
 removed steps are waiting. What is left by a crash is deleted by the coordinator of the next run, after its first save.
@@ -53,9 +54,10 @@ class Remover:
         self._may_run = threading.Event()
         self._may_run.set()
         self._closing = threading.Event()
-        self._again = threading.Event()
         self._deadline = 0.0
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._again = False  # a round is to begin that has not begun yet
+        self._thread: threading.Thread | None = None  # until it has found that there is no round to begin
 
     def start(self, *, others: bool = True) -> None:
         """Begin to delete what is there to delete, or do so once more after that.
@@ -66,10 +68,11 @@ class Remover:
             self._look_at = 0.0
         if self._rank != COORDINATOR and not self._root.removed_by_all and self._packs is None:
             return
-        self._again.set()
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="ckpt-remove", daemon=True)
-            self._thread.start()
+        with self._lock:
+            self._again = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ckpt-remove", daemon=True)
+                self._thread.start()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -85,23 +88,29 @@ class Remover:
         self._deadline = time.monotonic() + _FINISH_S
         self._closing.set()
         self._may_run.set()
-        if self._left:
+        if self._thread is not None or self._left or self._packs is not None:
             self.start()
-        if self._thread is not None:
-            self._thread.join(2 * _FINISH_S)
+        thread = self._thread
+        if thread is not None:
+            thread.join(2 * _FINISH_S)
 
     def _run(self) -> None:
-        try:
-            self._closing.wait(_AFTER_S)
-            while self._again.is_set():
-                self._again.clear()
+        self._closing.wait(_AFTER_S)
+        while self._is_wanted():
+            try:
                 self._round()
-            if self._closing.is_set():
-                self._round()
-        except _StoppedError:
-            return
-        except (CheckpointError, OSError) as error:
-            _log.debug("removed files are not all deleted: %s", error)
+            except _StoppedError:
+                continue
+            except (CheckpointError, OSError) as error:
+                _log.debug("removed files are not all deleted: %s", error)
+
+    def _is_wanted(self) -> bool:
+        """Return whether to begin a round; if not, the thread ends, and `start` makes another one."""
+        with self._lock:
+            wanted, self._again = self._again, False
+            if not wanted:
+                self._thread = None
+            return wanted
 
     def _round(self) -> None:
         if self._packs is not None:

@@ -231,7 +231,7 @@ def retain(root: Root, retention: Retention, token: int, newest: int, plan: str,
     if retention.keep is None:
         return Retained()
     root.ownership.check(token)
-    steps = root.steps()
+    steps = root.listed_steps()
     published = [step for step in steps if step <= newest]
     if retention.keep.needs_facts:
         found = {step: _facts_of(root, step, facts) for step in published}

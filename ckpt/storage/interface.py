@@ -274,6 +274,10 @@ class Root(ABC):
     def steps(self) -> list[int]:
         """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read."""
 
+    def listed_steps(self) -> list[int]:
+        """Return the published steps, for the process that has just published one: what it saw then will do, once."""
+        return self.steps()
+
     @abstractmethod
     def save_of(self, step: int) -> str | None:
         """Return the name of the save that was published as this step; None if that is not known."""

@@ -10,7 +10,6 @@ so that no late process finds none and decides anew.
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 import time
@@ -31,7 +30,6 @@ State = Literal["published", "abandoned", "superseded", "damaged", "removed"]
 _STATES = ("published", "abandoned", "superseded", "damaged", "removed")
 _MAX_BYTES = 1 << 20
 _READERS = 16
-_RECENT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,8 @@ class Records:
         self._store = store
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str], Record] = {}
-        self._listed_at = -math.inf
+        self._listed = False
+        self._is_fresh = False
 
     def of(self, save: SaveId) -> Record | None:
         """Return the record of a save; None if nothing is decided. CheckpointCorruptError if it is damaged."""
@@ -88,7 +87,6 @@ class Records:
 
     def all(self) -> list[Record]:
         """Return all records, by step. One list, and a read for each that this process has neither read nor put."""
-        begin = time.monotonic()
         _, objects = self._store.names("records/")
         with self._lock:
             known = {each.key: _listed(self._known.get((each.key, each.etag)), each) for each in objects}
@@ -99,15 +97,27 @@ class Records:
         found = {record for record in known.values() if record is not None and record.about is not None}
         with self._lock:
             self._known = {(each.about.key, each.about.etag): each for each in found if each.about is not None}
-            self._listed_at = begin
+            self._listed = self._is_fresh = True
         return sorted(found, key=lambda record: (record.save.step, record.save.owner, record.save.nonce))
 
-    def recent(self) -> list[Record]:
-        """Return what `all` has returned within the last moments, or does now."""
-        return self.known() if time.monotonic() - self._listed_at < _RECENT_S else self.all()
+    @property
+    def listed(self) -> bool:
+        """Whether `all` has returned before."""
+        return self._listed
+
+    def once_listed(self) -> list[Record]:
+        """Return what the last call of `all` has returned, with what was put since; list again if that was used before.
+
+        So what follows the commit of a save uses its list, and nothing older.
+        """
+        fresh, self._is_fresh = self._is_fresh, False
+        if not fresh:
+            self.all()
+            self._is_fresh = False
+        return self.known()
 
     def known(self) -> list[Record]:
-        """Return the records as `all` returned them last; no request."""
+        """Return the records as `all` returned them last, with those put since; no request."""
         with self._lock:
             return list(self._known.values())
 

@@ -28,7 +28,8 @@ from ckpt.storage.object_owner import ObjectOwnership
 from ckpt.storage.object_records import Record, Records
 from ckpt.storage.object_save import ObjectSave
 from ckpt.storage.object_step import HeldObjects, ObjectStep, readers, remove_stale_readers
-from ckpt.storage.object_store import ObjectStore, object_store
+from ckpt.storage.object_store import ObjectStore
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
 from ckpt.storage.step_documents import INTENT
@@ -67,6 +68,10 @@ class ObjectRoot(Root):
     def steps(self) -> list[int]:
         """See `Root.steps`."""
         return [] if self._step is not None else sorted(self._published())
+
+    def listed_steps(self) -> list[int]:
+        """See `Root.listed_steps`."""
+        return sorted(record.save.step for record in self._records.once_listed() if record.state == "published")
 
     def _published(self) -> dict[int, Record]:
         return {record.save.step: record for record in self._records.all() if record.state == "published"}

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
 from ckpt.native import crc32c
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, encode_document
 from ckpt.storage.interface import NO_LINEAGE, Pending, Root
@@ -84,14 +84,12 @@ class ObjectSave(Pending):
         """See `Pending.begin`. The token is checked after the intent was put.
 
         So either this sees the claim of a later owner, or that one sees the intent, and decides about the save. What is
-        looked at before only saves work: `publish` looks again.
+        looked at before only saves work, so what this process knows will do: `publish` looks again.
         """
-        records = self._records.recent()
-        if any(record.save == self.save for record in records):
-            raise StorageError(f"save {self.save.name} was abandoned before it began")
-        published = {record.save.step for record in records if record.state == "published"}
-        if self.save.step not in superseded and self.save.step in published:
-            raise self.already_published()
+        if (self._obstacle(self._records.known(), superseded) or not self._records.listed) and (
+            problem := self._obstacle(self._records.all(), superseded)
+        ):
+            raise problem
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
         intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues, **lineage}
         data = encode_document(intent)
@@ -104,6 +102,15 @@ class ObjectSave(Pending):
                 self._store.delete([self._key(INTENT)])
             raise
         self._own[INTENT] = data
+
+    def _obstacle(self, records: Iterable[Record], superseded: Collection[int]) -> CheckpointError | None:
+        """Return why this save cannot begin, according to records."""
+        for record in records:
+            if record.save == self.save:
+                return StorageError(f"save {self.save.name} was abandoned before it began")
+            if record.state == "published" and record.save.step == self.save.step not in superseded:
+                return self.already_published()
+        return None
 
     def join(self) -> None:
         """See `Pending.join`."""

@@ -8,39 +8,33 @@ and `replace` are conditional, so that of several processes exactly one succeeds
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
-import ipaddress
-import os
+import itertools
+import math
 import re
 import secrets
 import time
-import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ckpt.errors import StorageError
-from ckpt.storage.options import StorageOptions
 
-__all__ = ["ObjectAbout", "ObjectStore", "StoredObject", "object_store"]
+__all__ = ["BRIEF_S", "SHOWN", "ObjectAbout", "ObjectStore", "StoredObject"]
 
-_REQUEST_S = 60.0  # for one attempt, with the data of a pack file
-_CONNECT_S = 10.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_Answer = TypeVar("_Answer")
+
+BRIEF_S = 2.0
+"""How long a request is repeated after others have failed."""
+
+SHOWN = 300
+"""Characters of an error of the library that a message has at most."""
+
 _CONFLICT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-_RETRIES = 1000  # the time ends before
 _CLOCK_S = 600.0
 _KEYS_PER_DELETE = 1000
-_SHOWN = 300
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
-_ENVIRONMENT = MappingProxyType({"s3": "aws_", "s3a": "aws_", "gs": "google_", "az": "azure_", "azure": "azure_"})
-_SECRET = re.compile("key|secret|token|password|credential")
-_CLIENT_OPTIONS = frozenset({"allow_http", "allow_invalid_certificates", "proxy_url", "user_agent"})
 
 _HINTS = {
     "NoSuchBucket": "the bucket does not exist; make it, or correct the URL",
@@ -48,6 +42,7 @@ _HINTS = {
     "ExpiredToken": "the credentials have expired; renew them",
     "ExpiredTokenException": "the credentials have expired; renew them",
     "InvalidAccessKeyId": "the access key is unknown; check the credentials",
+    "RequestTimeTooSkewed": "the clock of this host is off; correct it",
     "SignatureDoesNotMatch": "the secret key is wrong; check the credentials",
     "AccessDenied": "the credentials do not allow this; docs/object_stores.md has the policy that is needed",
     "SlowDown": "the store asks for fewer requests, for longer than the timeout; use fewer prefixes per bucket",
@@ -76,16 +71,32 @@ class StoredObject:
 class ObjectStore:
     """The objects below one URL, by their keys relative to it. Any thread; not across a fork.
 
-    Every failure is a `StorageError` that names the URL, and no credentials.
+    Every failure is a `StorageError` that names the URL, and no credentials. After a request that was repeated for the
+    whole time in vain, those that follow are repeated for a moment only, until one succeeds: so a process with many
+    requests to make does not wait that long for each.
     """
 
-    def __init__(self, url: str, store: Any, secret: Sequence[str] = ()) -> None:
-        """`store` is one of obstore's; texts in `secret` appear in no message."""
+    def __init__(
+        self,
+        url: str,
+        store: Any,
+        secret: Sequence[str] = (),
+        *,
+        brief: Any = None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """`store` is one of obstore's; texts in `secret` appear in no message.
+
+        It repeats requests for `timeout_s`; `brief` is the same, and does so for `BRIEF_S`.
+        """
         import obstore
 
         self.url = url
         self._obstore = obstore
         self._store = store
+        self._brief = brief
+        self._timeout_s = timeout_s
+        self._is_failing = False
         self._secret = [text for text in secret if len(text) > 3]
         self._keeps_buffers = type(store).__name__ == "MemoryStore"
         self._clock: tuple[float, float] | None = None  # when it was read, and how far the store's is ahead
@@ -93,6 +104,18 @@ class ObjectStore:
     def place(self, key: str) -> str:
         """Return the URL of an object, for messages."""
         return f"{self.url}/{key}"
+
+    def _ask(self, request: Callable[..., _Answer], *args: Any, **options: Any) -> _Answer:
+        """Call `request` with a store of obstore's: one that soon gives up, if a request has just failed."""
+        store, limit_s = (self._brief, BRIEF_S) if self._is_failing else (self._store, self._timeout_s)
+        begin = time.monotonic()
+        try:
+            answer = request(store, *args, **options)
+        except Exception:
+            self._is_failing = time.monotonic() - begin >= limit_s  # else it was an answer
+            raise
+        self._is_failing = False
+        return answer
 
     def create(self, key: str, data: bytes) -> ObjectAbout | None:
         """Put an object unless the key exists, atomically; return it, or None if this call has not put it.
@@ -102,7 +125,7 @@ class ObjectStore:
         """
         for pause_s in _CONFLICT_PAUSES_S:
             try:
-                result = self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
+                result = self._ask(self._obstore.put, key, data, mode="create", use_multipart=False)
             except Exception as error:
                 if not self._is_refusal(error):
                     self._raise("create", key, error)
@@ -115,10 +138,12 @@ class ObjectStore:
 
     def replace(self, about: ObjectAbout, data: bytes) -> ObjectAbout | None:
         """Put an object if the one that is there is still the one described; returns what `create` does."""
-        mode = {"e_tag": about.etag} | ({} if about.version is None else {"version": about.version})
+        version = {} if about.version is None else {"version": about.version}
+        etags = itertools.cycle((about.etag, about.etag.strip('"')))  # Ceph compares without the quotation marks
         for pause_s in _CONFLICT_PAUSES_S:
+            mode = {"e_tag": next(etags)} | version
             try:
-                result = self._obstore.put(self._store, about.key, data, mode=mode, use_multipart=False)
+                result = self._ask(self._obstore.put, about.key, data, mode=mode, use_multipart=False)
             except Exception as error:
                 if not self._is_refusal(error):
                     self._raise("replace", about.key, error)
@@ -136,29 +161,32 @@ class ObjectStore:
         """Put an object, with one request and no copy of the data. What was there is replaced."""
         try:
             content = bytes(data) if self._keeps_buffers else data
-            self._obstore.put(self._store, key, content, use_multipart=False)
+            self._ask(self._obstore.put, key, content, use_multipart=False)
         except Exception as error:
             self._raise("write", key, error)
 
     def get(self, key: str, max_bytes: int) -> StoredObject | None:
         """Return an object; None if it does not exist. ValueError if it has more bytes; nothing is read then."""
-        try:
-            result = self._obstore.get(self._store, key)
+
+        def read(store: Any) -> StoredObject | int:
+            result = self._obstore.get(store, key)
             about = _about(result.meta)
-            if about.nbytes > max_bytes:
-                raise ValueError(f"has {about.nbytes} bytes")
-            return StoredObject(about, bytes(result.bytes()))
-        except ValueError:
-            raise
+            return about.nbytes if about.nbytes > max_bytes else StoredObject(about, bytes(result.bytes()))
+
+        try:
+            found = self._ask(read)
         except Exception as error:
             if self._is_missing(error):
                 return None
             self._raise("read", key, error)
+        if isinstance(found, int):
+            raise ValueError(f"has {found} bytes")
+        return found
 
     def about(self, key: str) -> ObjectAbout | None:
         """Return what the store says of an object; None if it does not exist."""
         try:
-            return _about(self._obstore.head(self._store, key))
+            return _about(self._ask(self._obstore.head, key))
         except Exception as error:
             if self._is_missing(error):
                 return None
@@ -169,7 +197,7 @@ class ObjectStore:
         if nbytes == 0:
             return memoryview(b"")
         try:
-            return memoryview(self._obstore.get_range(self._store, key, start=offset, length=nbytes))
+            return memoryview(self._ask(self._obstore.get_range, key, start=offset, length=nbytes))
         except Exception as error:
             if self._is_missing(error):
                 return None
@@ -179,9 +207,16 @@ class ObjectStore:
 
     def below(self, prefix: str) -> Iterator[ObjectAbout]:
         """Yield all objects below a prefix, which ends at a ``/``."""
+
+        def begin(store: Any) -> tuple[Iterator[Any], Any]:
+            batches = iter(self._obstore.list(store, prefix))
+            return batches, next(batches, None)
+
         try:
-            for batch in self._obstore.list(self._store, prefix):
+            batches, batch = self._ask(begin)
+            while batch is not None:
                 yield from map(_about, batch)
+                batch = self._ask(lambda store: next(batches, None))
         except Exception as error:
             if not self._is_missing(error):
                 self._raise("list", prefix, error)
@@ -189,7 +224,7 @@ class ObjectStore:
     def names(self, prefix: str) -> tuple[list[str], list[ObjectAbout]]:
         """Return what is directly below a prefix: the names of prefixes, and the objects. Sorted."""
         try:
-            found = self._obstore.list_with_delimiter(self._store, prefix)
+            found = self._ask(self._obstore.list_with_delimiter, prefix)
         except Exception as error:
             if self._is_missing(error):
                 return [], []
@@ -201,7 +236,7 @@ class ObjectStore:
         """Delete objects, if they exist, many with one request where the store can do that."""
         for first in range(0, len(keys), _KEYS_PER_DELETE):
             try:
-                self._obstore.delete(self._store, list(keys[first : first + _KEYS_PER_DELETE]))
+                self._ask(self._obstore.delete, list(keys[first : first + _KEYS_PER_DELETE]))
             except Exception as error:
                 if not self._is_missing(error):
                     self._raise("delete", keys[first], error)
@@ -269,7 +304,7 @@ class ObjectStore:
         text = str(error).split("\n\nDebug source")[0].partition("<?xml")[0].partition("<Error>")[0].strip()
         for secret in self._secret:
             text = text.replace(secret, "***")
-        text = f"{code}: {text}"[:_SHOWN] if code else text[:_SHOWN]
+        text = f"{code}: {text}"[:SHOWN] if code else text[:SHOWN]
         hint = _HINTS.get(code or "", "it was tried until the timeout; check the endpoint, the credentials and the net")
         denied = isinstance(error, PermissionError) or type(error).__name__ in _DENIED
         cause = OSError(errno.EACCES if denied else errno.EIO, text)
@@ -288,75 +323,3 @@ def _about(meta: Any) -> ObjectAbout:
 
 def _about_put(key: str, data: bytes, result: Any) -> ObjectAbout:
     return ObjectAbout(key, len(data), result["e_tag"] or "", result.get("version"), time.time())
-
-
-def object_store(url: str, options: StorageOptions) -> ObjectStore:
-    """Return the store of a URL, the same for each call of one process. StorageError if it cannot be opened."""
-    if url.startswith("memory:"):  # one for the process, whatever the options
-        options = StorageOptions()
-    return _opened(url.rstrip("/"), options, os.getpid())
-
-
-@functools.lru_cache(maxsize=64)
-def _opened(url: str, options: StorageOptions, pid: int) -> ObjectStore:
-    try:
-        import obstore.store
-    except ImportError:
-        raise StorageError(f"{url} needs obstore: pip install 'ckpt-inprocess[objects]'") from None
-    if url.startswith("memory:"):
-        return ObjectStore(url, obstore.store.MemoryStore())
-    config, client = _config(url, options)
-    endpoint = next((value for name, value in config.items() if name.endswith(("endpoint", "endpoint_url"))), "")
-    if endpoint.startswith("http://") and client.get("allow_http") != "true":
-        if not _is_loopback(endpoint):
-            raise StorageError(
-                f"{url}: the endpoint {endpoint.partition('?')[0]} is not encrypted; use https, or allow it with "
-                "storage_options={'allow_http': True}"
-            )
-        client["allow_http"] = "true"
-    pause = {
-        "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
-        "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
-        "base": 2,
-    }
-    retry = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=options.timeout_s), "backoff": pause}
-    times = {"timeout": timedelta(seconds=_REQUEST_S), "connect_timeout": timedelta(seconds=_CONNECT_S)}
-    secret = [value for name, value in (*options.given, *options.environment) if _SECRET.search(name)]
-    try:
-        store = obstore.store.from_url(url, config=config, client_options=times | client, retry_config=retry)
-    except Exception as error:
-        text = str(error).split("\n\nDebug source")[0]
-        for value in secret:
-            text = text.replace(value, "***")
-        raise StorageError(f"{url} cannot be opened: {text[:_SHOWN]} (check the URL and storage_options)") from None
-    return ObjectStore(url, store, secret)
-
-
-def _config(url: str, options: StorageOptions) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of the store and those of the connections: of the environment only those that are known."""
-    import obstore.store
-
-    prefix = _ENVIRONMENT[url.partition(":")[0]]
-    config: dict[str, Any] = {}
-    for name, value in options.environment:
-        name = {"aws_endpoint_url_s3": "aws_endpoint_url"}.get(name, name)
-        if name.startswith(prefix) and name.removeprefix(prefix) not in _CLIENT_OPTIONS:
-            with contextlib.suppress(Exception):
-                obstore.store.from_url(url, config={name: value}, client_options={"allow_http": "true"})
-                config[name] = value
-    client = {name: value for name, value in options.given if name in _CLIENT_OPTIONS}
-    for name, value in options.given:
-        if name not in _CLIENT_OPTIONS:
-            config.pop(f"{prefix}{name}", None)
-            config[name] = value
-    return config, client
-
-
-def _is_loopback(endpoint: str) -> bool:
-    host = urllib.parse.urlsplit(endpoint).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

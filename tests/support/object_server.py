@@ -8,6 +8,7 @@ moto keeps the objects in memory and honours conditional puts. The proxy counts 
 import contextlib
 import http.client
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -18,9 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Bucket", "FaultProxy", "Request", "S3Server", "bucket_of", "slow_down"]
+__all__ = [
+    "KEY_ID",
+    "REGION",
+    "SECRET_KEY",
+    "Bucket",
+    "FaultProxy",
+    "Request",
+    "S3Server",
+    "Server",
+    "bucket_of",
+    "slow_down",
+]
+
+KEY_ID, SECRET_KEY, REGION = "test-key-id", "test-secret-key", "us-east-1"
+"""The credentials that the servers of tests accept."""
 
 _MAIN = """
 import logging, sys, threading
@@ -34,6 +49,15 @@ sys.stdin.read()
 _SIGNED = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 _HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+
+
+class Server(Protocol):
+    """A server of the S3 protocol."""
+
+    port: int
+
+    def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Send one request straight to the server."""
 
 
 class S3Server:
@@ -68,8 +92,12 @@ class S3Server:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def stop(self) -> None:
+        """Stop the process: it accepts connections, and never answers. Until `close`."""
+        self._process.send_signal(signal.SIGSTOP)
+
     def close(self) -> None:
-        """End the process."""
+        """End the process. Idempotent."""
         self._process.kill()
         self._process.communicate()
 
@@ -97,7 +125,7 @@ Answer = tuple[int, bytes] | str | None
 class FaultProxy:
     """Forwards requests to a server, but for what `rule` says. A context manager."""
 
-    def __init__(self, server: S3Server) -> None:
+    def __init__(self, server: Server) -> None:
         self.rule: Callable[[Request], Answer] = lambda request: None
         """Called in a thread of its own for each request; may wait."""
         self.hidden_headers: set[str] = set()
@@ -135,7 +163,7 @@ class FaultProxy:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def serve(self, handler: BaseHTTPRequestHandler, server: S3Server) -> None:
+    def serve(self, handler: BaseHTTPRequestHandler, server: Server) -> None:
         """Handle a request."""
         body = handler.rfile.read(int(handler.headers.get("content-length") or 0))
         headers = {name.lower(): value for name, value in handler.headers.items()}
@@ -203,7 +231,7 @@ class Bucket:
     """An empty bucket behind a proxy of its own. `url` is a root in it, `env` and `options` are what opens it."""
 
     name: str
-    server: S3Server
+    server: Server
     proxy: FaultProxy
 
     @property
@@ -214,9 +242,9 @@ class Bucket:
     def env(self) -> dict[str, str]:
         return {
             "AWS_ENDPOINT_URL": self.proxy.url,
-            "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": "test-key-id",
-            "AWS_SECRET_ACCESS_KEY": "test-secret-key",
+            "AWS_REGION": REGION,
+            "AWS_ACCESS_KEY_ID": KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         }
 
     @property
@@ -225,7 +253,7 @@ class Bucket:
 
 
 @contextlib.contextmanager
-def bucket_of(server: S3Server) -> Iterator[Bucket]:
+def bucket_of(server: Server) -> Iterator[Bucket]:
     """Make a bucket with a proxy in front of it."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     status, text = server.request("PUT", f"/{name}")

@@ -1,4 +1,7 @@
-"""One S3 server for the tests of a process, and a bucket with a proxy of its own for each test."""
+"""S3 servers for the tests of a process, and a bucket with a proxy of its own for each test.
+
+`bucket` is in moto, `ceph_bucket` in Ceph; `any_bucket` is one of each, for tests of what they must have in common.
+"""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +11,8 @@ import pytest
 pytest.importorskip("moto.server", reason="needs moto[server]")
 pytest.importorskip("obstore", reason="needs obstore")
 
-from tests.support.object_server import Bucket, S3Server, bucket_of
+from tests.support.ceph_server import CephServer, missing_ceph
+from tests.support.object_server import Bucket, S3Server, Server, bucket_of
 
 
 @pytest.fixture(scope="session")
@@ -17,12 +21,35 @@ def s3_server() -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def ceph_server() -> Iterator[CephServer]:
+    if (missing := missing_ceph()) is not None:
+        pytest.skip(missing)
+    with CephServer() as server:
+        yield server
+
+
 @pytest.fixture
 def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    yield from _bucket(s3_server, monkeypatch)
+
+
+@pytest.fixture
+def ceph_bucket(ceph_server: CephServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    yield from _bucket(ceph_server, monkeypatch)
+
+
+@pytest.fixture(params=["bucket", "ceph_bucket"])
+def any_bucket(request: pytest.FixtureRequest) -> Bucket:
+    found: Bucket = request.getfixturevalue(request.param)
+    return found
+
+
+def _bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
-    with bucket_of(s3_server) as made:
+    with bucket_of(server) as made:
         for name, value in made.env.items():
             monkeypatch.setenv(name, value)
         yield made

@@ -1,4 +1,4 @@
-"""What every root guarantees, in a directory, in an S3 bucket and in memory: one suite for all."""
+"""What every root guarantees, in a directory, in buckets of two S3 servers and in memory: one suite for all."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from ckpt.native import crc32c
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId, parse_save_name
-from ckpt.storage.object_store import object_store
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, Published, Reason
 from ckpt.storage.ownership import OwnerState
@@ -26,13 +26,15 @@ from tests.support.object_server import Bucket, slow_down
 _REASON = Reason(1, "StorageError", "for a reason")
 
 
-@pytest.fixture(params=["directory", "s3", "memory"])
+@pytest.fixture(params=["directory", "moto", "ceph", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Root]:
     match request.param:
         case "directory":
             yield open_root(tmp_path / "root")
-        case "s3":
+        case "moto":
             yield open_root(request.getfixturevalue("bucket").url)
+        case "ceph":
+            yield open_root(request.getfixturevalue("ceph_bucket").url)
         case _:
             yield open_root(f"memory:///{tmp_path.name}")
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.object_store import ObjectStore, object_store
+from ckpt.storage.object_store import ObjectStore
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
-from tests.support import run_ranks
-from tests.support.object_server import Bucket, Request, slow_down
+from tests.support import launch_ranks, run_ranks
+from tests.support.object_server import Bucket, Request, S3Server, slow_down
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def _store(bucket: Bucket, timeout_s: float = 20.0) -> ObjectStore:
 
 
 @pytest.mark.parametrize("fault", [slow_down(), (500, b""), "reset", "lost"], ids=["503", "500", "reset", "lost"])
-def test_faults_of_a_moment_are_not_noticed(bucket: Bucket, fault: Any) -> None:
+def test_faults_of_a_moment_are_not_noticed(any_bucket: Bucket, fault: Any) -> None:
     """Every second request fails at first, before or after the server has done what it asks for."""
     failed = set()
 
@@ -37,13 +38,13 @@ def test_faults_of_a_moment_are_not_noticed(bucket: Bucket, fault: Any) -> None:
         failed.add(what)
         return fault
 
-    with ckpt.Checkpointer(bucket.url, file_bytes=100_000, timeout=timedelta(seconds=40)) as checkpointer:
+    with ckpt.Checkpointer(any_bucket.url, file_bytes=100_000, timeout=timedelta(seconds=40)) as checkpointer:
         checkpointer.save(_state(1), 1)
-        bucket.proxy.rule = rule
+        any_bucket.proxy.rule = rule
         checkpointer.save(_state(2), 2)
         checkpointer.save(_state(3), 3)
     state = _state(0)
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(any_bucket.url) as checkpointer:
         assert checkpointer.restore(state) == 3
         assert checkpointer.all_steps() == [1, 2, 3]
     assert torch.equal(state["w"], _state(3)["w"])
@@ -99,6 +100,31 @@ def test_training_does_not_wait_for_the_store(bucket: Bucket) -> None:
     assert torch.equal(ckpt.load(bucket.url, 2)["w"], _state(2)["w"])
 
 
+def _save_until_killed(rank: int, world_size: int, url: str) -> None:
+    with ckpt.Checkpointer(url, timeout=timedelta(seconds=6), slots=2) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        checkpointer.async_save(_state(2), 2)
+        checkpointer.async_save(_state(3), 3)
+        print("saving", flush=True)
+        threading.Event().wait()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_writers_end_although_the_store_never_answers(how: str, bucket: Bucket) -> None:
+    """Store and trainers are gone; the writers, which have two saves to write, give up some time after the timeout."""
+    with S3Server() as server:
+        assert server.request("PUT", "/bucket")[0] == 200
+        env = bucket.env | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}
+        with launch_ranks(_save_until_killed, 2, "s3://bucket/run7", env=env) as group:
+            for rank in (0, 1):
+                group.wait_for_output(rank, "saving")
+            server.close() if how == "killed" else server.stop()
+            for rank in (0, 1):
+                group.kill(rank)
+            group.wait_for_no_survivors(50)
+
+
 def test_a_bucket_that_is_gone(bucket: Bucket) -> None:
     gone = 404, b"<Error><Code>NoSuchBucket</Code><Message>gone</Message></Error>"
     with ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=6)) as checkpointer:
@@ -113,15 +139,25 @@ def test_a_bucket_that_is_gone(bucket: Bucket) -> None:
         assert checkpointer.all_steps() == [1, 3]
 
 
-def test_credentials_that_have_expired(bucket: Bucket) -> None:
-    expired = 400, b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+_REFUSED = {
+    "renew them": (400, "ExpiredToken"),
+    "clock of this host is off": (403, "RequestTimeTooSkewed"),
+}
+
+
+@pytest.mark.parametrize("hint", _REFUSED)
+def test_requests_that_are_refused(bucket: Bucket, hint: str) -> None:
+    """The credentials have expired, or the clock is wrong, which S3 tells by the time that a request was signed."""
+    status, code = _REFUSED[hint]
+    answer = status, f"<Error><Code>{code}</Code><Message>refused</Message></Error>".encode()
     with ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=20)) as checkpointer:
         checkpointer.save(_state(1), 1)
-        bucket.proxy.rule = lambda request: expired if request.method == "PUT" else None
-        with pytest.raises(ckpt.CheckpointError, match="renew them"):
+        bucket.proxy.rule = lambda request: answer if request.method == "PUT" else None
+        with pytest.raises(ckpt.CheckpointError, match=hint):
             checkpointer.save(_state(2), 2)
         bucket.proxy.rule = lambda request: None
         checkpointer.save(_state(3), 3)
+        assert checkpointer.all_steps() == [1, 3]
 
 
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])
@@ -136,11 +172,11 @@ def test_a_store_that_ignores_conditions_is_refused(bucket: Bucket, header: str)
     assert [each.key for each in _store(bucket).below("")] == []
 
 
-def test_a_create_whose_answer_is_lost_is_its_own(bucket: Bucket) -> None:
+def test_a_create_whose_answer_is_lost_is_its_own(any_bucket: Bucket) -> None:
     """The library repeats the put; the object that it finds then is the one that it has put itself."""
     answers = iter(["lost"])
-    bucket.proxy.rule = lambda request: next(answers, None) if request.method == "PUT" else None
-    store = _store(bucket)
+    any_bucket.proxy.rule = lambda request: next(answers, None) if request.method == "PUT" else None
+    store = _store(any_bucket)
     assert store.create("a", b"mine")
     assert not store.create("a", b"another")
     about = store.about("a")
@@ -153,12 +189,12 @@ def test_a_create_whose_answer_is_lost_is_its_own(bucket: Bucket) -> None:
     assert found.data == b"newer"
 
 
-def test_a_conflict_of_conditional_puts_is_settled(bucket: Bucket) -> None:
+def test_a_conflict_of_conditional_puts_is_settled(any_bucket: Bucket) -> None:
     """S3 may refuse both of two puts that go on at the same time."""
     conflict = 409, b"<Error><Code>ConditionalRequestConflict</Code><Message>try again</Message></Error>"
     answers: Iterator[Any] = iter([conflict, conflict])
-    bucket.proxy.rule = lambda request: next(answers, None) if request.method == "PUT" else None
-    store = _store(bucket)
+    any_bucket.proxy.rule = lambda request: next(answers, None) if request.method == "PUT" else None
+    store = _store(any_bucket)
     assert store.create("a", b"mine")
     answers = iter([conflict])
     about = store.about("a")
@@ -177,8 +213,8 @@ def test_no_error_shows_what_was_sent(bucket: Bucket) -> None:
     assert isinstance(raised.value.__cause__, OSError)
 
 
-def test_of_many_creates_one_succeeds(bucket: Bucket) -> None:
-    store = _store(bucket)
+def test_of_many_creates_one_succeeds(any_bucket: Bucket) -> None:
+    store = _store(any_bucket)
     start = threading.Barrier(8)
     won = []
 

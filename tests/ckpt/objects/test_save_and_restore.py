@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.object_store import object_store
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from tests.support import run_ranks

@@ -18,13 +18,15 @@ import torch
 import ckpt
 from ckpt.errors import CheckpointError
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.object_store import object_store
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
 from tests.support import RankGroup, launch_ranks
 from tests.support.object_server import Bucket, Request, slow_down
 from tests.support.selection import FULL
+
+pytestmark = pytest.mark.timeout(180)
 
 _FIRST = int(os.environ.get("OBJECT_FAULTS_SEED", "1"))
 _SEEDS = range(_FIRST, _FIRST + int(os.environ.get("OBJECT_FAULTS", 500 if FULL else 4)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.object_store import object_store
+from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from tests.support.object_server import Bucket, Request
@@ -39,11 +39,11 @@ class _Held:
 
 
 @pytest.mark.parametrize("text", ["/intent.json", "/packs/", "/parts/", "/zarr.json", "/records/"])
-def test_a_request_of_the_earlier_owner_is_late(bucket: Bucket, text: str) -> None:
-    with ckpt.Checkpointer(bucket.url) as later:
-        earlier = ckpt.Checkpointer(bucket.url)
+def test_a_request_of_the_earlier_owner_is_late(any_bucket: Bucket, text: str) -> None:
+    with ckpt.Checkpointer(any_bucket.url) as later:
+        earlier = ckpt.Checkpointer(any_bucket.url)
         earlier.save(_state(1), 1)
-        held = _Held(bucket, text)
+        held = _Held(any_bucket, text)
         earlier.async_save(_state(2), 2)
         assert held.arrived.wait(20)
         assert later.restore(_state(0)) == 1
@@ -67,36 +67,38 @@ def test_a_request_of_the_earlier_owner_is_late(bucket: Bucket, text: str) -> No
         later.save(_state(4), 4)
         assert later.all_steps() == [1, 2, 4]
         for step, value in ((1, 1), (2, 22), (4, 4)):
-            assert ckpt.load(bucket.url, step)["value"] == value
-    root = open_root(bucket.url)
+            assert ckpt.load(any_bucket.url, step)["value"] == value
+    root = open_root(any_bucket.url)
     assert len(root.superseded()) == (text in _COMPLETE)
     assert root.pending() == []
 
 
-def test_a_later_owner_publishes_what_is_complete(bucket: Bucket) -> None:
+def test_a_later_owner_publishes_what_is_complete(any_bucket: Bucket) -> None:
     """Its restore waits for nothing: the first job has left, with a save that its writer could not publish."""
-    with ckpt.Checkpointer(bucket.url) as earlier:
+    with ckpt.Checkpointer(any_bucket.url) as earlier:
         earlier.save(_state(1), 1)
         refused = 403, b"<Error><Code>AccessDenied</Code></Error>"
-        bucket.proxy.rule = lambda request: refused if "/records/" in request.path and request.method == "PUT" else None
+        any_bucket.proxy.rule = lambda request: (
+            refused if "/records/" in request.path and request.method == "PUT" else None
+        )
         with pytest.raises(ckpt.CheckpointError):
             earlier.save(_state(2), 2)
-    bucket.proxy.rule = lambda request: None
-    assert open_root(bucket.url).steps() == [1]
+    any_bucket.proxy.rule = lambda request: None
+    assert open_root(any_bucket.url).steps() == [1]
     state = _state(0)
-    with ckpt.Checkpointer(bucket.url) as later:
+    with ckpt.Checkpointer(any_bucket.url) as later:
         assert later.restore(state) == 2
     assert state["value"] == 2
 
 
-def test_what_a_late_writer_has_put_is_deleted(bucket: Bucket) -> None:
+def test_what_a_late_writer_has_put_is_deleted(any_bucket: Bucket) -> None:
     """Of a save that was abandoned: nothing that it puts later can be a part of a step, and none of it stays."""
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(any_bucket.url) as checkpointer:
         checkpointer.save(_state(1), 1)
-        held = _Held(bucket, "/packs/")
+        held = _Held(any_bucket, "/packs/")
         checkpointer.async_save(_state(2), 2)
         assert held.arrived.wait(20)
-        root = open_root(bucket.url)
+        root = open_root(any_bucket.url)
         (save,) = root.pending()
         reason = ckpt.storage.outcomes.Reason(0, "StorageError", "given up by the test")
         root.pending_save(save).abandon(reason)
@@ -110,16 +112,16 @@ def test_what_a_late_writer_has_put_is_deleted(bucket: Bucket) -> None:
     assert [name for name, _ in root.removed()] == []
 
 
-def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(bucket: Bucket) -> None:
+def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(any_bucket: Bucket) -> None:
     """The earlier owner was stopped for more than an hour, with the request that publishes already on its way."""
-    with ckpt.Checkpointer(bucket.url, keep_last=1) as later:
-        earlier = ckpt.Checkpointer(bucket.url)
-        held = _Held(bucket, "/records/")
+    with ckpt.Checkpointer(any_bucket.url, keep_last=1) as later:
+        earlier = ckpt.Checkpointer(any_bucket.url)
+        held = _Held(any_bucket, "/records/")
         earlier.async_save(_state(2), 2)
         assert held.arrived.wait(20)
         later.save(_state(4), 4)  # publishes the complete save of the earlier owner, and removes it
         assert later.all_steps() == [4]
-        store = object_store(bucket.url, StorageOptions.of(bucket.options, 20.0))
+        store = object_store(any_bucket.url, StorageOptions.of(any_bucket.options, 20.0))
         # What the owner does: first the objects, an hour later the record.
         for prefix in ("saves/", "records/"):
             store.delete([each.key for each in store.below(prefix) if "step_00000002-" in each.key])

@@ -10,7 +10,8 @@ import ckpt
 from ckpt.saving.removal import Remover
 from ckpt.saving.retention import Latest, Retention, retain
 from ckpt.storage.commit import PendingSave
-from ckpt.storage.names import SaveId, pack_file, part_name
+from ckpt.storage.names import SaveId, pack_file, parse_save_name, part_name
+from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import wait_until
 from tests.support import LeakCheck, run_ranks
@@ -85,6 +86,25 @@ def test_the_coordinator_deletes_everything_at_its_end(tmp_path: Path) -> None:
     assert root.removed() == []
 
 
+def test_a_node_deletes_at_the_end_what_was_removed_after_its_last_round(tmp_path: Path) -> None:
+    """Rank 0 may remove steps long after the other ranks have learned the outcome of the save."""
+    root, token = _two_steps(tmp_path / "root")
+    packs = NodePacks(str(tmp_path / "node"), root)
+    packs.claim()
+    saves = [root.save_of(step) for step in (1, 2)]
+    for name in saves:
+        save = parse_save_name(str(name))
+        assert save is not None
+        packs.writer(save, 1, threads=1)
+        packs.note_decided(save)
+    remover = Remover(root, 1, _RANKS, packs)
+    _run(remover)
+    assert {path.name for path in (tmp_path / "node").glob("step_*")} == set(saves)
+    retain(root, Retention(Latest(1)), token, 2, "plan", {})
+    remover.close()
+    assert {path.name for path in (tmp_path / "node").glob("step_*")} == {saves[1]}
+
+
 def test_nothing_is_deleted_while_the_process_writes_a_save(tmp_path: Path) -> None:
     root, token = _two_steps(tmp_path)
     retain(root, Retention(Latest(1)), token, 2, "plan", {})
@@ -92,9 +112,10 @@ def test_nothing_is_deleted_while_the_process_writes_a_save(tmp_path: Path) -> N
     remover = Remover(root, 1, _RANKS)
     with remover.held():
         remover.start()
-        assert remover._thread is not None
-        remover._thread.join(1.0)  # five times as long as it waits before it begins
-        assert remover._thread.is_alive()
+        thread = remover._thread
+        assert thread is not None
+        thread.join(1.0)  # five times as long as it waits before it begins
+        assert thread.is_alive()
         assert _files(removed) >= _of(1)
     wait_until(lambda: not _files(removed) & _of(1), "the files to be deleted")
     remover.close()
