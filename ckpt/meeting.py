@@ -154,8 +154,9 @@ class _Round:
     def _forget_earlier(self) -> None:
         """Delete the keys of earlier rounds: all ranks have arrived at this one."""
         number = self._number - 1
-        while number >= 0 and self._store.delete_key(f"{number}/decision"):
-            for name in ("arrived", "closing"):
+        # Not until `delete_key` returns False: a FileStore says of any key that it was deleted.
+        while number >= 0 and self._store.check([f"{number}/decision"]):
+            for name in ("decision", "arrived", "closing"):
                 self._store.delete_key(f"{number}/{name}")
             number -= 1
 

@@ -159,7 +159,7 @@ class ForkServer:
             return
         try:
             self._control.end_sending()
-            process.wait(self._config.close_timeout_s)
+            _wait_exit(process, self._config.close_timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(_KILL_WAIT_S)
@@ -196,6 +196,23 @@ class ForkServer:
                 raise
         self._control, self._is_up = control, False
         return control
+
+
+def _wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Wait for the end of a process; subprocess.TimeoutExpired if it takes longer.
+
+    With a timeout `Popen.wait` would look now and then, and notice the end up to 50 ms later.
+    """
+    if process.poll() is not None:
+        return
+    pidfd = os.pidfd_open(process.pid)  # not reaped yet, so the pid is still its own
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        ended = poll.poll(timeout_s * 1000)
+    finally:
+        os.close(pidfd)
+    process.wait(None if ended else 0)
 
 
 def _poll(channel: MessageChannel, timeout_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +117,15 @@ def test_keys_of_earlier_rounds_are_deleted() -> None:
             meet(store, 0, 3, 0.0)
         _all_meet(store, 3)
     assert store.num_keys() == after_one
+
+
+def test_a_meeting_costs_the_same_however_many_there_were(tmp_path: Path) -> None:
+    """Also in a store that says of any key that it was deleted, as a FileStore does, which keeps all operations."""
+    file = tmp_path / "store"
+    store = dist.FileStore(str(file), 1)
+    written = []
+    for _ in range(20):
+        before = file.stat().st_size
+        meet(store, 0, 1, _LONG_S)
+        written.append(file.stat().st_size - before)
+    assert max(written) <= 2 * min(written[2:])
