@@ -72,13 +72,12 @@ class Holder:
         self._channel = channel
         self._trainer = trainer
         self._trainer_pid = trainer_pid
-        self._serve = Serve("", "", "", "", 0.0)
+        self._serve = Serve("", "", "", "", "", 0.0)
         self._rank = -1
         self._record: Record | None = None
         self._regions: dict[str, tuple[int, int]] = {}  # descriptor and size
         self._listener: socket.socket | None = None
         self._address: Address | None = None
-        self._secret = ""
         self._deadline: float | None = None  # None as long as the trainer needs the memory
         self._is_over = False
         self._is_told = True  # whether the trainer has the channel still
@@ -155,9 +154,7 @@ class Holder:
         self._tell()
 
     def _begin(self, serve: Serve, listener: socket.socket) -> None:
-        self._serve, self._listener = serve, listener
-        self._address = Address(serve.base)
-        self._secret = self._address.write_key()
+        self._serve, self._listener, self._address = serve, listener, Address(serve.base)
 
     @property
     def _job(self) -> Job:
@@ -198,10 +195,10 @@ class Holder:
         hello, job = packet.message, self._job.digest
         if not isinstance(hello, Hello):
             return
-        wanted = greeting(self._secret, b"taker", job, ours, hello.nonce)
+        wanted = greeting(self._serve.secret, b"taker", job, ours, hello.nonce)
         if not hmac.compare_digest(hello.proof.encode(), wanted.encode()):
             return
-        send(connection, PUBLIC, Welcome(greeting(self._secret, b"holder", job, ours, hello.nonce)))
+        send(connection, PUBLIC, Welcome(greeting(self._serve.secret, b"holder", job, ours, hello.nonce)))
         packet = receive(connection, PUBLIC)
         packet.close_fds()
         self._listen_to_trainer()  # which may have died just now

@@ -1,7 +1,7 @@
 """Which processes are of the same job, and where they find each other: in the private directory of this user.
 
     linger-JOB-NODE-NUMBER.sock     the socket of a holder: mode 0600
-    linger-JOB-NODE-NUMBER.key      its secret: mode 0600, there from when the holder listens until it ends
+    linger-JOB-NODE-NUMBER.key      its secret: mode 0600, there as long as the socket listens
 
 JOB is a hash of what identifies the job, and NODE of the node, as the directory may be seen by several nodes or
 containers. A process of the job proves that it can read the secret. With INPROCESS_SECRET in the environment it also

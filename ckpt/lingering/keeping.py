@@ -12,7 +12,7 @@ import subprocess
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.lingering.job import Job
+from ckpt.lingering.job import Address, Job
 from ckpt.lingering.messages import CONTROL, Control, Drop, Keep, Leave, Linger, Record, Serve, Settled
 from ckpt.lingering.takeover import Taken, take
 from inprocess.ipc.packets import Channel
@@ -40,6 +40,7 @@ class LingeringMemory:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel[Control] | None = None
+        self._address: Address | None = None
         self._kept: set[str] = set()
         self._settled: Settled | None = None
         self._starts = 0
@@ -61,8 +62,9 @@ class LingeringMemory:
     def hold(self, needed: Iterable[SharedMemory]) -> None:
         """Keep these regions, and no others. Does nothing before `settle`."""
         with self._lock:
-            if self._settled is not None and not self._closed:
-                self._sync(list(needed))
+            regions = list(needed)
+            if self._settled is not None and not self._closed and (regions or self._process is not None):
+                self._sync(regions)
 
     @property
     def pid(self) -> int | None:
@@ -72,18 +74,20 @@ class LingeringMemory:
     def close(self) -> None:
         """Give up the memory, and wait for the end of the holder for a limited time. Idempotent."""
         with self._lock:
-            process = self._end(Leave())
+            process, address = self._end(Leave()), self._address
         if process is not None:
             try:
                 process.wait(_EXIT_WAIT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(_EXIT_WAIT_S)
+        if address is not None:  # if it could not do that itself
+            address.remove()
 
     def leave(self) -> None:
         """Let the holder go on, for the next processes. Idempotent; nothing else may follow."""
         with self._lock:
-            process = self._end(Linger())
+            process, self._address = self._end(Linger()), None
         if process is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down, and init will reap it
                 threading.Thread(target=process.wait, name="ckpt-reap-linger", daemon=True).start()
@@ -100,50 +104,66 @@ class LingeringMemory:
     def _sync(self, regions: list[SharedMemory], *, settle: bool = False) -> None:
         """Tell the holder what has changed; all, if it is a new one."""
         try:
-            settle = self._start() or settle
+            is_new = self._start()
+            assert self._channel is not None
+            assert self._settled is not None
+            self._tell(self._channel, regions)
+            if is_new or settle:
+                self._channel.send(self._settled)
+            self._channel.flush()
         except OSError as error:
             self._closed = True
+            self._discard()
             _log.warning("the memory of this rank will not outlive it: its holder cannot be started: %s", error)
-            return
-        channel, settled = self._channel, self._settled
-        assert channel is not None
-        assert settled is not None
+
+    def _tell(self, channel: Channel[Control], regions: list[SharedMemory]) -> None:
+        """Tell what is to be kept. An interrupt may have told that a part of it is: the holder ignores that."""
         wanted = {region.region_id: region for region in regions if not region.closed}
         for key in self._kept - wanted.keys():
             channel.send(Drop(key))
         for key in wanted.keys() - self._kept:
             channel.send(Keep(key, wanted[key].size), wanted[key].fd)
         self._kept = set(wanted)
-        if settle:
-            channel.send(settled)
-        channel.flush()
 
     def _start(self) -> bool:
         """Start the holder unless it runs; return whether it was started."""
-        if self._process is not None and self._process.poll() is None:
+        if self._channel is not None and self._process is not None and self._process.poll() is None:
             return False
         if self._channel is not None:
-            self._channel.close()
             _log.warning("the process that keeps the memory of this rank has ended; there is a new one")
+        self._discard()
         if self._starts == _MOST_STARTS:
             raise OSError(f"it has ended {self._starts} times")
         self._starts += 1
         self._kept = set()
-        self._channel, theirs = Channel.pair(CONTROL)
-        address = self._job.new_address()
+        job = self._job
+        address = self._address = job.new_address()
         trainer = os.pidfd_open(os.getpid())
         try:
+            channel, theirs = Channel.pair(CONTROL)
             with theirs, listen(address.socket) as listener:
+                # From now on the next processes find it, and wait until it has begun.
+                secret = address.write_key()
                 arguments = theirs.fileno(), trainer, os.getpid()
                 self._process = start_module("ckpt.lingering", *map(str, arguments), pass_fds=arguments[:2])
-                job = self._job
-                serve = Serve(address.base, job.name, job.root, job.node, self._linger_s)
-                self._channel.send(serve, listener.fileno())
+                serve = Serve(address.base, secret, job.name, job.root, job.node, self._linger_s)
+                channel.send(serve, listener.fileno())
+            self._channel = channel
         except BaseException:
-            self._channel.close()
-            self._channel = None
-            address.remove()
+            self._discard()
             raise
         finally:
             os.close(trainer)
         return True
+
+    def _discard(self) -> None:
+        """Forget a holder that has ended, or was not started completely."""
+        process, channel, address = self._process, self._channel, self._address
+        self._process = self._channel = self._address = None
+        if channel is not None:
+            channel.close()
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait(_EXIT_WAIT_S)
+        if address is not None:
+            address.remove()

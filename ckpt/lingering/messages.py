@@ -69,10 +69,11 @@ class Record:
 class Serve:
     """Which job the memory is of, and how many seconds it is kept without the trainer.
 
-    The socket that is sent with this listens at the address `base`.
+    The socket that is sent with this listens at the address `base`; who asks there has to know the secret.
     """
 
     base: str
+    secret: str = field(repr=False)
 
     name: str
     root: str

@@ -92,7 +92,7 @@ def _take(address: Address, job: Job) -> Taken | None:
                 match packet.message, packet.fds:
                     case Region(size), (fd,):
                         regions.append(_region(fd, size))
-                    case Kept(record), ():
+                    case Kept(record), () if _is_valid(record):
                         return Taken(address, record, tuple(regions))
                     case InUse(), ():
                         return None
@@ -104,6 +104,11 @@ def _take(address: Address, job: Job) -> Taken | None:
         for region in regions:
             region.close()
         raise
+
+
+def _is_valid(record: Record) -> bool:
+    pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in record.fences)
+    return pairs and all(type(number) is int for pair in record.fences for number in pair)
 
 
 def _region(fd: int, size: int) -> SharedMemory:

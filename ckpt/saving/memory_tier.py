@@ -78,6 +78,7 @@ class MemoryTier:
         self._rank = 0
         self._start = 0  # the number of the start that this process belongs to; 0 before its first restore
         self._origin: str | None = None  # the snapshot of an earlier start with which this one began
+        self._owner = 0  # the token of the root's owner at the last restore
         self._agreed = Start()  # what the offers of this restore say
         self._replicas: list[SharedMemory] = []  # that this rank holds for others, while a restore may read them
         self._node = node()
@@ -195,9 +196,8 @@ class MemoryTier:
         self._begin_start()
         self._adopt_taken()
         self._memory.need(self._restored)
-        token = self._offers[0].token if self._offers else 0
         if self._lingering is not None:
-            record = Record(self._start, self._origin, token, list(map(list, self._fences)))
+            record = Record(self._start, self._origin, self._owner, list(map(list, self._fences)))
             self._lingering.settle(self._rank, record, self._memory.kept, self._taken)
         self._taken = []
         self._offers, self._whole, self._known, self._agreed = [], {}, {}, Start()
@@ -213,6 +213,7 @@ class MemoryTier:
         is_new = agreed.is_earlier or not agreed.number
         self._start = max(agreed.number + 1, self._offers[0].now_ms) if is_new else agreed.number
         self._origin = self._restored if agreed.is_earlier else agreed.origin
+        self._owner = self._offers[0].token
 
     def _adopt_taken(self) -> None:
         """Keep what is needed of the memory of dead processes, as that of neighbours; unmap the rest."""

@@ -99,7 +99,7 @@ def agreed_start(offers: Sequence[Offer]) -> Start:
     """Return the start whose snapshots count. Pure: the same on all ranks."""
     own = [Record(offer.start, offer.origin, offer.token, list(map(list, offer.fences))) for offer in offers]
     left = [earlier for offer in offers for earlier in offer.earlier]
-    is_earlier = not any(offer.start or offer.shares for offer in offers)
+    is_earlier = not any(offer.start or offer.shares or offer.fences for offer in offers)
     number = max((each.record.start for each in left), default=0) if is_earlier else max(each.start for each in own)
     records = [each.record for each in left if each.record.start == number]
     if is_earlier:

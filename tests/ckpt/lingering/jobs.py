@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.lingering.keeping import LingeringMemory
+from ckpt.saving import memory_tier
 from tests.ckpt.saving.snapshot_jobs import fresh, is_state_of, train_step
 
 Deed = Callable[[ckpt.Checkpointer, int], None]
@@ -39,12 +43,16 @@ def start(
     before: Deed = lambda checkpointer, rank: None,
     saves: tuple[int, ...] = (),
     step: int | None = None,
+    dies: str | None = None,
     **options: Any,
 ) -> None:
     """Restore, print what that was, make so many snapshots, and end like this.
 
-    The steps in `saves` are saved. `step` is what is asked for.
+    The steps in `saves` are saved. `step` is what is asked for. In the restore the process `dies` in a place of `DIE`.
     """
+    if dies is not None:
+        _die(*DIE[dies])
+    tempfile.tempdir = None  # what the process that this one was forked from has found is not that of TMPDIR
     options = {"linger": LINGER, "linger_id": "a job", "timeout": timedelta(seconds=30), **options}
     with contextlib.ExitStack() as stack:
         checkpointer = ckpt.Checkpointer(root, snapshot_every=1, **options)
@@ -71,8 +79,32 @@ def start(
             checkpointer.close()
 
 
+DIE: MappingProxyType[str, tuple[Any, str, bool]] = MappingProxyType(
+    {
+        "before it takes": (memory_tier.MemoryTier, "_take_over", False),
+        "when it has taken": (memory_tier.MemoryTier, "_take_over", True),
+        "when all have restored": (memory_tier.MemoryTier, "settle", False),
+        "before its holder knows": (LingeringMemory, "settle", False),
+        "when its holder knows": (LingeringMemory, "settle", True),
+    }
+)
+"""Where a process can die while it takes over memory: in which function, and whether after it."""
+
+
+def _die(owner: Any, name: str, after: bool) -> None:
+    function = getattr(owner, name)
+
+    def fatal(*args: Any, **options: Any) -> None:
+        if after:
+            function(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, fatal)
+
+
 def resized(rank: int, world_size: int, root: Path, steps: int, end: str) -> None:
     """As `start`, of a state that does not depend on the number of ranks."""
+    tempfile.tempdir = None
     checkpointer = ckpt.Checkpointer(root, snapshot_every=1, linger=LINGER, linger_id="a job")
     state = {"weights": [torch.zeros(10_000) for _ in range(7)], "count": {"steps": 0}}
     first = checkpointer.restore(state) or 0
