@@ -18,6 +18,8 @@ from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
 from ckpt.exporting.background import BackgroundExports
 from ckpt.exporting.options import ExportOptions
+from ckpt.lingering.job import Job
+from ckpt.lingering.keeping import LingeringMemory
 from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.options import Rename, RestoreOptions
 from ckpt.loading.restore import Tiers, candidates, restore
@@ -33,6 +35,7 @@ from ckpt.saving.retention import Keep, Retention, keep_policy
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
+from ckpt.staging.neighbors import node
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
@@ -102,6 +105,8 @@ class Checkpointer:
         replica_bandwidth: float | None = None,
         replica_host: str | None = None,
         replica_place: str | None = None,
+        linger: timedelta | None = None,
+        linger_id: str | None = None,
         slots: int | None = None,
         max_host_bytes: int | None = None,
         overlap: bool = False,
@@ -141,6 +146,11 @@ class Checkpointer:
         `restore` finds them when a node is lost. Each rank sends at most `replica_bandwidth` bytes per second, and
         receives at the address `replica_host` of its node (None: that which reaches MASTER_ADDR). `replica_place` names
         what fails as a whole, instead of the node. See docs/snapshots.md.
+
+        `linger`: for so long after the death of a trainer a process of its rank keeps its snapshots, so that the next
+        processes of the same job on the same node can restore them; `close` gives them up. `linger_id` says which
+        processes are of the same job, with the same root: None for the run id of ckpt_launcher or torchrun. ValueError
+        if there is none. See docs/snapshots.md.
 
         `reuse_files`: a save writes over the files of the step that was removed last, if it has the same structure,
         instead of making new ones; until then, or `close`, they stay on the disk. That is the default where steps are
@@ -198,6 +208,7 @@ class Checkpointer:
             raise ValueError(f"snapshots need at least two slots, one to hold one while the next is made, not {slots}")
         if replicas and slots < 4:
             raise ValueError(f"replicas need at least four slots, two of them to hold what is replicated, not {slots}")
+        lingering = _lingering(linger, linger_id, root_at, read_only)
         staging = StagingOptions(
             slots, max_host_bytes, overlap, self._timeout_s, compression, grid, on_divergence, snapshots
         )
@@ -216,7 +227,7 @@ class Checkpointer:
         self._packs = None if node_path is None else NodePacks(node_path, root_at, self._mirror_root)
         self._branch = Branch()
         self._exports = None if export is None else BackgroundExports(self._root, export)
-        self._saver = Saver(self._root, self._ranks, self._queue, staging, options, replication)
+        self._saver = Saver(self._root, self._ranks, self._queue, staging, options, replication, lingering)
         self._reuse_files = reuse_files
         self._read_only = read_only
         self._registered: dict[str, Any] = {}
@@ -690,3 +701,16 @@ class Checkpointer:
         self._check_open()
         if self._read_only:
             raise CheckpointError("this Checkpointer was made with read_only=True: it saves and removes nothing")
+
+
+def _lingering(linger: timedelta | None, linger_id: str | None, root: Root, read_only: bool) -> LingeringMemory | None:
+    """Return what keeps memory of this process after its death; ValueError if that cannot be."""
+    if linger is None:
+        if linger_id is not None:
+            raise ValueError("linger_id has a meaning only with linger, which says how long memory is kept")
+        return None
+    if linger <= timedelta(0):
+        raise ValueError(f"linger must be a positive time, not {linger}")
+    if read_only:
+        raise ValueError("linger keeps snapshots, and with read_only=True there are none")
+    return LingeringMemory(Job.of(linger_id, root.path, node()), linger.total_seconds())

@@ -151,8 +151,8 @@ class Restored(Event):
     storage_bytes: from storage
     seconds: what the call took
     damaged: newer steps that were tried first and could not be restored
-    tier: the farthest place that bytes came from: "own memory", "neighbour memory", "memory of another node" or
-        "storage"
+    tier: the farthest place that bytes came from: "own memory", "neighbour memory", "lingering memory" (of an earlier
+        start of the job), "memory of another node" or "storage"
     remote_memory_bytes: from the memory of other nodes
     """
 

@@ -23,9 +23,9 @@ from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreS
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.namespace import PrefixView
-from inprocess.coordination.rendezvous import job_secret
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.ipc import unix_sockets
+from inprocess.ipc.proofs import job_secret
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import FileStore as TorchFileStore

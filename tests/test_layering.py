@@ -34,15 +34,16 @@ ALLOWED: dict[str, set[str]] = {
     "preemption": FOUNDATION | {"signal_pipe", "stop_agreement"},
     "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
     "replication": {"errors", "native"},  # it moves bytes, and knows nothing of checkpoints
+    "lingering": set(),  # it keeps memory, and does not read it
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
-    "saving": BASE | SIBLINGS | {"async_calls", "replication"},
+    "saving": BASE | SIBLINGS | {"async_calls", "lingering", "replication"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
     "exporting": BASE | SIBLINGS | {"formats", "loading"},
     "mirroring": BASE | SIBLINGS | PIPELINES | {"validation"},
-    "checkpointer": BASE | SIBLINGS | {"async_calls", "exporting", "mirroring", "validation"} | PIPELINES,
+    "checkpointer": BASE | SIBLINGS | {"async_calls", "exporting", "lingering", "mirroring", "validation"} | PIPELINES,
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "store_ranks", "validation"} | PIPELINES,
 }
 ALLOWED["sinks"] = {"events", "observing"}  # they know of nothing else

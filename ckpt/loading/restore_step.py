@@ -51,7 +51,8 @@ class RestoreReport:
     """What a restore did on this rank: the bytes of tensors by where they came from, and the time.
 
     `save` is the save that was published as this step, `root` the path or URL of the root that it was read from; of a
-    step that was whole in memory (`in_memory`) it is the save or snapshot, and no root was read. Of the pack files of a
+    step that was whole in memory (`in_memory`) it is the save or snapshot, and no root was read; it is `lingering` if
+    the memory is of an earlier start of the job (its bytes count as those of neighbours). Of the pack files of a
     node-local step, `mirror_files` were read from the mirror: they are not on this node, or are damaged there.
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
     newer ones, and this one, if it was read from the mirror after its first copy.
@@ -68,6 +69,7 @@ class RestoreReport:
     seconds: float = 0.0
     damaged: tuple[int, ...] = ()
     in_memory: bool = False
+    lingering: bool = False
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -76,13 +78,17 @@ class RestoreReport:
     resized: tuple[str, ...] = ()
 
     @property
-    def tier(self) -> Literal["own memory", "neighbour memory", "memory of another node", "storage"]:
+    def tier(
+        self,
+    ) -> Literal["own memory", "neighbour memory", "lingering memory", "memory of another node", "storage"]:
         """The farthest place that bytes of tensors came from, or the step itself if this rank has none."""
         in_memory = self.own_memory_bytes or self.neighbour_memory_bytes or self.remote_memory_bytes
         if self.storage_bytes or not (self.in_memory or in_memory):
             return "storage"
         if self.remote_memory_bytes:
             return "memory of another node"
+        if self.lingering:
+            return "lingering memory"
         return "neighbour memory" if self.neighbour_memory_bytes else "own memory"
 
     @property
@@ -360,7 +366,12 @@ class _Attempt:
         if isinstance(self.index.source, MemoryStep):
             remote = min(nbytes, self.index.source.bytes_fetched)
             neighbours = self.report.neighbour_memory_bytes + nbytes - remote
-            self.report = replace(self.report, neighbour_memory_bytes=neighbours, remote_memory_bytes=remote)
+            self.report = replace(
+                self.report,
+                neighbour_memory_bytes=neighbours,
+                remote_memory_bytes=remote,
+                lingering=self.index.source.outlived,
+            )
         else:
             self.report = replace(self.report, storage_bytes=nbytes)
 

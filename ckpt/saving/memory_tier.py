@@ -5,6 +5,8 @@
     open      the documents of the chosen one are gathered; memory is passed to ranks on the same node that lack it
     settle    what is newer than the step restored is given up on all ranks
 
+In the first restore of a process, what dead processes of the job have left on this node is offered, too.
+
 Runs in the thread that trains. `open` is collective.
 """
 
@@ -12,13 +14,17 @@ from __future__ import annotations
 
 import logging
 import struct
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
+from ckpt.lingering.keeping import LingeringMemory
+from ckpt.lingering.messages import Record
+from ckpt.lingering.takeover import Taken
 from ckpt.meeting import named
 from ckpt.native import crc32c
-from ckpt.saving.offers import Fence, Offer, Whole, pruned, whole_snapshots
+from ckpt.saving.offers import Earlier, Fence, Offer, Start, Whole, agreed_start, pruned, whole_snapshots
 from ckpt.saving.publish import merged
 from ckpt.saving.replicator import Replicator
 from ckpt.saving.share import Share, ShareDocuments, ShareOf
@@ -36,6 +42,7 @@ __all__ = ["MemoryTier"]
 _log = logging.getLogger("ckpt")
 _HEAD = struct.Struct("<QQQQ")  # rank, and the sizes of about, index and part
 _SHARES_S = 10.0  # for copies and checksums that are still being made
+_UNKNOWN = 1 << 62  # a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +60,26 @@ class _Members:
 class MemoryTier:
     """The snapshots that this rank and its neighbours hold, for `ckpt.loading.restore`. For one thread."""
 
-    def __init__(self, snapshots: Snapshots, memory: StagedMemory, replicator: Replicator | None = None) -> None:
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        memory: StagedMemory,
+        replicator: Replicator | None = None,
+        lingering: LingeringMemory | None = None,
+        newest_token: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`newest_token` returns the token of the root's owner."""
         self._snapshots = snapshots
         self._memory = memory
         self._replicator = replicator
+        self._lingering = lingering
+        self._newest_token = newest_token
+        self._taken: list[Taken] = []  # of dead processes, until a restore is over
+        self._rank = 0
+        self._start = 0  # the number of the start that this process belongs to; 0 before its first restore
+        self._origin: str | None = None  # the snapshot of an earlier start with which this one began
+        self._owner = 0  # the token of the root's owner at the last restore
+        self._agreed = Start()  # what the offers of this restore say
         self._replicas: list[SharedMemory] = []  # that this rank holds for others, while a restore may read them
         self._node = node()
         self._fences: tuple[Fence, ...] = ()
@@ -75,13 +98,38 @@ class MemoryTier:
         if self._replicator is not None:
             self._replicator.meet(rank, gather)
             self._replicas = self._replicator.held()
-        shares = tuple({of: None for _, of in self._readable()})
-        return Offer(self._node, shares, self._fences).encode()
+        self._rank = rank
+        token = 0
+        if self._lingering is not None:
+            self._take_over(self._lingering)
+            token = self._token() if rank == 0 else 0
+        shares = tuple({of: None for _, of in self._readable((*self._memory.regions, *self._replicas))})
+        earlier = tuple(
+            Earlier(taken.record, tuple({of: None for _, of in self._readable(taken.regions)})) for taken in self._taken
+        )
+        now_ms = int(time.time() * 1000)
+        return Offer(self._node, shares, self._fences, self._start, self._origin, token, now_ms, earlier).encode()
+
+    def _take_over(self, lingering: LingeringMemory) -> None:
+        """Take what dead processes have left, before the first restore of this process is over."""
+        self._give_back_taken()
+        if not self._start:
+            self._taken = lingering.take()
+
+    def _token(self) -> int:
+        """Return the token of the root's owner; if it cannot be read, one that is newer than all."""
+        try:
+            return self._newest_token()
+        except (CheckpointError, OSError) as error:
+            _log.warning("memory of an earlier start is not used, as the owner of the root is not known: %s", error)
+            return _UNKNOWN
 
     def choose(self, offers: Sequence[bytes]) -> list[tuple[int, str]]:
         """Return the steps that are whole in memory, newest first, and their saves: the same on all ranks."""
         self._offers = [Offer.decode(offer) for offer in offers]
-        self._fences = pruned(fence for offer in self._offers for fence in offer.fences)
+        self._agreed = agreed_start(self._offers)
+        if not self._agreed.is_earlier:
+            self._fences = self._agreed.fences
         whole = whole_snapshots(self._offers)
         self._whole = {snapshot.save.name: snapshot for snapshot in whole}
         return [(snapshot.save.step, snapshot.save.name) for snapshot in whole]
@@ -101,7 +149,9 @@ class MemoryTier:
         self._opened = frozenset(regions)
         shares: dict[int, ShareBytes] = {owner: LocalShare(region) for owner, region in regions.items()}
         shares |= self._remote(whole, rank, regions, gather)
-        return _step(whole, documents, shares)
+        taken = {id(region) for each in self._taken for region in each.regions}
+        outlived = self._agreed.is_earlier and any(id(region) in taken for region in regions.values())
+        return _step(whole, documents, shares, outlived)
 
     def _remote(
         self,
@@ -135,18 +185,52 @@ class MemoryTier:
         the index of the iteration that goes on from there.
         """
         last = -1 if step is None else step
-        newer = {share.save.name for offer in self._offers for share in offer.shares if share.save.step > last}
-        for region in (*self._memory.regions, *self._replicas):
+        offered = [share for offer in self._offers for share in offer.all_shares]
+        newer = {share.save.name for share in offered if share.save.step > last}
+        for region in self._regions():
             if Share(region).save_name in newer:
                 Share(region).clear()
         self._snapshots.settle(last, save)
         self._fences = pruned((*self._fences, (restart, last)))
         self._restored = save if save in self._whole else None
+        self._begin_start()
+        self._adopt_taken()
         self._memory.need(self._restored)
-        self._offers, self._whole, self._known = [], {}, {}
+        if self._lingering is not None:
+            record = Record(self._start, self._origin, self._owner, list(map(list, self._fences)))
+            self._lingering.settle(self._rank, record, self._memory.kept, self._taken)
+        self._taken = []
+        self._offers, self._whole, self._known, self._agreed = [], {}, {}, Start()
         self._give_back_replicas()
         if self._replicator is not None:
             self._replicator.settle(self._restored)
+
+    def _begin_start(self) -> None:
+        """After the first restore of this process: go on with the start of the others, or a new one."""
+        if not self._offers:
+            return
+        agreed = self._agreed
+        is_new = agreed.is_earlier or not agreed.number
+        self._start = max(agreed.number + 1, self._offers[0].now_ms) if is_new else agreed.number
+        self._origin = self._restored if agreed.is_earlier else agreed.origin
+        self._owner = self._offers[0].token
+
+    def _adopt_taken(self) -> None:
+        """Keep what is needed of the memory of dead processes, as that of neighbours; unmap the rest."""
+        for region in (region for taken in self._taken for region in taken.regions):
+            if self._restored is not None and Share(region).save_name == self._restored:
+                self._memory.adopt([region])
+            else:
+                region.close()
+
+    def _give_back_taken(self) -> None:
+        """Unmap what dead processes have left; their holders go on to keep it."""
+        for taken in self._taken:
+            taken.close()
+        self._taken = []
+
+    def _regions(self) -> list[SharedMemory]:
+        return [*self._memory.regions, *self._replicas, *(region for each in self._taken for region in each.regions)]
 
     def _give_back_replicas(self) -> None:
         """Unmap the replicas, which the replica process goes on to hold."""
@@ -157,6 +241,7 @@ class MemoryTier:
     def close(self) -> None:
         """Give back what a restore that failed has left. Idempotent."""
         self._give_back_replicas()
+        self._give_back_taken()
 
     def _superseded(self, save: SaveId) -> None:
         """A snapshot is complete on all ranks: that which was restored is not needed any more, if it is another."""
@@ -164,9 +249,9 @@ class MemoryTier:
             self._restored = None
             self._memory.need(None)
 
-    def _readable(self) -> Iterable[tuple[SharedMemory, ShareOf]]:
-        """Yield the slots that hold whole shares, and whose."""
-        for region in (*self._memory.regions, *self._replicas):
+    def _readable(self, regions: Iterable[SharedMemory]) -> Iterable[tuple[SharedMemory, ShareOf]]:
+        """Yield those of these slots that hold whole shares, and whose."""
+        for region in regions:
             share = Share(region)
             key = region.region_id, share.save_name
             try:
@@ -180,7 +265,7 @@ class MemoryTier:
     def _regions_of(self, save: SaveId) -> dict[int, SharedMemory]:
         """Return the slots with the shares of a snapshot, by owner; this rank's own first."""
         found: dict[int, SharedMemory] = {}
-        for region, of in self._readable():
+        for region, of in self._readable(self._regions()):
             if of.save == save:
                 found.setdefault(of.rank, region)
         return found
@@ -228,7 +313,9 @@ def _decoded(payloads: Iterable[bytes], whole: Whole) -> list[ShareDocuments]:
     return [found[owner] for owner in range(whole.world_size)]
 
 
-def _step(whole: Whole, shares: Sequence[ShareDocuments], bytes_of: Mapping[int, ShareBytes]) -> MemoryStep:
+def _step(
+    whole: Whole, shares: Sequence[ShareDocuments], bytes_of: Mapping[int, ShareBytes], outlived: bool
+) -> MemoryStep:
     """Return the snapshot as a step: the documents that a coordinator would have written."""
     path = f"memory:{whole.save.name}"
     first = shares[0]
@@ -249,4 +336,4 @@ def _step(whole: Whole, shares: Sequence[ShareDocuments], bytes_of: Mapping[int,
     parts = [(manifest, crc32c(data)) for manifest, data in zip(manifests, encoded, strict=True)]
     documents = {INDEX: first.index, **{part_name(owner): data for owner, data in enumerate(encoded)}}
     documents |= merged(path, intent, {"index": first.index}, parts)
-    return MemoryStep(path, documents, packs, bytes_of)
+    return MemoryStep(path, documents, packs, bytes_of, outlived=outlived)

@@ -10,53 +10,107 @@ share of it is offered, and if it is on the way that training has taken:
 A snapshot of iteration 0 may be restored only up to step 100, one of iteration 1 up to step 110: every restore that
 came after it has gone back to its step, or to one behind it. A rank that took no part in a restore, as a spare, may
 still hold others.
+
+That is within one start of the job. Ranks also offer what they took over of processes that are dead (`Earlier`): of
+this start, or of an earlier one. Starts have numbers that grow. The first restore of a start may take what the newest
+of the earlier ones has left, if no other has claimed the root since; from then on nothing counts that is of an earlier
+start, but the snapshot that was restored.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from ckpt.lingering.messages import Record
 from ckpt.saving.share import ShareOf
 from ckpt.storage.names import SaveId, parse_save_name
 
-__all__ = ["Fence", "Offer", "Whole", "in_lineage", "pruned", "whole_snapshots"]
+__all__ = ["Earlier", "Fence", "Offer", "Start", "Whole", "agreed_start", "in_lineage", "pruned", "whole_snapshots"]
 
 _MOST_FENCES = 32
+_BEFORE_ALL = -1  # the restart index of the snapshot that a start began with
 
 Fence = tuple[int, int]
 """A restore: the iteration that began with it, and the step that it chose; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
+class Earlier:
+    """What a rank has taken over of a process that is dead, and what that has recorded about it."""
+
+    record: Record
+    shares: tuple[ShareOf, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank can read, on which node it is, and the restores that it knows of."""
+    """What one rank can read, on which node it is, and the restores that it knows of.
+
+    `start` is the number of the start it belongs to, 0 before its first restore; `origin` the snapshot that this began
+    with. `token` is that of the root's owner, which the coordinator knows, and `now_ms` the time of its clock.
+    """
 
     node: str
     shares: tuple[ShareOf, ...] = ()
     fences: tuple[Fence, ...] = ()
+    start: int = 0
+    origin: str | None = None
+    token: int = 0
+    now_ms: int = 0
+    earlier: tuple[Earlier, ...] = ()
+
+    @property
+    def all_shares(self) -> list[ShareOf]:
+        """All shares, also those of dead processes."""
+        return [*self.shares, *(share for earlier in self.earlier for share in earlier.shares)]
 
     def encode(self) -> bytes:
         """Return it as JSON, with ranks as ranges: a few hundred bytes."""
-        ranks: dict[tuple[str, int, int], list[int]] = {}
-        for share in self.shares:
-            ranks.setdefault((share.save.name, share.world_size, share.restart), []).append(share.rank)
-        held = [[*about, _ranges(sorted(found))] for about, found in ranks.items()]
-        return json.dumps([self.node, held, self.fences], separators=(",", ":")).encode()
+        earlier = [[asdict(each.record), _packed(each.shares)] for each in self.earlier]
+        about = self.node, self.start, self.origin, self.token, self.now_ms
+        return json.dumps([about, _packed(self.shares), self.fences, earlier], separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Offer:
         """Return what `encode` has encoded."""
-        node, held, fences = json.loads(data)
-        shares = []
-        for name, world_size, restart, ranges in held:
-            save = parse_save_name(name)
-            assert save is not None
-            ranks = [rank for first, end in ranges for rank in range(first, end)]
-            shares += [ShareOf(save, rank, world_size, restart) for rank in ranks]
-        return cls(node, tuple(shares), tuple((index, step) for index, step in fences))
+        (node, start, origin, token, now_ms), held, fences, earlier = json.loads(data)
+        left = tuple(Earlier(Record(**record), _unpacked(shares)) for record, shares in earlier)
+        return cls(node, _unpacked(held), _fences(fences), start, origin, token, now_ms, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of the job, as the offers of all ranks tell: its number, 0 if none is known, and what it began with.
+
+    `fences` are its restores. It `is_earlier` if this restore is the first one of a new start.
+    """
+
+    number: int = 0
+    origin: str | None = None
+    fences: tuple[Fence, ...] = ()
+    is_earlier: bool = False
+
+
+def agreed_start(offers: Sequence[Offer]) -> Start:
+    """Return the start whose snapshots count. Pure: the same on all ranks."""
+    own = [Record(offer.start, offer.origin, offer.token, list(map(list, offer.fences))) for offer in offers]
+    left = [earlier for offer in offers for earlier in offer.earlier]
+    is_earlier = not any(offer.start or offer.shares or offer.fences for offer in offers)
+    number = max((each.record.start for each in left), default=0) if is_earlier else max(each.start for each in own)
+    records = [each.record for each in left if each.record.start == number]
+    if is_earlier:
+        tokens = [each.record.token for each in left if each.record.start == number]
+        tokens += [share.save.owner for each in left if each.record.start == number for share in each.shares]
+        if number == 0 or offers[0].token > max(tokens):  # another job or start has claimed the root since
+            return Start(is_earlier=True)
+    else:
+        records += own
+    origin = next((each.origin for each in records if each.start == number and each.origin is not None), None)
+    return Start(number, origin, pruned(fence for each in records for fence in _fences(each.fences)), is_earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +132,29 @@ class Whole:
 
 def whole_snapshots(offers: Sequence[Offer]) -> list[Whole]:
     """Return the snapshots that can be restored, newest first. Pure: the same on all ranks."""
-    fences = pruned(fence for offer in offers for fence in offer.fences)
+    start = agreed_start(offers)
     readers: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
     for rank, offer in enumerate(offers):
-        for share in offer.shares:
-            if in_lineage(share, fences):
-                readers.setdefault((share.save, share.world_size), {}).setdefault(share.rank, []).append(rank)
+        for share in _counted(offer, start):
+            found = readers.setdefault((share.save, share.world_size), {}).setdefault(share.rank, [])
+            if in_lineage(share, start.fences) and rank not in found:
+                found.append(rank)
     whole = [
         Whole(save, world_size, tuple(tuple(found[rank]) for rank in range(world_size)))
         for (save, world_size), found in readers.items()
-        if len(found) == world_size
+        if len(found) == world_size and all(found.values())
     ]
     return sorted(whole, key=lambda snapshot: (-snapshot.save.step, snapshot.save.name))
+
+
+def _counted(offer: Offer, start: Start) -> Iterator[ShareOf]:
+    """Yield the shares of this start; that with which it began comes before all its iterations."""
+    ours = list(offer.shares)
+    for earlier in offer.earlier:
+        is_ours = start.number > 0 and earlier.record.start == start.number
+        ours += [share for share in earlier.shares if is_ours or share.save.name == start.origin]
+    for share in ours:
+        yield replace(share, restart=_BEFORE_ALL) if share.save.name == start.origin else share
 
 
 def in_lineage(share: ShareOf, fences: Sequence[Fence]) -> bool:
@@ -109,6 +174,27 @@ def pruned(fences: Iterable[Fence]) -> tuple[Fence, ...]:
         if not left or fence[1] < left[-1][1]:
             left.append(fence)
     return tuple(reversed(left[:_MOST_FENCES]))
+
+
+def _fences(found: Iterable[Any]) -> tuple[Fence, ...]:
+    return tuple((int(index), int(step)) for index, step in found)
+
+
+def _packed(shares: Iterable[ShareOf]) -> list[list[Any]]:
+    ranks: dict[tuple[str, int, int], list[int]] = {}
+    for share in shares:
+        ranks.setdefault((share.save.name, share.world_size, share.restart), []).append(share.rank)
+    return [[*about, _ranges(sorted(found))] for about, found in ranks.items()]
+
+
+def _unpacked(held: Iterable[Any]) -> tuple[ShareOf, ...]:
+    shares = []
+    for name, world_size, restart, ranges in held:
+        save = parse_save_name(name)
+        assert save is not None
+        ranks = [rank for first, end in ranges for rank in range(first, end)]
+        shares += [ShareOf(save, rank, world_size, restart) for rank in ranks]
+    return tuple(shares)
 
 
 def _ranges(ranks: list[int]) -> list[tuple[int, int]]:

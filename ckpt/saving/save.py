@@ -18,6 +18,7 @@ from typing import Any
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StateError
 from ckpt.events import Retained, SnapshotStaged
+from ckpt.lingering.keeping import LingeringMemory
 from ckpt.observing import emit, is_observed
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, refuse_others, settle
@@ -33,6 +34,7 @@ from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, StepsRemoved, WriteTask, pack_offsets
 from ckpt.saving.timers import Timers
+from ckpt.staging.arena import SlotState
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
@@ -71,6 +73,7 @@ class Saver:
         staging: StagingOptions,
         options: SaveOptions,
         replicas: ReplicaOptions | None = None,
+        lingering: LingeringMemory | None = None,
     ) -> None:
         self._root = root
         self._packs = None if options.node_local is None else NodePacks(options.node_local, root)
@@ -85,7 +88,11 @@ class Saver:
             self.replicator = replicator = Replicator(ranks, lambda: self._stager.all_slots, replicas)
             self.snapshots.on_poll = replicator.poll
             self._stager.on_meet = lambda: replicator.meet(ranks.rank, ranks)
-        self._tier = MemoryTier(self.snapshots, self._stager.memory, self.replicator)
+        self._lingering = lingering
+        self._stager.on_resize = self._linger_before_resize
+        self._tier = MemoryTier(
+            self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership.newest
+        )
         self._saves_are_snapshots = staging.snapshots
         self._plans = PlanCache(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
         self._batch_queue: AsyncCallsQueue | None = None
@@ -256,6 +263,15 @@ class Saver:
         except BaseException:
             staged.slot.release()
             raise
+        if self._lingering is not None:
+            self._lingering.hold(self._stager.memory.kept)
+
+    def _linger_before_resize(self) -> None:
+        """Let the holder free the slots that are about to be replaced."""
+        if self._lingering is not None:
+            kept, slots = self._stager.memory.kept, self._stager.all_slots
+            replaced = [slot.region for slot in slots if slot.state is not SlotState.HELD]
+            self._lingering.hold(region for region in kept if region not in replaced)
 
     def not_scheduled(self, error: Exception) -> None:
         """Free the slot and abandon the save, after the queue has refused the last request."""
@@ -337,6 +353,8 @@ class Saver:
         self._tier.close()
         if self.replicator is not None:
             self.replicator.close(linger=linger)
+        if self._lingering is not None:
+            (self._lingering.leave if linger else self._lingering.close)()
         self._stager.close()
 
     def _leave_observed(self) -> None:

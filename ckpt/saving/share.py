@@ -37,6 +37,7 @@ __all__ = [
     "PlanDocuments",
     "Share",
     "ShareDocuments",
+    "ShareHeader",
     "ShareOf",
     "chunks_in_slot",
 ]
@@ -118,6 +119,29 @@ class ShareDocuments:
             return {int(number): (int(offset), int(nbytes)) for number, offset, nbytes in self.about["places"]}
 
 
+@dataclass(frozen=True, slots=True)
+class ShareHeader:
+    """The last page of a slot: the name of the save whose copies are all there, and the sizes of the documents."""
+
+    save_name: str | None
+    about: int
+    index: int
+    part: int
+
+    @classmethod
+    def decode(cls, page: bytes | memoryview) -> ShareHeader:
+        """Return what a page says, whatever is in it."""
+        name, _, _ = bytes(page[_NAME_OFFSET : _NAME_OFFSET + _NAME_BYTES]).partition(b"\0")
+        arrived, expected = _WORDS.unpack_from(page)
+        is_there = name and arrived == expected != 0
+        return cls(name.decode(errors="replace") if is_there else None, *_SIZES.unpack_from(page, 16))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slot holds a share with its part."""
+        return bool(self.part) and self.save_name is not None
+
+
 class Share:
     """The slot with this memory. Reads are as of now: another process may stage over it at any time."""
 
@@ -145,10 +169,7 @@ class Share:
     @property
     def save_name(self) -> str | None:
         """The name of the save whose copies are all in the slot; None if there is none."""
-        header = bytes(self._header[: _NAME_OFFSET + _NAME_BYTES])
-        name, _, _ = header[_NAME_OFFSET:].partition(b"\0")
-        arrived, expected = _WORDS.unpack_from(header)
-        return name.decode(errors="replace") if name and arrived == expected != 0 else None
+        return ShareHeader.decode(self._header).save_name
 
     def describe(self, documents: PlanDocuments) -> None:
         """Write what all saves of a plan have in common. OSError if there is no memory for it."""
@@ -166,7 +187,7 @@ class Share:
     @property
     def is_whole(self) -> bool:
         """Whether the slot holds a share with its part."""
-        return bool(_SIZES.unpack_from(self._header, 16)[2]) and self.save_name is not None
+        return ShareHeader.decode(self._header).is_whole
 
     @property
     def nbytes(self) -> int:

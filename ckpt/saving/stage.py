@@ -114,6 +114,8 @@ class Stager:
         self.memory = StagedMemory(self._arena)
         self.on_meet: Callable[[], None] = lambda: None
         """Is called when the ranks meet. Collective."""
+        self.on_resize: Callable[[], None] = lambda: None
+        """Is called before slots are replaced by larger ones, maybe in another thread."""
 
     @property
     def all_slots(self) -> tuple[Slot, ...]:
@@ -145,6 +147,7 @@ class Stager:
         if needed > self._arena.slot_bytes:
             while self._arena.in_use():
                 self._wait_for_slot(time.monotonic() + self._options.slot_timeout_s)
+            self.on_resize()
             self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
         if self._shared_for is plan:
             return

@@ -150,6 +150,11 @@ class StagedMemory:
         """All slots that this process has: its own first."""
         return [*(slot.region for slot in self._arena.slots), *self._theirs(), *self._adopted]
 
+    @property
+    def kept(self) -> list[SharedMemory]:
+        """The slots of this rank, and those that it took over: not those of neighbours, which keep them themselves."""
+        return [*(slot.region for slot in self._arena.slots), *self._adopted]
+
     def adopt(self, regions: Iterable[SharedMemory]) -> None:
         """Take over slots of ranks that may not be there any more. See `need`."""
         self._adopted += regions

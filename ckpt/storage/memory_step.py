@@ -57,7 +57,8 @@ class MemoryStep(StepSource):
     """A snapshot, or a save that is still in memory, as the source of a restore.
 
     `documents` are those of the step, by name. `packs` says where each file of each rank's pack is in its slot, offset
-    and size by rank and number; `shares` has the slots that can be read from here.
+    and size by rank and number; `shares` has the slots that can be read from here. `outlived`: they are of an earlier
+    start of the job.
     """
 
     def __init__(
@@ -66,8 +67,11 @@ class MemoryStep(StepSource):
         documents: Mapping[str, bytes],
         packs: Mapping[int, Mapping[int, tuple[int, int]]],
         shares: Mapping[int, ShareBytes],
+        *,
+        outlived: bool = False,
     ) -> None:
         self.path = path
+        self.outlived = outlived
         self._documents = documents
         self._places = {
             pack_file(rank, number): (rank, *place) for rank, files in packs.items() for number, place in files.items()

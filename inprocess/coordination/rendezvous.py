@@ -11,7 +11,6 @@ Otherwise any process that can connect to those stores at that moment can read i
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -23,19 +22,14 @@ from typing import Any
 
 from inprocess.coordination.wire import Access
 from inprocess.exception import StoreError
+from inprocess.ipc.proofs import job_secret
 from inprocess.unblock.stores import connect_store
 
-__all__ = ["Rendezvous", "job_secret", "new_access"]
+__all__ = ["Rendezvous", "new_access"]
 
 _SECRET = "INPROCESS_SECRET"
 _PAUSE_S = 0.05
 _calls = 0
-
-
-def job_secret(job: str) -> str | None:
-    """Return the secret of a job, derived from INPROCESS_SECRET in the environment; None without that."""
-    given = os.environ.get(_SECRET)
-    return None if not given else hashlib.sha256(f"{given}\0{job}".encode()).hexdigest()
 
 
 def new_access(host_name: str | None, port: int | None) -> Access:

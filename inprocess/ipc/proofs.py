@@ -10,10 +10,11 @@ import hashlib
 import hmac
 import os
 
-__all__ = ["NONCE_BYTES", "PROOF_BYTES", "fresh_nonce", "proof"]
+__all__ = ["NONCE_BYTES", "PROOF_BYTES", "fresh_nonce", "job_secret", "proof"]
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
+_SECRET = "INPROCESS_SECRET"
 
 
 def fresh_nonce() -> bytes:
@@ -24,3 +25,9 @@ def fresh_nonce() -> bytes:
 def proof(secret: str, *parts: bytes) -> bytes:
     """Return the proof of knowing the secret; compare with `hmac.compare_digest`. No part may contain a zero byte."""
     return hmac.new(secret.encode(), b"\0".join(parts), hashlib.sha256).digest()
+
+
+def job_secret(job: str) -> str | None:
+    """Return the secret of a job, derived from INPROCESS_SECRET in the environment; None without that."""
+    given = os.environ.get(_SECRET)
+    return None if not given else hashlib.sha256(f"{given}\0{job}".encode()).hexdigest()

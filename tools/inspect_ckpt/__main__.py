@@ -19,6 +19,7 @@ from . import (
     diff,
     export,
     ls,
+    memory,
     pin,
     report,
     restore_branch,
@@ -48,6 +49,7 @@ class Command(Protocol):
 _COMMANDS: dict[str, Command] = {
     "ls": ls,
     "watch": watch,
+    "memory": memory,
     "show": show,
     "validate": validate,
     "diff": diff,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ckpt.saving.offers import Fence, Offer, Whole, in_lineage, pruned, whole_snapshots
+from ckpt.lingering.messages import Record
+from ckpt.saving.offers import Earlier, Fence, Offer, Start, Whole, agreed_start, in_lineage, pruned, whole_snapshots
 from ckpt.saving.share import ShareOf
 from ckpt.storage.names import SaveId
 
@@ -83,3 +84,79 @@ def test_who_lacks_memory_of_its_node() -> None:
     assert whole.lacks([Offer("a"), Offer("a")])  # rank 1 cannot read share 0
     assert not whole.lacks([Offer("a"), Offer("b")])
     assert not Whole(_save(8), 2, ((0, 1), (0, 1))).lacks([Offer("a"), Offer("a")])
+
+
+# -- what earlier starts have left -------------------------------------------------------------------------------------
+
+
+def _left(
+    start: int,
+    *shares: ShareOf,
+    origin: int | None = None,
+    token: int = 0,
+    fences: tuple[Fence, ...] = (),
+) -> Earlier:
+    record = Record(start, None if origin is None else _save(origin).name, token, [list(fence) for fence in fences])
+    return Earlier(record, shares)
+
+
+def _steps(*offers: Offer) -> list[int]:
+    return [snapshot.save.step for snapshot in whole_snapshots(offers)]
+
+
+def test_an_offer_with_earlier_memory_survives_its_encoding() -> None:
+    left = (_left(7, *_shares(8, 0, 1)), _left(5, origin=3, token=9, fences=((0, 4), (2, 3))))
+    offer = Offer("a node", (), (), 12, "a save", 17, 1_700_000_000_000, left)
+    assert Offer.decode(offer.encode()) == offer
+
+
+def test_the_first_restore_of_a_start_takes_what_the_last_one_has_left() -> None:
+    offers = [
+        Offer("a", earlier=(_left(7, *_shares(8, 0, 1)),)),
+        Offer("b", earlier=(_left(7, *_shares(8, 2, 3)), _left(5, *_shares(9, 0, 1, 2, 3)))),
+    ]
+    assert _steps(*offers) == [8]
+    assert agreed_start(offers) == Start(7, is_earlier=True)
+
+
+def test_later_restores_take_nothing_of_an_earlier_start() -> None:
+    late = Offer("b", earlier=(_left(7, *_shares(8, 0, 1, 2, 3)),))
+    assert _steps(Offer("a", start=9, fences=((0, 5),)), late) == []
+    assert _steps(Offer("a", _shares(2, 0, 1, 2, 3)), late) == [2]  # it trains, and has not restored anything
+
+
+def test_a_process_that_died_in_this_start() -> None:
+    """One in its place has taken over its memory; it counts like that of the others, as its fences say."""
+    left = _left(9, *_shares(8, 2, 3, restart=1), *_shares(6, 2, 3), fences=((0, 0),))
+    mine = Offer("a", (*_shares(8, 0, 1, restart=1), *_shares(6, 0, 1)), ((0, 0), (1, 5)), start=9)
+    assert _steps(mine, Offer("a", earlier=(left,))) == [8]
+
+
+def test_the_restores_of_the_last_start_count() -> None:
+    left = _left(7, *_shares(8, 0, 1, 2, 3), *_shares(5, 0, 1, 2, 3), *_shares(6, 0, 1, 2, 3, restart=1))
+    other = _left(7, fences=((0, 0), (1, 5)))
+    assert _steps(Offer("a", earlier=(left,))) == [8, 6, 5]
+    assert _steps(Offer("a", earlier=(left,)), Offer("b", earlier=(other,))) == [6, 5]
+
+
+def test_the_snapshot_that_the_last_start_began_with() -> None:
+    """Wherever it is: one process has told its new holder, another one died before that."""
+    told = _left(9, *_shares(8, 0, 1, restart=3), origin=8, fences=((0, 8),))
+    not_told = _left(7, *_shares(8, 2, 3, restart=3), *_shares(7, 0, 1, 2, 3), fences=((3, 6),))
+    offers = [Offer("a", earlier=(told,)), Offer("b", earlier=(not_told,))]
+    assert _steps(*offers) == [8]
+    went_back = _left(9, fences=((0, 8), (1, 4)))
+    assert _steps(*offers, Offer("c", earlier=(went_back,))) == []
+
+
+@pytest.mark.parametrize(("token", "steps"), [(5, [8]), (6, [8]), (7, [])])
+def test_another_owner_of_the_root(token: int, steps: list[int]) -> None:
+    """The owner that the last start knew of at its restore, or saved as, is not another one."""
+    left = _left(3, *_shares(8, 0, 1), token=5)
+    owned = ShareOf(SaveId(9, 6, "0" * 16), 0, 4, 0)
+    other = _left(3, *_shares(8, 2, 3), owned)
+    assert _steps(Offer("a", token=token, earlier=(left,)), Offer("a", earlier=(other,))) == steps
+
+
+def test_memory_of_a_start_without_a_number_is_not_taken() -> None:
+    assert _steps(Offer("a", earlier=(_left(0, *_shares(8, 0, 1, 2, 3)),))) == []

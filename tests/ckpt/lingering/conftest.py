@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ckpt.lingering.support import end_holders
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A folder for temporary files, in which a test finds its own holders; the path of a socket must be short."""
+    folder = Path(tempfile.mkdtemp(prefix="lg"))
+    yield folder
+    end_holders(folder)
+    shutil.rmtree(folder)

@@ -1,0 +1,91 @@
+"""What holders leave: processes and files, of one folder for temporary files."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.inprocess.coordination.helpers import eventually
+from tests.support import launch_ranks
+
+
+def holders_of(runtime: Path) -> list[psutil.Process]:
+    """Return the holders that were started with this folder for temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            is_holder = "ckpt.lingering" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+            if is_holder and process.environ().get("TMPDIR") == str(runtime):
+                found.append(process)
+    return found
+
+
+def files_of(runtime: Path) -> list[str]:
+    """Return the files of holders."""
+    return sorted(name for _, _, names in os.walk(runtime) for name in names if name.startswith("linger-"))
+
+
+def held_memory(runtime: Path) -> set[int]:
+    """Return the inodes of the memory that holders keep."""
+    found = set()
+    for process in holders_of(runtime):
+        with contextlib.suppress(OSError, psutil.Error):
+            for fd in os.listdir(f"/proc/{process.pid}/fd"):
+                if os.readlink(f"/proc/{process.pid}/fd/{fd}").startswith("/memfd:ckpt-slot"):
+                    found.add(os.stat(f"/proc/{process.pid}/fd/{fd}").st_ino)
+    return found
+
+
+def no_holders_are_left(runtime: Path) -> None:
+    """Fail unless all have ended, or end soon, and have removed their files."""
+    eventually(lambda: not holders_of(runtime))
+    assert files_of(runtime) == []
+
+
+def end_holders(runtime: Path) -> None:
+    """End what a test that failed has left."""
+    for process in holders_of(runtime):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def starts(
+    stack: contextlib.ExitStack,
+    runtime: Path,
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    **options: Any,
+) -> list[list[Any]]:
+    """Run one start of a job, and return what its ranks began with. What it leaves stays until the stack is closed.
+
+    All ranks must end like the arguments say: by SIGKILL unless `end` is something else.
+    """
+    env = {"TMPDIR": str(runtime), **options.pop("env", {})}
+    call = functools.partial(function, **options)
+    group = stack.enter_context(launch_ranks(_Call(call, args), world_size, env=env, init_process_group=world_size > 1))
+    killed = options.get("end", args[2] if len(args) > 2 else "kill") == "kill"
+    results = group.wait(returncodes=dict.fromkeys(range(world_size), -signal.SIGKILL if killed else 0))
+    found = [re.findall(r"^began (.*)$", result.stdout, re.MULTILINE) for result in results]
+    return [ast.literal_eval(line) for lines in found for line in lines]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function with its arguments, as ranks are called."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self, rank: int, world_size: int) -> Any:
+        return self.function(rank, world_size, *self.args)

@@ -1,0 +1,201 @@
+"""What the next start of a job finds in memory, and what becomes of the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt.saving.share import Share
+from tests.ckpt.lingering.jobs import DIE, LINGER, resized, start
+from tests.ckpt.lingering.support import files_of, held_memory, holders_of, no_holders_are_left, starts
+from tests.ckpt.saving.snapshot_jobs import fresh, train_step
+from tests.inprocess.coordination.helpers import eventually
+
+_NOTHING = [None, None, None, True]
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    """Ends what the starts of a test have left."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def _lingering(step: int) -> list[object]:
+    return [step, "lingering memory", 0, True]
+
+
+@pytest.mark.parametrize(
+    ("run_id", "options", "said"),
+    [
+        (None, {}, "which processes are of the same job"),
+        ("none", {}, "TORCHELASTIC_RUN_ID is 'none'"),
+        ("7", {"linger_id": ""}, "which processes are of the same job"),
+        ("7", {"linger": timedelta(0)}, "must be a positive time"),
+        ("7", {"linger": None, "linger_id": "x"}, "only with linger"),
+        ("7", {"read_only": True}, "read_only"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str | None, options: dict[str, Any], said: str
+) -> None:
+    """Nothing is kept where it is not clear for whom."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if run_id is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    with pytest.raises(ValueError, match=said):
+        ckpt.Checkpointer(tmp_path, **{"linger": LINGER, **options})
+
+
+def test_no_holder_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Training goes on without one, with a warning."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with ckpt.Checkpointer(tmp_path / "root", snapshot_every=1, linger=LINGER, linger_id="x") as checkpointer:
+        state = fresh()
+        assert checkpointer.restore(state) is None
+        for step in (1, 2):
+            train_step(state, 0, step)
+            checkpointer.snapshot(state, step)
+        assert checkpointer.restore(state) == 2
+    assert caplog.text.count("the memory of this rank will not outlive it") == 1
+    assert "at most 107 bytes" in caplog.text
+
+
+def test_again_and_again(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    """Also before there is a newer snapshot. Holders and memory do not pile up, and a clean end leaves nothing."""
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 4) == 2 * [_NOTHING]
+    for steps, step in ((0, 4), (0, 4), (3, 4), (2, 7), (0, 9)):
+        assert starts(stack, runtime, start, 2, tmp_path / "root", steps) == 2 * [_lingering(step)]
+        eventually(lambda: len(holders_of(runtime)) == 2)
+        assert len(files_of(runtime)) == 4
+        assert len(held_memory(runtime)) <= (3 * 2 if steps else 0) + 2  # slots, and what was restored
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 1, "close") == 2 * [_lingering(9)]
+    assert not (tmp_path / "root").exists()
+    no_holders_are_left(runtime)
+
+
+@pytest.mark.parametrize(
+    ("options", "env"),
+    [
+        ({"linger_id": "another job"}, {}),
+        ({}, {"INPROCESS_SECRET": "another secret"}),
+        ({"root": "another root"}, {}),
+    ],
+    ids=["id", "secret", "root"],
+)
+def test_another_job_gets_nothing(
+    tmp_path: Path, runtime: Path, stack: contextlib.ExitStack, options: dict[str, str], env: dict[str, str]
+) -> None:
+    secret = {"INPROCESS_SECRET": "a secret"}
+    root = tmp_path / options.pop("root", "root")
+    starts(stack, runtime, start, 1, tmp_path / "root", 3, env=secret)
+    assert starts(stack, runtime, start, 1, root, 0, "close", env=secret | env, **options) == [_NOTHING]
+    assert starts(stack, runtime, start, 1, tmp_path / "root", 0, "close", env=secret) == [_lingering(3)]
+    no_holders_are_left(runtime)
+
+
+def test_memory_is_kept_for_a_limited_time(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    starts(stack, runtime, start, 1, tmp_path / "root", 3, linger=timedelta(seconds=0.2))
+    no_holders_are_left(runtime)
+    assert starts(stack, runtime, start, 1, tmp_path / "root", 0, "close") == [_NOTHING]
+
+
+@pytest.mark.parametrize("dies", sorted(DIE))
+def test_killed_at_the_hand_over(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack, dies: str) -> None:
+    """All ranks of a start at once, in a restore: nothing is lost, and nothing piles up."""
+    starts(stack, runtime, start, 2, tmp_path / "root", 3)
+    starts(stack, runtime, start, 2, tmp_path / "root", dies=dies)
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 1) == 2 * [_lingering(3)]
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(4)]
+    no_holders_are_left(runtime)
+
+
+def test_an_exception_keeps_the_memory(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    starts(stack, runtime, start, 2, tmp_path / "root", 3, "raise")
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(3)]
+    no_holders_are_left(runtime)
+
+
+def _kill_holder_of_rank_1(checkpointer: ckpt.Checkpointer, rank: int) -> None:
+    lingering = checkpointer._saver._lingering
+    if rank == 1 and lingering is not None and lingering.pid is not None:
+        os.kill(lingering.pid, signal.SIGKILL)
+
+
+def test_one_of_two_holders_is_gone(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    """What is published is restored, and the other holder, and what is left of that one, are gone afterwards."""
+    starts(stack, runtime, start, 2, tmp_path / "root", 5, before=_kill_holder_of_rank_1, saves=(2,))
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [[2, "storage", ANY_BYTES, True]]
+    no_holders_are_left(runtime)
+
+
+def _damage_newest_of_rank_1(checkpointer: ckpt.Checkpointer, rank: int) -> None:
+    steps = checkpointer._saver.snapshots.steps
+    for region in checkpointer._saver.memory.kept:
+        if rank == 1 and (Share(region).save_name or "").startswith(f"step_{steps[-1]:08d}"):
+            region.buffer[1000] ^= 1
+
+
+def test_a_wrong_byte(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    """All ranks take the next older snapshot."""
+    starts(stack, runtime, start, 2, tmp_path / "root", 5, before=_damage_newest_of_rank_1)
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(4)]
+    no_holders_are_left(runtime)
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1)])
+def test_another_world_size(
+    tmp_path: Path, runtime: Path, stack: contextlib.ExitStack, worlds: tuple[int, int]
+) -> None:
+    before, after = worlds
+    starts(stack, runtime, resized, before, tmp_path / "root", 4, "kill")
+    assert starts(stack, runtime, resized, after, tmp_path / "root", 2, "kill") == after * [_lingering(4)]
+    assert starts(stack, runtime, resized, before, tmp_path / "root", 0, "close") == before * [_lingering(6)]
+    no_holders_are_left(runtime)
+
+
+def test_a_branch_that_was_left(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    """A start goes back to a published step: nothing newer of the branch before can be restored any more."""
+    starts(stack, runtime, start, 2, tmp_path / "root", 5, saves=(2,))
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 1, step=2)[0][0] == 2
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(3)]
+    no_holders_are_left(runtime)
+
+
+def test_another_start_that_has_claimed_the_root(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    """As with another id: what it has saved comes first, and memory of before is of a branch that was left."""
+    starts(stack, runtime, start, 1, tmp_path / "root", 5)
+    starts(stack, runtime, start, 1, tmp_path / "root", 2, "close", linger_id="another job", saves=(2,))
+    found = starts(stack, runtime, start, 1, tmp_path / "root", 0, "close")
+    assert found == [[2, "storage", ANY_BYTES, True]]
+    no_holders_are_left(runtime)
+
+
+def test_the_root_was_claimed_by_the_job_itself(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    starts(stack, runtime, start, 2, tmp_path / "root", 5, saves=(2, 4))
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 5, saves=(7,)) == 2 * [_lingering(5)]
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 0) == 2 * [_lingering(10)]
+    assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(10)]
+    no_holders_are_left(runtime)
+
+
+class _AnyBytes:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int) and other > 0
+
+    def __hash__(self) -> int:
+        return 0
+
+
+ANY_BYTES = _AnyBytes()

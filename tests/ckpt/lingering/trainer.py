@@ -1,0 +1,57 @@
+"""A process with memory that is kept after its death; it does what it reads, and answers each line.
+
+    trainer.py NAME LINGER_S [BASE ...]
+
+NAME is that of the job. The memory of earlier processes at the addresses BASE is given up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ckpt.lingering.job import Address, Job
+from ckpt.lingering.keeping import LingeringMemory
+from ckpt.lingering.messages import Record
+from ckpt.lingering.takeover import Taken
+from inprocess.ipc.shared_memory import SharedMemory
+
+SIZE = 1 << 16
+RECORD = Record(7, None, 3, [[0, 5], [2, 4]])
+
+
+def main(name: str, linger_s: float, *bases: str) -> None:
+    """Keep one region, and another one with each "hold"."""
+    lingering = LingeringMemory(Job(name, "/root", "a node"), linger_s)
+    regions: list[SharedMemory] = []
+    taken = [Taken(Address(base), RECORD, ()) for base in bases]
+
+    def hold() -> None:
+        region = SharedMemory.create(f"ckpt-slot-{len(regions)}", SIZE)
+        region.buffer[:4] = len(regions).to_bytes(4, "little")
+        regions.append(region)
+
+    hold()
+    lingering.settle(1, RECORD, regions, taken)
+    print(lingering.pid, flush=True)
+    for line in sys.stdin:
+        match line.strip():
+            case "hold":
+                hold()
+                lingering.hold(regions)
+            case "drop":
+                regions.pop(0).close()
+                lingering.hold(regions)
+            case "fork":
+                if os.fork() == 0:
+                    sys.stdin.read()
+                    os._exit(0)
+            case "leave":
+                lingering.leave()
+            case "close":
+                lingering.close()
+        print(lingering.pid, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])
