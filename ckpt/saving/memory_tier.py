@@ -143,10 +143,10 @@ class MemoryTier:
         self._fences = pruned((*self._fences, (restart, last)))
         self._restored = save if save in self._whole else None
         self._memory.need(self._restored)
+        if self._replicator is not None:
+            self._replicator.settle(self._restored, self._whole)
         self._offers, self._whole, self._known = [], {}, {}
         self._give_back_replicas()
-        if self._replicator is not None:
-            self._replicator.settle(self._restored)
 
     def _give_back_replicas(self) -> None:
         """Unmap the replicas, which the replica process goes on to hold."""
