@@ -488,7 +488,8 @@ class Checkpointer:
     def replicated_step(self) -> int | None:
         """The newest snapshot whose shares are all on other nodes, too, as far as this rank knows; None if none is.
 
-        It is the one that is restored after a node is lost. `step` and `maybe_finalize` learn of newer ones.
+        It is the one that is restored after a node is lost. `step` and `maybe_finalize` learn of newer ones. None after
+        a restore, until a snapshot is replicated again.
         """
         return None if self._saver.replicator is None else self._saver.replicator.replicated_step
 

@@ -69,8 +69,11 @@ class Connection:
     # -- the greeting --------------------------------------------------------------------------------------------------
 
     def greet_holder(self, secret: str) -> None:
-        """Prove to a holder that this process knows the secret, and have it prove the same. GreetingError."""
-        until = time.monotonic() + min(GREETING_S, self._silence_s)
+        """Prove to a holder that this process knows the secret, and have it prove the same. GreetingError.
+
+        A holder with many peers accepts others later.
+        """
+        until = self._until()
         challenge = self._receive_exactly(len(PROTOCOL) + NONCE_BYTES, until)
         if challenge[: len(PROTOCOL)] != PROTOCOL:
             raise GreetingError("is not a holder of replicas of this version")

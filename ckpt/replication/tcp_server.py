@@ -1,7 +1,8 @@
 """The holder's end of the transport over TCP: a thread that accepts, and one for each connection.
 
 A connection that has proved nothing within 5 s is closed; so is the oldest of them when too many are open. After that a
-peer may ask for anything that the messages allow, each bounded in time and bytes, as it belongs to the job.
+peer may ask for anything that the messages allow, each bounded in time and bytes, as it belongs to the job. When too
+many peers are connected, the one that has asked for nothing for longest is closed: it can connect again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 
 from ckpt.replication.connection import BlockError, Connection
 from ckpt.replication.interface import Server
@@ -25,7 +27,7 @@ __all__ = ["TcpServer"]
 _log = logging.getLogger("ckpt")
 _BACKLOG = 1024
 _MOST_STRANGERS = 64  # connections that have not proved anything yet
-_MOST_PEERS = 128  # connections that have; more wait in the backlog
+_MOST_PEERS = 128  # connections that have; more wait in the backlog for one that is idle
 _IDLE_S = 60.0  # between two requests of one connection
 _ACCEPT_PAUSE_S = 0.2
 _WHY_CHARACTERS = 500
@@ -43,6 +45,7 @@ class TcpServer(Server):
         self._changed = threading.Condition()  # guards the fields below
         self._strangers: dict[Connection, None] = {}  # in the order of arrival
         self._peers: dict[Connection, None] = {}
+        self._idle: dict[Connection, float] = {}  # peers between two requests, since when; longest first
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._listener = _listen(host)
@@ -106,7 +109,12 @@ class TcpServer(Server):
     def _wait_for_room(self) -> bool:
         """Return whether to accept one more connection; False if the server is closing."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or len(self._peers) < _MOST_PEERS)
+            while not self._closing and len(self._peers) >= _MOST_PEERS:
+                longest = next(iter(self._idle), None)
+                if longest is not None and time.monotonic() - self._idle[longest] >= _ACCEPT_PAUSE_S:
+                    del self._idle[longest]
+                    longest.shut()
+                self._changed.wait(_ACCEPT_PAUSE_S)
             return not self._closing
 
     # -- one connection ------------------------------------------------------------------------------------------------
@@ -122,13 +130,22 @@ class TcpServer(Server):
                 if self._closing:
                     return
             while True:
-                self._handle(connection, connection.receive(_IDLE_S))
+                self._handle(connection, self._next_request(connection))
         except ConnectionResetError as end:  # the usual end
             _log.debug("holder of replicas: %s", end)
         except (OSError, PacketError, BlockError) as error:
             _log.info("holder of replicas: a connection was closed: %s", error)
         finally:
             self._forget(connection, threading.current_thread())
+
+    def _next_request(self, connection: Connection) -> Message:
+        with self._changed:
+            self._idle[connection] = time.monotonic()
+        try:
+            return connection.receive(_IDLE_S)
+        finally:
+            with self._changed:
+                self._idle.pop(connection, None)
 
     def _forget(self, connection: Connection, thread: threading.Thread) -> None:
         with self._changed:  # in which `shut` may be called

@@ -199,11 +199,11 @@ class MemoryTier:
         if self._lingering is not None:
             record = Record(self._start, self._origin, self._owner, list(map(list, self._fences)))
             self._lingering.settle(self._rank, record, self._memory.kept, self._taken)
+        if self._replicator is not None:
+            self._replicator.settle(self._restored, self._whole)
         self._taken = []
         self._offers, self._whole, self._known, self._agreed = [], {}, {}, Start()
         self._give_back_replicas()
-        if self._replicator is not None:
-            self._replicator.settle(self._restored)
 
     def _begin_start(self) -> None:
         """After the first restore of this process: go on with the start of the others, or a new one."""

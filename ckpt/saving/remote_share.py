@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
 
 from ckpt.replication.interface import RemoteHolder, Transport
 from ckpt.replication.replica import Address, Replica, TransportError
@@ -36,22 +35,24 @@ class RemoteShare(ShareBytes):
         """Return bytes of the slot. DamagedFileError if they cannot be had: an older step can be restored then."""
         data = bytearray(nbytes)
         try:
-            with self._connection() as holder:
-                holder.read_into(self._replica, offset, memoryview(data))
+            if not self._read_again(offset, data):
+                self._read(self._transport.open(self._holder), offset, data)
         except TransportError as error:
             raise DamagedFileError(f"cannot be read: {error}") from error
         self.bytes_fetched += nbytes
         return data
 
-    @contextlib.contextmanager
-    def _connection(self) -> Iterator[RemoteHolder]:
-        """Yield a connection that no other thread uses; after an error it is closed."""
+    def _read_again(self, offset: int, data: bytearray) -> bool:
+        """Read by a connection that was used before; False if none can be: a holder closes those that are idle."""
+        with contextlib.suppress(queue.Empty, TransportError):
+            self._read(self._idle.get_nowait(), offset, data)
+            return True
+        return False
+
+    def _read(self, holder: RemoteHolder, offset: int, data: bytearray) -> None:
+        """Read by a connection that no other thread uses; after an error it is closed."""
         try:
-            holder = self._idle.get_nowait()
-        except queue.Empty:
-            holder = self._transport.open(self._holder)
-        try:
-            yield holder
+            holder.read_into(self._replica, offset, memoryview(data))
         except BaseException:
             holder.close()
             raise

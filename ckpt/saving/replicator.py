@@ -6,8 +6,9 @@
     replicas/<nonce>/round             [number, snapshot of the round or null, last one that all buddies have or null]
     replicas/<nonce>/<number>/...      ended, failed: how many ranks
 
-Buddies keep the last snapshot that all of them have until they have another one, and so does each rank in its slots: a
-node may be lost at any time, and what it held and what it staged is then lost together. One store request for each call
+Buddies keep the last snapshot that all of them have until they have another one, and so does each rank in its slots,
+also when a newer one is restored: a node may be lost at any time, and what it held and what it staged is then lost
+together. One store request for each call
 of `poll`; no collective, no wait. Only `meet` is collective.
 
 Runs in the thread that trains.
@@ -15,12 +16,13 @@ Runs in the thread that trains.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from ckpt.events import SnapshotNotReplicated, SnapshotReplicated
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.ranks import Ranks
 from ckpt.replication.control import Ended
+from ckpt.replication.limiter import Limiter
 from ckpt.replication.process import ReplicaKeeper
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.tcp import TcpTransport
@@ -60,6 +63,11 @@ class ReplicaOptions:
     host: str | None = None
     place: str | None = None
 
+    def __post_init__(self) -> None:
+        Limiter(self.bandwidth)  # ValueError if that is too low
+        if self.host is not None:
+            ipaddress.ip_address(self.host)  # ValueError for a name
+
 
 @dataclass(frozen=True, slots=True)
 class _Round:
@@ -89,14 +97,15 @@ class Replicator:
         self._ended: Ended | None = None  # of this round, not told yet
         self._is_to_send = False
         self._tried: str | None = None  # the snapshot that rank 0 began a round with last
+        self._told: list[str] = []  # what ranks knew to be replicated when they met, in the order of steps
+        self._is_known = False  # that the buddies of now have what is replicated
         self._remote: list[RemoteShare] = []
         self._warned: set[str] = set()
 
     @property
     def replicated_step(self) -> int | None:
         """The newest step whose snapshot is complete in the memory of all buddies, as far as this rank knows."""
-        save = parse_save_name(self._round.replicated or "")
-        return None if save is None else save.step
+        return _step_of(self._round.replicated) if self._is_known else None
 
     # -- ranks come together -------------------------------------------------------------------------------------------
 
@@ -106,14 +115,15 @@ class Replicator:
         What fails on this rank is logged; then there are no replicas until the ranks meet again.
         """
         self.forget()
-        told: list[str | None] = []
+        told = ["", "", self._round.replicated]
         if rank == 0:  # always a new secret: what belongs to an earlier iteration must not store anything any more
-            told = [secrets.token_hex(_SECRET_BYTES), secrets.token_hex(4), self._round.replicated]
-        answers = gather(json.dumps(told).encode())
+            told[:2] = secrets.token_hex(_SECRET_BYTES), secrets.token_hex(4)
+        answers = [json.loads(answer) for answer in gather(json.dumps(told).encode())]
         if len(answers) == 1:
             return
-        secret, nonce, replicated = json.loads(answers[0])
-        self._secret, self._round = str(secret), _Round(0, None, replicated)
+        self._secret, nonce, _ = answers[0]
+        self._told = sorted({replicated for _, _, replicated in answers if replicated is not None}, key=_step_of)
+        self._round = _Round(0, None, self._told[-1] if self._told else None)
         self._start()
         address = self._listen()
         place = self._options.place or node()
@@ -208,6 +218,7 @@ class Replicator:
     def _enter(self, found: _Round) -> None:
         """Go on to the round that rank 0 has told."""
         before, self._round = self._round, found
+        self._is_known = self._is_known or found.replicated != before.replicated
         if found.replicated is not None and found.replicated != before.replicated and is_observed():
             step = _step_of(found.replicated)
             emit(SnapshotReplicated(time.time(), self._ranks.rank, step, self._bytes))
@@ -230,7 +241,7 @@ class Replicator:
         assert self._buddy is not None
         replica = Replica(snapshot, self._ranks.rank, slot.region.size, Share(slot.region).nbytes)
         self._sending[replica] = slot
-        slot.is_pinned = True
+        slot.pin()
         self._bytes = replica.nbytes
         self._keeper.send(replica, slot.region.fd, self._buddy, self._round.replicated)
 
@@ -260,7 +271,7 @@ class Replicator:
         for slot in self._slots():
             sent = any(slot is other for other in self._sending.values())
             if sent or Share(slot.region).save_name in needed:
-                slot.is_pinned = True
+                slot.pin()
             elif slot.is_pinned:
                 slot.unpin()
 
@@ -291,7 +302,11 @@ class Replicator:
 
     def remote(self, save: str, lent: Sequence[bytes], own: Iterable[int]) -> dict[int, RemoteShare]:
         """Return the shares of a snapshot that can only be read on other nodes, by owner. `lent` is by rank."""
-        transport = TcpTransport(self._options.host or own_address(), self._secret)
+        try:
+            transport = TcpTransport(self._options.host or own_address(), self._secret)
+        except (OSError, ValueError) as error:
+            self._warn(f"this rank can read none: {error}")
+            return {}
         known = set(own)
         found = {}
         for rank, offers in enumerate(lent):
@@ -302,13 +317,19 @@ class Replicator:
         self._remote += found.values()
         return found
 
-    def settle(self, save: str | None) -> None:
-        """After a restore: drop all replicas but those of the snapshot `save`, which was restored; None for none."""
+    def settle(self, save: str | None, whole: Collection[str] = ()) -> None:
+        """After a restore: keep replicas of the snapshot `save`, which was restored, and what was replicated before it.
+
+        None for none. The latter, if it is one of those that are `whole`, is needed until a newer one is replicated:
+        what was restored may have been in the memory of its ranks alone.
+        """
         self._close_remote()
+        before = [name for name in self._told if name in whole and _step_of(name) <= _step_of(save)]
+        replicated = before[-1] if before else save
         if self._keeper is not None:
             self._keeper.take_back()
-            self._keeper.retain([] if save is None else [save])
-        self._round = _Round(0, None, save)
+            self._keeper.retain([name for name in {save, replicated} if name is not None])
+        self._round, self._is_known = _Round(0, None, replicated), False
         self._tried, self._pause_s, self._next_at = save, 0.0, 0.0
         self._pin()
 

@@ -5,6 +5,7 @@
       ▲                 │                                         if it is kept     │
       │  let_go         ▼   release of a snapshot that is kept                      ▼
       └────────────── HELD ◀────────────────────────────────────────────────────── HELD
+      pin, unpin: FREE ◀──▶ HELD
 
 A slot is mapped, faulted in and (on CUDA) pinned once, and used again and again. There are two by default: one may
 still be written while the next save is staged. With snapshots there are three: one is held, as a restart may need it.
@@ -84,6 +85,12 @@ class Slot:
         self.is_kept = False
         if self.state is SlotState.HELD:
             self.release()
+
+    def pin(self) -> None:
+        """Pin it: what it holds is being replicated, or may be needed with the replicas of others."""
+        self.is_pinned = True
+        if self.state is SlotState.FREE:
+            self.state = SlotState.HELD
 
     def unpin(self) -> None:
         """Pin it no longer. It becomes free, unless it is kept or a writer still uses it."""

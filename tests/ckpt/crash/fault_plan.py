@@ -15,9 +15,11 @@ KILLING = ("sigkill", "os-exit")
 OF_PROCESSES = ("writer-killed", "server-killed", "writer-stopped")
 IN_TRAINING = ("step", "first-step", "staging", "between", "scheduled", "maybe-finalize", "finalize-fn")
 IN_RECOVERY = ("drain", "restore", "restored")
-# With snapshots: before one, between its staging and its count, when ranks agree, and when bytes come back.
+# With snapshots: before one, between its staging and its count, when ranks agree, when bytes come back, and afterwards.
+# A byte changes in the newest one of a rank; a replica process is killed; the writer of a rank cannot write.
 IN_SNAPSHOTS = (*IN_TRAINING, "snapshot", "count")
-IN_RECOVERY_OF_SNAPSHOTS = ("drain", "agreement", "copy-back")
+IN_RECOVERY_OF_SNAPSHOTS = ("drain", "agreement", "copy-back", "settle")
+OF_SNAPSHOTS = ("damage", "damage", "disk-full", "writer-killed", "server-killed")
 STEPS_PER_ITERATION = 4
 
 
@@ -49,6 +51,12 @@ class Job:
     faults: tuple[Fault, ...]
     snapshots: bool = False
     """Every step is kept in memory."""
+    replicas: bool = False
+    """Also in the memory of a rank in another place."""
+    registered: bool = True
+    """State is restored before the function is called, else in it."""
+    twice: bool = False
+    """What is saved is also kept by a snapshot of the same step."""
 
     @property
     def kills(self) -> bool:
@@ -71,18 +79,20 @@ def _job(number: int, on_fault: str, iterations: int, snapshots: bool) -> Job:
     kills = number % 2 == 1
     seed = f"{on_fault}-{active}-{'killing' if kills else 'raising'}-{number:03d}{'-snapshots' if snapshots else ''}"
     choose = random.Random(seed)
+    replicas = snapshots and number % 3 == 2
     faults: list[Fault] = []
     spares = 0
     for iteration in range(iterations):
-        of_iteration = _faults(choose, iteration, active, kills, kills and spares < 4, snapshots)
+        of_iteration = _faults(choose, iteration, active, kills, kills and spares < 4, snapshots, replicas)
         in_recovery = IN_RECOVERY + IN_RECOVERY_OF_SNAPSHOTS
         spares += sum(fault.kind in KILLING or fault.moment in in_recovery for fault in of_iteration)
         faults += of_iteration
-    return Job(seed, on_fault, active, spares, tuple(faults), snapshots)
+    registered, twice = not snapshots or number % 5 != 4, snapshots and number % 7 == 6
+    return Job(seed, on_fault, active, spares, tuple(faults), snapshots, replicas, registered, twice)
 
 
 def _faults(
-    choose: random.Random, iteration: int, active: int, kills: bool, may_kill: bool, snapshots: bool
+    choose: random.Random, iteration: int, active: int, kills: bool, may_kill: bool, snapshots: bool, replicas: bool
 ) -> list[Fault]:
     """One fault, or two on different ranks; at least one ends the iteration by itself. Rank 0 at the latest."""
     in_training = IN_SNAPSHOTS if snapshots else IN_TRAINING
@@ -93,14 +103,19 @@ def _faults(
 
     kinds = RAISING + KILLING if may_kill else RAISING
     first, second = choose.sample(range(active), 2)
-    how = choose.choice(("alone", "alone", "pair", "process", "recovery" if may_kill else "pair"))
+    how = choose.choice(
+        ("alone", "alone", "pair", *(("process",) * (3 if snapshots else 1)), "recovery" if may_kill else "pair")
+    )
     if how == "alone":
         return [fault(kinds, in_training, first)]
     if how == "pair":
         same = fault(kinds, in_training, first)
         return [same, Fault(iteration, choose.choice(RAISING), same.moment, second, same.offset)]
     if how == "process":
-        victim = fault(OF_PROCESSES[: 2 if kills else 3], ("step", "between", "scheduled"), first)
+        of_processes = OF_PROCESSES[: 2 if kills else 3]
+        if snapshots:
+            of_processes = (*OF_SNAPSHOTS, *(("replica-killed",) * 3 if replicas else ()), *of_processes[2:])
+        victim = fault(of_processes, ("step", "between", "scheduled"), first)
         later = Fault(iteration, "exception", "step", choose.choice((first, second)), victim.offset + 1)
         return [victim, later]
     return [fault(("exception",), in_training, first), fault(("exception", *KILLING), in_recovery, second)]

@@ -3,10 +3,13 @@
 Every rank writes what it sees to `<folder>/rank_<initial rank>.jsonl`.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
+import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +27,18 @@ import inprocess
 from ckpt.async_calls import WriterConfig
 from ckpt.errors import CheckpointError
 from ckpt.restart import CheckpointAbort, CheckpointFinalize, CheckpointInitialize
+from ckpt.saving import replicator
 from ckpt.saving import save as save_module
 from ckpt.saving import stage as stage_module
 from ckpt.saving.completion import Completion
 from ckpt.saving.memory_tier import MemoryTier
+from ckpt.saving.share import HEADER_BYTES, Share
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.copy_table import Copies
+from ckpt.storage.names import parse_save_name
 from ckpt.storage.ownership import Ownership
 from inprocess.abort import AbortTorchDistributed
+from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.ckpt.crash.fault_plan import IN_TRAINING, Fault, Job
 
@@ -116,6 +123,8 @@ class Saboteur:
         self._faults = list(faults)
         self._log = log
         self._checkpointer = checkpointer
+        self._slots: list[SharedMemory] = []
+        self._remember_slots()
         self._patch(stage_module, "stage", "staging", after_some=True)
         self._patch(save_module, "settle", "drain")
         self._patch(save_module.Saver, "settle_all", "drain")
@@ -123,9 +132,11 @@ class Saboteur:
         self._patch(Completion, "count", "count")
         self._patch(MemoryTier, "choose", "agreement")
         self._patch(StagedMemory, "fill", "copy-back")
+        self._patch(MemoryTier, "settle", "settle")
 
     def begin(self, iteration: int, rank: int) -> None:
         self.iteration, self.rank, self.offset, self.recovers = iteration, rank, 0, False
+        self._limit_files(resource.RLIM_INFINITY)
 
     def at(self, moment: str) -> None:
         for fault in list(self._faults):
@@ -147,8 +158,29 @@ class Saboteur:
             time.sleep(600)
         elif fault.kind == "exception":
             raise InjectedError(str(fault))
-        for process in self._processes("writer" if fault.kind.startswith("writer") else "server"):
-            process.send_signal(signal.SIGSTOP if fault.kind == "writer-stopped" else signal.SIGKILL)
+        elif fault.kind == "damage":
+            self._damage(random.Random(str(fault)))
+        elif fault.kind == "disk-full":
+            self._limit_files(0)
+        else:
+            for process in self._processes(fault.kind.split("-")[0]):
+                process.send_signal(signal.SIGSTOP if fault.kind == "writer-stopped" else signal.SIGKILL)
+
+    def _limit_files(self, nbytes: int) -> None:
+        """Let the writers of this rank write files of this size only."""
+        for process in self._processes("writer"):
+            with contextlib.suppress(psutil.Error):
+                process.rlimit(psutil.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+    def _damage(self, choose: random.Random) -> None:
+        """Change a byte of the newest snapshot that is no save: what a writer reads must stay as it is."""
+        slots = [Share(region) for region in self._slots if not region.closed]
+        steps = {share: parse_save_name(share.save_name or "") for share in slots if share.is_whole}
+        snapshots = {share: save.step for share, save in steps.items() if save is not None and save.step % _SAVE_EVERY}
+        if snapshots:
+            share = max(snapshots, key=snapshots.__getitem__)
+            self._log("damaged", step=snapshots[share], iteration=self.iteration)
+            share.region.buffer[choose.randrange(share.region.size - HEADER_BYTES)] ^= 1 << choose.randrange(8)
 
     def _processes(self, which: str) -> Iterator[psutil.Process]:
         for process in psutil.Process().children(recursive=True):
@@ -157,8 +189,19 @@ class Saboteur:
             except psutil.Error:
                 continue
             is_server = any("ckpt.async_calls.fork_server" in part for part in command)
-            if which == ("writer" if name == "ckpt-writer" else "server" if is_server else ""):
+            known = {"ckpt-writer": "writer", "ckpt-replicas": "replica"}
+            if which == known.get(name, "server" if is_server else ""):
                 yield process
+
+    def _remember_slots(self) -> None:
+        create = SharedMemory.create
+
+        def created(name: str, size: int) -> SharedMemory:
+            region = create(name, size)
+            self._slots = [region, *(other for other in self._slots if not other.closed)]
+            return region
+
+        SharedMemory.create = created  # type: ignore[method-assign, assignment]
 
     def _patch(self, where: Any, name: str, moment: str, after_some: bool = False) -> None:
         original = getattr(where, name)
@@ -184,10 +227,14 @@ def run(rank: int, world_size: int, job: Job, folder: Path) -> str | None:
         stream.write(json.dumps({"event": event, **more}) + "\n")
 
     queue = ckpt.AsyncCallsQueue(config=WriterConfig(writer_timeout_s=4.0))
-    every = 1 if job.snapshots else None
-    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, snapshot_every=every, timeout=timedelta(seconds=30))
+    options: dict[str, Any] = {"snapshot_every": 1} if job.snapshots else {}
+    if job.replicas:
+        options |= {"replicas": 1, "replica_place": f"place {rank % 2}", "replica_host": "127.0.0.1"}
+        replicator._LINGER_S = 1.0  # the test waits for the end of all processes
+    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, timeout=timedelta(seconds=30), **options)
     state = fresh(rank)
-    checkpointer.register(**state)
+    if job.registered:
+        checkpointer.register(**state)
     saboteur = Saboteur(job.faults, log, checkpointer)
     trainer = _Trainer(job, checkpointer, state, saboteur, log)
     hangs = any(fault.kind == "hang" for fault in job.faults)
@@ -269,7 +316,7 @@ class _Trainer:
         dist.init_process_group("gloo", store=dist.PrefixStore("pg", call.store), rank=rank, world_size=world_size)
         # With snapshots the ranks have agreed before; every third job lets them do it again here.
         again = self._job.seed.removesuffix("-snapshots")[-1] in "258" if self._job.snapshots else self._job.kills
-        all_ask = call.iteration == 0 or again
+        all_ask = call.iteration == 0 or again or not self._job.registered
         step = checkpointer.restore(state) if all_ask else checkpointer.resume_step
         if step is None:
             reset(state, rank)
@@ -299,7 +346,7 @@ class _Trainer:
         self._maybe_finalize(blocking=False)
         if step % _SAVE_EVERY == 0:
             self._save(step)
-        elif self._job.snapshots:
+        if self._job.snapshots and (step % _SAVE_EVERY or self._job.twice):
             saboteur.at("snapshot")
             self._checkpointer.snapshot(self._state, step)
         if self._job.snapshots:

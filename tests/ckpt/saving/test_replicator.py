@@ -151,3 +151,18 @@ def test_one_rank_alone(tmp_path: Path) -> None:
 def test_replicas_are_none_or_one(tmp_path: Path, replicas: Any) -> None:
     with pytest.raises(ValueError, match="replicas must be 0 or 1"):
         ckpt.Checkpointer(tmp_path, replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replica_bandwidth": 10.0}, "bandwidth must be at least"),
+        ({"replica_bandwidth": float("nan")}, "bandwidth must be at least"),
+        ({"replica_host": "node7"}, "does not appear to be an IPv4 or IPv6 address"),
+    ],
+)
+def test_what_no_replica_process_can_use_is_refused_at_once(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ckpt.Checkpointer(tmp_path, replicas=1, **options)

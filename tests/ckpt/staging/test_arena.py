@@ -97,6 +97,21 @@ def test_a_slot_that_is_let_go_while_it_is_written_stays_the_writers(leak_check:
     arena.close()
 
 
+def test_a_slot_that_is_pinned_when_it_is_free_is_not_staged_over(leak_check: LeakCheck) -> None:
+    arena = Arena(2, None, pin=False)
+    arena.resize(1 << 16)
+    first = arena.acquire(1, no_wait)
+    first.release()
+    first.pin()  # as what is replicated, though a newer snapshot is complete
+    assert arena.acquire(2, no_wait) is not first
+    assert not arena.has_free()
+    first.unpin()
+    assert arena.acquire(3, no_wait) is first
+    first.pin()
+    assert first.state is SlotState.STAGING
+    arena.close()
+
+
 def test_held_slots_outlive_a_resize(leak_check: LeakCheck) -> None:
     arena = Arena(2, None, pin=False)
     arena.resize(1 << 16)

@@ -88,6 +88,27 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
         region.close()
 
 
+def test_a_neighbour_that_has_closed_is_left_out_without_a_warning(
+    caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
+) -> None:
+    """As at the end of a program, when a restore has just begun to share slots in the background."""
+    closed = threading.Event()
+
+    def act(ranks: _Ranks) -> object:
+        exchange = SlotExchange(ranks)  # type: ignore[arg-type]
+        if ranks.rank == 1:
+            exchange.close()
+            closed.set()
+            return None
+        assert closed.wait(20)
+        with SharedMemory.create("slot", 4096) as region:
+            threading.Timer(0.1, exchange.cancel).start()  # it does not wait for a neighbour to connect
+            return exchange.run([region])
+
+    assert _exchange(2, act) == [{}, None]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
     """Thrown in while the neighbours' slots are taken; the others do without."""
     own = [[SharedMemory.create("slot", 4096)] for _ in range(3)]

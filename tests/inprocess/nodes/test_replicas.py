@@ -91,6 +91,21 @@ def test_a_node_loses_its_power(make_lab: MakeLab, nodes: int, active: int, band
     _ends_well(job, set(job.ranks_of(lost)))
 
 
+def test_a_node_is_lost_soon_after_an_exception(make_lab: MakeLab) -> None:
+    """What was replicated before the exception is kept until something newer is."""
+    lab = make_lab(3)
+    job = _start(lab, 6, replica_bandwidth=1e6)  # the snapshot that the exception leaves is not replicated soon
+    _wait(job, lambda: _replicated(job) >= 1)
+    replicated = _replicated(job)
+    (job.folder / "raise").write_text("3")
+    _check(_begun(job, 1, 6), 6, replicated)
+    lab.power_off(2)
+    found = _begun(job, 2, 4)
+    _check(found, 4, replicated)
+    assert all(each.storage_bytes == 0 for each in found), found
+    _ends_well(job, set(job.ranks_of(2)))
+
+
 def _paused_at(job: Job) -> int:
     """The step after which the ranks make no more."""
     _wait(job, lambda: any(line.event.startswith("paused") for line in job.lines()))

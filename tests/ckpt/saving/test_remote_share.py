@@ -1,0 +1,56 @@
+"""Shares that are read on other nodes: connections that end between two reads, and more readers than connections."""
+
+from contextlib import ExitStack, closing
+
+import pytest
+
+from ckpt.replication import tcp_server
+from ckpt.replication.replica import Address, Replica
+from ckpt.replication.tcp import TcpTransport
+from ckpt.replication.tcp_server import TcpServer
+from ckpt.saving.remote_share import RemoteShare
+from ckpt.storage.regular_files import DamagedFileError
+from tests.ckpt.replication.support import HOST, SECRET, content, send, serving
+from tests.inprocess.coordination.helpers import eventually
+from tests.support import LeakCheck
+
+_SIZE = 100_000
+_DATA = content("share", _SIZE)
+
+
+def _share(holder: Address, replica: Replica) -> RemoteShare:
+    return RemoteShare(TcpTransport(HOST, SECRET, 10.0), holder, replica)
+
+
+def test_a_connection_that_the_holder_has_closed_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    monkeypatch.setattr(tcp_server, "_IDLE_S", 0.05)
+    with serving() as (_, server):
+        replica = send(server.address, "1", _DATA)
+        with closing(_share(server.address, replica)) as share:
+            assert share.read(10, 1000) == _DATA[10:1010]
+            assert isinstance(server, TcpServer)
+            eventually(lambda: server.connection_count == (0, 0))
+            assert share.read(0, _SIZE) == _DATA
+
+
+def test_more_readers_than_a_holder_has_connections(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
+    """Each reader keeps its connection; the holder ends the one that was not used for longest."""
+    monkeypatch.setattr(tcp_server, "_MOST_PEERS", 2)
+    with serving() as (_, server), ExitStack() as closes:
+        replica = send(server.address, "1", _DATA)
+        shares = [closes.enter_context(closing(_share(server.address, replica))) for _ in range(5)]
+        for _ in range(2):
+            for share in shares:
+                assert share.read(10, 1000) == _DATA[10:1010]
+
+
+def test_what_cannot_be_read_is_damaged(leak_check: LeakCheck) -> None:
+    with serving() as (_, server):
+        replica = send(server.address, "1", _DATA)
+        share = _share(server.address, replica)
+        assert share.read(0, 10) == _DATA[:10]
+    with pytest.raises(DamagedFileError, match="cannot be read: the holder of replicas at"):
+        share.read(0, 10)
+    share.close()
