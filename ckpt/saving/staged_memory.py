@@ -104,9 +104,12 @@ class StagedMemory:
         tensors = {path: leaf.local for path, leaf in leaves.items()}
         save_name = str(summary["save"])
         sound: list[Copies] = []
+        complete: set[Path] = set()
         copied: dict[int, dict[Path, int]] = {}
         holding, own_shares = self._holding(save_name)
         for holder, region in holding.items():
+            if len(complete) == len(leaves):
+                break  # laying out the slot of a neighbour takes time, also if it has nothing for this rank
             layout = plan.layout_of(holder, boxes, rank)
             if layout.plan.batches > 1 or not layout.copies[0].ops:
                 continue
@@ -117,7 +120,7 @@ class StagedMemory:
             if by_path is not None and Share(region).save_name == save_name:
                 copied[holder] = by_path
                 sound.append(layout.copies[0])
-        complete = _complete(sound, leaves)
+                complete = _complete(sound, leaves)
         nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
         own = sum(nbytes.pop(holder, 0) for holder in own_shares)
         return Filled(frozenset(complete), own, sum(nbytes.values()))

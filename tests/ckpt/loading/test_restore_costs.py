@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank, ranks
 from ckpt.storage import step_source
 from tests.support import run_ranks
 
@@ -76,6 +77,56 @@ def test_another_number_of_ranks_reads_little_more_than_it_needs(tmp_path: Path,
     run_ranks(_reshard, before, tmp_path, True)
     for result in run_ranks(_reshard, after, tmp_path, False):
         assert result.value <= 1.1
+
+
+def _beside_a_slow_rank(rank: int, world_size: int, root: Path) -> list[str]:
+    """Return what this rank prepared for the next save before the slowest rank, the last one, had its bytes."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    has_read = root / "has_read"
+    state = {"tensor": torch.ones(_MB // 2)}  # one read
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(state, 1)
+    dist.barrier()
+    early: list[str] = []
+    prepared: list[str] = []
+    is_waiting = False
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" or (event == "mmap.__new__" and args[1] >= _MB // world_size):
+            (prepared if has_read.exists() else early).append(event)
+
+    real_read, real_meet = step_source.read_checked, ranks.meet
+
+    def read(fd: int, segments: Any) -> bool:
+        nonlocal is_waiting
+        if rank == world_size - 1:
+            store.wait([f"waits {other}" for other in range(rank)], timedelta(seconds=30))
+        whole = real_read(fd, segments)
+        if rank == world_size - 1:
+            has_read.touch()
+        is_waiting = True
+        return whole
+
+    def meet(*args: Any) -> None:
+        if is_waiting:
+            store.set(f"waits {rank}", "")
+        real_meet(*args)
+
+    with Checkpointer(root) as checkpointer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_source, "read_checked", read)
+        patch.setattr(ranks, "meet", meet)
+        sys.addaudithook(hook)
+        assert checkpointer.restore(state) == 1
+        checkpointer.save(state, 2)
+        assert {"subprocess.Popen", "mmap.__new__"} <= set(prepared), "what is looked for is seen"
+    return early
+
+
+def test_the_next_save_is_prepared_when_the_slowest_rank_has_its_bytes(tmp_path: Path) -> None:
+    for result in run_ranks(_beside_a_slow_rank, 3, tmp_path, survivors_timeout=20):
+        assert result.value == []
 
 
 def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
