@@ -20,7 +20,7 @@ from tests.ckpt.lingering.jobs import DIE, LINGER, resized, start
 from tests.ckpt.lingering.support import Call, files_of, held_memory, holders_of, no_holders_are_left, starts
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, restarted, train_step
 from tests.inprocess.coordination.helpers import eventually
-from tests.support import run_ranks
+from tests.support import LeakCheck, run_ranks
 
 _NOTHING = [None, None, None, True]
 
@@ -58,7 +58,9 @@ def test_what_is_refused(
         ckpt.Checkpointer(tmp_path, **{"linger": LINGER, **options})
 
 
-def test_no_holder_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_no_holder_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
+) -> None:
     """Training goes on without one, with a warning."""
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
