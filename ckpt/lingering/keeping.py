@@ -140,15 +140,14 @@ class LingeringMemory:
         address = self._address = job.new_address()
         trainer = os.pidfd_open(os.getpid())
         try:
-            channel, theirs = Channel.pair(CONTROL)
+            self._channel, theirs = Channel.pair(CONTROL)
             with theirs, listen(address.socket) as listener:
                 # From now on the next processes find it, and wait until it has begun.
                 secret = address.write_key()
                 arguments = theirs.fileno(), trainer, os.getpid()
                 self._process = start_module("ckpt.lingering", *map(str, arguments), pass_fds=arguments[:2])
                 serve = Serve(address.base, secret, job.name, job.root, job.node, self._linger_s)
-                channel.send(serve, listener.fileno())
-            self._channel = channel
+                self._channel.send(serve, listener.fileno())
         except BaseException:
             self._discard()
             raise

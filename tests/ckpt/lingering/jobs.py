@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +51,6 @@ def start(
     """
     if dies is not None:
         _die(*DIE[dies])
-    tempfile.tempdir = None  # what the process that this one was forked from has found is not that of TMPDIR
     options = {"linger": LINGER, "linger_id": "a job", "timeout": timedelta(seconds=30), **options}
     with contextlib.ExitStack() as stack:
         checkpointer = ckpt.Checkpointer(root, snapshot_every=1, **options)
@@ -104,7 +102,6 @@ def _die(owner: Any, name: str, after: bool) -> None:
 
 def resized(rank: int, world_size: int, root: Path, steps: int, end: str) -> None:
     """As `start`, of a state that does not depend on the number of ranks."""
-    tempfile.tempdir = None
     checkpointer = ckpt.Checkpointer(root, snapshot_every=1, linger=LINGER, linger_id="a job")
     state = {"weights": [torch.zeros(10_000) for _ in range(7)], "count": {"steps": 0}}
     first = checkpointer.restore(state) or 0

@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def starts(
     """
     env = {"TMPDIR": str(runtime), **options.pop("env", {})}
     call = functools.partial(function, **options)
-    group = stack.enter_context(launch_ranks(_Call(call, args), world_size, env=env, init_process_group=world_size > 1))
+    group = stack.enter_context(launch_ranks(Call(call, args), world_size, env=env, init_process_group=world_size > 1))
     killed = options.get("end", args[2] if len(args) > 2 else "kill") == "kill"
     results = group.wait(returncodes=dict.fromkeys(range(world_size), -signal.SIGKILL if killed else 0))
     found = [re.findall(r"^began (.*)$", result.stdout, re.MULTILINE) for result in results]
@@ -81,11 +82,12 @@ def starts(
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """A function with its arguments, as ranks are called."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
     def __call__(self, rank: int, world_size: int) -> Any:
+        tempfile.tempdir = None  # what the process that this one was forked from has found is not that of TMPDIR
         return self.function(rank, world_size, *self.args)

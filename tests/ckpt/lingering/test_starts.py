@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import tempfile
@@ -16,9 +17,10 @@ import pytest
 import ckpt
 from ckpt.saving.share import Share
 from tests.ckpt.lingering.jobs import DIE, LINGER, resized, start
-from tests.ckpt.lingering.support import files_of, held_memory, holders_of, no_holders_are_left, starts
-from tests.ckpt.saving.snapshot_jobs import fresh, train_step
+from tests.ckpt.lingering.support import Call, files_of, held_memory, holders_of, no_holders_are_left, starts
+from tests.ckpt.saving.snapshot_jobs import Faults, fresh, restarted, train_step
 from tests.inprocess.coordination.helpers import eventually
+from tests.support import LeakCheck, run_ranks
 
 _NOTHING = [None, None, None, True]
 
@@ -56,7 +58,9 @@ def test_what_is_refused(
         ckpt.Checkpointer(tmp_path, **{"linger": LINGER, **options})
 
 
-def test_no_holder_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_no_holder_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
+) -> None:
     """Training goes on without one, with a warning."""
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
@@ -187,6 +191,21 @@ def test_the_root_was_claimed_by_the_job_itself(tmp_path: Path, runtime: Path, s
     assert starts(stack, runtime, start, 2, tmp_path / "root", 5, saves=(7,)) == 2 * [_lingering(5)]
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0) == 2 * [_lingering(10)]
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(10)]
+    no_holders_are_left(runtime)
+
+
+def test_a_rank_that_is_replaced(tmp_path: Path, runtime: Path) -> None:
+    """In a restart in the process: the one in its place takes its memory over, so that nothing is left in the end."""
+    at = Faults(("kill", 0, 2, 5), ("raise", 1, 1, 7))
+    call = Call(functools.partial(restarted, linger=LINGER, linger_id="a job"), (tmp_path / "root", at, 4))
+    env = {"TMPDIR": str(runtime)}
+    codes = {2: -signal.SIGKILL}
+    results = run_ranks(call, 5, init_process_group=False, env=env, returncodes=codes)
+    begun = [entry for result in results if result.value for entry in result.value if entry[0] > 0]
+    assert sorted(entry[:3] for entry in begun) == [
+        (i, rank, step) for i, step in ((1, 4), (2, 6)) for rank in range(4)
+    ]
+    assert all(entry[4] for entry in begun)
     no_holders_are_left(runtime)
 
 

@@ -20,9 +20,9 @@ _LAUNCHERS = {"ckpt_launcher": "inprocess.fault_tolerance.launcher", "torchrun":
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", sorted(_LAUNCHERS))
 def test_the_newest_snapshot_is_restored_from_memory(tmp_path: Path, runtime: Path, launcher: str) -> None:
-    """Again and again, also before there is a newer snapshot; and in the end nothing is left."""
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.1"]
-    plan = [5, 5, 7, None]
+    """Twice; and in the end nothing is left."""
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"]
+    plan = [5, 7, None]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Without that, torchrun gives all starts one store, in which gloo finds addresses of the last one.
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(runtime)}
@@ -36,8 +36,8 @@ def test_the_newest_snapshot_is_restored_from_memory(tmp_path: Path, runtime: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = [[json.loads((tmp_path / f"{start}-{rank}.json").read_text()) for rank in (0, 1)] for start in range(4)]
+    found = [[json.loads((tmp_path / f"{start}-{rank}.json").read_text()) for rank in (0, 1)] for start in range(3)]
     assert found[0] == 2 * [[None, None, None, True]]
-    assert found[1:] == [2 * [[step, "lingering memory", 0, True]] for step in (4, 4, 6)]
+    assert found[1:] == [2 * [[step, "lingering memory", 0, True]] for step in (4, 6)]
     assert not (tmp_path / "root").exists()
     no_holders_are_left(runtime)

@@ -31,7 +31,7 @@ def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 def test_torch_is_never_imported(root: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
     commands = [["ls", root], ["show", root], ["validate", root], ["diff", root, root], ["stats", root, "*"]]
-    commands += [["timeline", root], ["clean", root, "--dry-run"]]
+    commands += [["timeline", root], ["clean", root, "--dry-run"], ["memory"]]
     code = f"""
 import sys
 from tools.inspect_ckpt.__main__ import main
