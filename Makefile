@@ -33,6 +33,7 @@ pytest: $(INSTALLED) $(SERVERS)/.installed
 
 # The crash matrix, 64 real ranks, the fault matrix, the C code and the readers with random input, the laboratory of nodes, unchanged
 # programs and frameworks, every benchmark once: all of each (`make test` runs some of it), verbose.
+# tests/ckpt/crash has 380 jobs of several faults each, from seeds: 300 of them keep every step in memory; an hour.
 # The fault matrix has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
 # The laboratory needs root, iproute2 and nftables; 300 random schedules of 12 s, two at a time, take half an hour.
 NODES_SCHEDULES ?= 300

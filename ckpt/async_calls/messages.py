@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from inprocess.ipc.packets import Channel, Codec
 
@@ -114,7 +114,7 @@ class Finished:
 
 Message = Spawn | Spawned | Exited | Attach | Detach | Run | Ready | Event | Finished
 MessageChannel = Channel[Message]
-CODEC: Codec[Message] = Codec(Spawn, Spawned, Exited, Attach, Detach, Run, Ready, Event, Finished)
+CODEC: Codec[Message] = Codec(*get_args(Message))
 
 
 def clip(text: str, limit_bytes: int) -> str:

@@ -53,6 +53,9 @@ class MemoryTier(Protocol):
     def check(self, save: str) -> None:
         """Raise CheckpointCorruptError unless all that was read was of this step."""
 
+    def failed(self, save: str) -> None:
+        """Note, on all ranks, that one of them could not be restored."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
@@ -129,6 +132,8 @@ def _restore(
             tiers = replace(tiers, memory=None)
             left = [other for other in candidates(tiers, None, ranks, None) if other.step not in damaged]
         except (CheckpointCorruptError, CheckpointUnreachableError) as error:
+            if where.save is not None and tiers.memory is not None:
+                tiers.memory.failed(where.save)
             if step is not None or isinstance(ranks, Alone):
                 left = [other for other in left if other.step == candidate]
             first = first or error

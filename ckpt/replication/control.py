@@ -7,6 +7,7 @@ trainer ◀-- Listening or CannotListen, Ended, Lent, HeldHere + memfd, EndOfLis
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from ckpt.replication.replica import Address, Replica
 from inprocess.ipc.packets import Channel, Codec
@@ -153,19 +154,4 @@ ControlMessage = (
     | Leave
 )
 ControlChannel = Channel[ControlMessage]
-CODEC: Codec[ControlMessage] = Codec(
-    Admit,
-    Listening,
-    CannotListen,
-    Send,
-    Ended,
-    Abort,
-    Retain,
-    Lend,
-    Lent,
-    TakeBack,
-    ListHeld,
-    HeldHere,
-    EndOfList,
-    Leave,
-)
+CODEC: Codec[ControlMessage] = Codec(*get_args(ControlMessage))

@@ -20,6 +20,7 @@ block   := length (4 bytes) CRC-32C (4 bytes) bytes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from ckpt.replication.replica import Replica
 from inprocess.ipc.packets import Codec
@@ -81,4 +82,4 @@ class End:
 
 
 Message = Store | List | Read | Go | Stored | Refused | Held | End
-CODEC: Codec[Message] = Codec(Store, List, Read, Go, Stored, Refused, Held, End)
+CODEC: Codec[Message] = Codec(*get_args(Message))

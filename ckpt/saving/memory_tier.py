@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
@@ -88,6 +88,7 @@ class MemoryTier:
         self._opened: frozenset[int] = frozenset()  # whose shares can be read, of the snapshot that was opened last
         self._known: dict[tuple[str, str | None], ShareOf] = {}  # by memory and save, until this restore is over
         self._restored: str | None = None
+        self._failed: set[str] = set()  # snapshots that could not be restored, since one could
         snapshots.on_complete = self._superseded
 
     def offer(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
@@ -178,6 +179,18 @@ class MemoryTier:
                 f"{named(sorted(lost))}"
             )
 
+    def failed(self, save: str) -> None:
+        """Note that a snapshot could not be restored. One that has failed before is given up.
+
+        Else a job without an older step would fail in every restart; the first time, another node may have been slow.
+        """
+        if save not in self._failed:
+            self._failed.add(save)
+            return
+        _log.warning("%s is given up, as it could not be restored again", save)
+        self._clear({save})
+        self._snapshots.drop(save)
+
     def settle(self, step: int | None, save: str | None = None, *, restart: int = 0) -> None:
         """Give up what is newer than the step that was restored; None for nothing, so that training starts anew.
 
@@ -186,10 +199,8 @@ class MemoryTier:
         """
         last = -1 if step is None else step
         offered = [share for offer in self._offers for share in offer.all_shares]
-        newer = {share.save.name for share in offered if share.save.step > last}
-        for region in self._regions():
-            if Share(region).save_name in newer:
-                Share(region).clear()
+        self._clear({share.save.name for share in offered if share.save.step > last})
+        self._failed.clear()
         self._snapshots.settle(last, save)
         self._fences = pruned((*self._fences, (restart, last)))
         self._restored = save if save in self._whole else None
@@ -231,6 +242,12 @@ class MemoryTier:
 
     def _regions(self) -> list[SharedMemory]:
         return [*self._memory.regions, *self._replicas, *(region for each in self._taken for region in each.regions)]
+
+    def _clear(self, saves: Collection[str]) -> None:
+        """Mark what this rank can read of some snapshots as nothing."""
+        for region in self._regions():
+            if Share(region).save_name in saves:
+                Share(region).clear()
 
     def _give_back_replicas(self) -> None:
         """Unmap the replicas, which the replica process goes on to hold."""

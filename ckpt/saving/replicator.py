@@ -122,7 +122,8 @@ class Replicator:
         if len(answers) == 1:
             return
         self._secret, nonce, _ = answers[0]
-        self._told = sorted({replicated for _, _, replicated in answers if replicated is not None}, key=_step_of)
+        known = {replicated for _, _, replicated in answers if replicated is not None}
+        self._told = sorted(known, key=lambda name: (_step_of(name), name))  # the same on all ranks
         self._round = _Round(0, None, self._told[-1] if self._told else None)
         self._start()
         address = self._listen()

@@ -189,6 +189,11 @@ class Snapshots:
             for held in list(self._held):
                 self._let_go(held)
 
+    def drop(self, save: str) -> None:
+        """Let go of a snapshot that cannot be restored."""
+        for held in [held for held in self._held if held.save.name == save]:
+            self._let_go(held)
+
     def close(self) -> None:
         """End what runs, and let go of everything."""
         self.finish(0.0)

@@ -6,13 +6,15 @@
          notes of all ranks       ◀──   what happened when, in CLOCK_MONOTONIC: one clock for all processes
 
     relaunch()                          each rank of `recover_relaunched`, through one fault under torchrun
+    killed()                            each rank of `recover_killed`, through a kill -9 under ckpt_launcher
 
-In every round the one job fails in each situation, and the relaunch, its peer, runs once.
+In every round the one job fails in each situation, and the relaunch, its peer, and the kill run once.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ from tools.bench.processes import free_port, killing_after, rank_environment
 
 __all__ = ["SITUATIONS", "add_options", "run"]
 
-_RELAUNCH = "relaunch"
+_RELAUNCH, _KILLED = "relaunch", "killed"
 SITUATIONS = {
     "bare": "restart without checkpoints",
     "memory": "restart from memory",
@@ -47,16 +49,19 @@ SITUATIONS = {
     "warm": "restart from storage, page cache warm",
     "cold": "restart from storage, page cache cold",
 }
-_FROM_MEMORY = {"memory": True, "drain": True, "abort": True, "warm": False, "cold": False}
-_RANKS = 2
+_FROM_MEMORY = {_KILLED: True, "memory": True, "drain": True, "abort": True, "warm": False, "cold": False}
+_RANKS, _KILLED_RANKS = 2, 4
 _LIMIT_S = 300.0
 _TARGET_RELAUNCH, _TARGET_BARE_AND_COPY, _TARGET_COPY = 0.1, 1.5, 1.5
+_TARGET_REJOIN_S = 0.2  # and a copy of what a rank restores, behind the start of a rank that was killed
 
 # The moment at the end of each phase, and the phase.
 _RESTART_PHASES = {"detected": "detect", "finalize": "unwind", "settled": "drain", "finalized": "restore"}
 _RESTART_PHASES |= {"entered": "rejoin", "stepped": "first step"}
 _RELAUNCH_PHASES = {"started": "end and start processes", "imported": "import", "joined": "join"}
 _RELAUNCH_PHASES |= {"allocated": "allocate", "loaded": "load", "stepped": "first step"}
+_KILLED_PHASES = {"joining": "detect, start the replacement", "entered": "rejoin"}
+_KILLED_PHASES |= {"restored": "restore", "stepped": "first step"}
 
 Notes = dict[str, Any]
 
@@ -157,6 +162,33 @@ def relaunch(gigabytes: float, folder: Path) -> Recovery:
     return Recovery(total, phases, phases["load"], None, None)
 
 
+def killed(gigabytes: float, folder: Path) -> Recovery:
+    """Run a job of `recover_killed` under ckpt_launcher: one of its ranks is killed, and replaced."""
+    folder.mkdir()
+    notes_file = folder / "notes.jsonl"
+    command = [sys.executable, "-m", "inprocess.fault_tolerance.launcher", "--standalone"]
+    command += [
+        "--nproc-per-node",
+        str(_KILLED_RANKS),
+        "--ft-restart-policy",
+        "in-process",
+        "-m",
+        "tools.bench.recover_killed",
+    ]
+    command += ["--gb", str(gigabytes), "--folder", str(folder), "--notes", str(notes_file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ckpt_launcher ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    shutil.rmtree(folder / "root", ignore_errors=True)
+    notes: list[Notes] = [json.loads(line) for line in notes_file.read_text().splitlines()]
+    again = [note for note in notes if "stepped" in note]
+    joining = max(float(note.get("joining", 0.0)) for note in again)  # of the replacement alone
+    total, phases = _phases(_fault_of(notes), [{**note, "joining": joining} for note in again], _KILLED_PHASES)
+    restore, copy = (max(float(note[name]) for note in again) for name in ("restore_s", "memcpy_s"))
+    return Recovery(total, phases, restore, copy, all("memory" in note["tier"] for note in again))
+
+
 def _fault_of(notes: list[Notes]) -> float:
     return max(float(note.get("fault", 0.0)) for note in notes)
 
@@ -189,6 +221,7 @@ def _measure(gigabytes: float, count: int, repeats: int, disk: Path) -> list[Rou
                 for name in names * (repeats if counts else 1):
                     taken[name].append(job.recover(name))
                 taken[_RELAUNCH] = [relaunch(gigabytes, peer)]
+                taken[_KILLED] = [killed(gigabytes, folder / f"killed{number}")]
                 results += [taken] if counts else []
     return results
 
@@ -219,7 +252,25 @@ def _rows(results: list[Round]) -> list[Row]:
             rows.append(Row("  to bare restart + memcpy", of(name), bare_and_copy, _TARGET_BARE_AND_COPY))
             rows.append(Row("  restore by itself, to memcpy", restores, limits(copy), _TARGET_COPY))
     rows.append(Row("relaunch: torchrun, dcp.load, cache warm", of(_RELAUNCH)))
-    return [*rows, *(Row(f"  {phase}", of(_RELAUNCH, phase)) for phase in _RELAUNCH_PHASES.values())]
+    rows += [Row(f"  {phase}", of(_RELAUNCH, phase)) for phase in _RELAUNCH_PHASES.values()]
+    return [*rows, *_rows_of_killed([recovery for taken in results for recovery in taken[_KILLED]])]
+
+
+def _rows_of_killed(recoveries: list[Recovery]) -> list[Row]:
+    """Compare what comes behind the start of a replacement with a copy of what its rank restores."""
+    rows = [
+        Row(f"kill -9 of one of {_KILLED_RANKS} ranks, ckpt_launcher, snapshot", [each.total for each in recoveries])
+    ]
+    rows += [Row(f"  {phase}", [each.phases[phase] for each in recoveries]) for phase in _KILLED_PHASES.values()]
+    copies = [each.memcpy or 0.0 for each in recoveries]
+    behind = [each.total - next(iter(each.phases.values())) for each in recoveries]
+    limits = [_TARGET_REJOIN_S + copy for copy in copies]
+    return [
+        *rows,
+        Row("  limit: memcpy of what a rank restores, all ranks", copies),
+        Row("  behind the start, to 0.2 s + memcpy", behind, limits, 1.0),
+        Row("  restore by itself, to memcpy", [each.restore for each in recoveries], copies),
+    ]
 
 
 def _remarks(results: list[Round]) -> list[str]:

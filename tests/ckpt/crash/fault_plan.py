@@ -5,7 +5,7 @@ from training without faults, simulated in one process (`restart_training.simula
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Fault", "Job", "jobs"]
 
@@ -116,6 +116,9 @@ def _faults(
         if snapshots:
             of_processes = (*OF_SNAPSHOTS, *(("replica-killed",) * 3 if replicas else ()), *of_processes[2:])
         victim = fault(of_processes, ("step", "between", "scheduled"), first)
+        if victim.kind == "damage":  # of what is restored then
+            victim = replace(victim, moment="step")
+            return [victim, Fault(iteration, "exception", "step", choose.choice((first, second)), victim.offset)]
         later = Fault(iteration, "exception", "step", choose.choice((first, second)), victim.offset + 1)
         return [victim, later]
     return [fault(("exception",), in_training, first), fault(("exception", *KILLING), in_recovery, second)]

@@ -173,13 +173,15 @@ class Saboteur:
                 process.rlimit(psutil.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
     def _damage(self, choose: random.Random) -> None:
-        """Change a byte of the newest snapshot that is no save: what a writer reads must stay as it is."""
+        """Change a byte of what this rank has kept last, once no writer reads it any more."""
+        with contextlib.suppress(CheckpointError):
+            self._checkpointer.maybe_finalize(blocking=True)
         slots = [Share(region) for region in self._slots if not region.closed]
-        steps = {share: parse_save_name(share.save_name or "") for share in slots if share.is_whole}
-        snapshots = {share: save.step for share, save in steps.items() if save is not None and save.step % _SAVE_EVERY}
-        if snapshots:
-            share = max(snapshots, key=snapshots.__getitem__)
-            self._log("damaged", step=snapshots[share], iteration=self.iteration)
+        saves = {share: parse_save_name(share.save_name or "") for share in slots if share.is_whole}
+        steps = {share: save.step for share, save in saves.items() if save is not None}
+        if steps:
+            share = max(steps, key=steps.__getitem__)
+            self._log("damaged", step=steps[share], iteration=self.iteration)
             share.region.buffer[choose.randrange(share.region.size - HEADER_BYTES)] ^= 1 << choose.randrange(8)
 
     def _processes(self, which: str) -> Iterator[psutil.Process]:

@@ -57,22 +57,6 @@ def _report(checkpointer: ckpt.Checkpointer) -> RestoreReport:
     return report
 
 
-@pytest.fixture
-def slots(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
-    """The staging slots that are made during the test."""
-    made: list[SharedMemory] = []
-    create = SharedMemory.create
-
-    def recorded(name: str, size: int) -> SharedMemory:
-        region = create(name, size)
-        if name.startswith("ckpt-slot"):
-            made.append(region)
-        return region
-
-    monkeypatch.setattr(SharedMemory, "create", recorded)
-    return made
-
-
 def test_own_slot_and_no_read_of_array_data(tmp_path: Path, leak_check: LeakCheck) -> None:
     checkpointer, state = _saved(tmp_path)
     for _ in (1, 2):  # the second fault comes before anything was saved again

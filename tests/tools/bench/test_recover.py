@@ -11,7 +11,7 @@ from tools.bench.recover import SITUATIONS
 
 
 @full_only
-@pytest.mark.timeout(240)  # it starts Python with torch nine times
+@pytest.mark.timeout(240)  # it starts Python with torch fourteen times
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"
     folder.mkdir()
@@ -21,15 +21,16 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     result = json.loads(document.read_text())
     (taken,) = result["rounds"]
-    assert set(taken) == {*SITUATIONS, "relaunch"}
+    assert set(taken) == {*SITUATIONS, "relaunch", "killed"}
     for recovery in (recovery for recoveries in taken.values() for recovery in recoveries):
         assert sum(recovery["phases"].values()) == pytest.approx(recovery["total"])
     assert taken["memory"][0]["from_memory"], "restored from where the benchmark says"
+    assert taken["killed"][0]["from_memory"]
     assert not taken["cold"][0]["from_memory"]
 
     rows = {row["title"]: row for row in result["rows"]}
     targets = {row["target"] for row in rows.values() if row["target"] is not None}
-    assert targets == {0.1, 1.5}
+    assert targets == {0.1, 1.0, 1.5}
     table = capsys.readouterr().out
     assert all(title in table for title in rows)
 
