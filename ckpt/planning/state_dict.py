@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -23,23 +23,10 @@ import torch
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, StateError
 from ckpt.paths import Path, display
-from ckpt.planning.boxes import Sharding
 from ckpt.planning.data_loaders import is_data_loader, loadable, storable
-from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.subclasses import is_storable_subclass, parts_of
-from ckpt.planning.tensors import (
-    PLAIN_TENSORS,
-    DTensors,
-    LocalBox,
-    MetaTensorError,
-    check_storable,
-    local_tensor,
-    shares_elements,
-    tensor_over,
-    tensor_spec,
-    whole_box,
-    without_graph,
-)
+from ckpt.planning.description import StateDescription
+from ckpt.planning.tensor_leaves import TensorLeaf, TensorLeaves
+from ckpt.planning.tensors import MetaTensorError, shares_elements, tensor_over
 from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.containers import Container
 from ckpt.values.registry import encoder_of, form_of
@@ -110,22 +97,6 @@ _SHOWN = 20
 
 Assign = Callable[[Any], None]
 """Replaces a value in the state."""
-
-
-@dataclass(slots=True)
-class TensorLeaf:
-    """A tensor of the state: `local` is this rank's memory, with `boxes` of the global tensor and their local offsets.
-
-    `after` is to be called when new bytes are in `local`. It is set where `local` is a copy of the user's object, a
-    numpy array that torch cannot alias. If not `writeable`, that object is read-only, or has elements that share memory
-    (an expanded tensor), and can only be saved.
-    """
-
-    local: torch.Tensor
-    spec: TensorSpec
-    boxes: list[LocalBox]
-    after: Callable[[], None] | None = None
-    writeable: bool = True
 
 
 @dataclass(slots=True)
@@ -237,19 +208,8 @@ def flatten(
     return flat
 
 
-_Seen = tuple[Path, torch.Tensor, tuple[int, ...], Sharding | None, bool]
-"""A tensor and how it is saved: path, memory, global shape, sharding, per rank."""
-
-
-def _identity(seen: _Seen) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors with the same elements of the same memory, saved in the same way."""
-    local = seen[1]
-    where = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
-    return (*where, local.is_conj(), local.is_neg(), *seen[2:])
-
-
 class _Walk:
-    """One pass over a state. `_seen` finds tensors with the same memory: first by its address, then exactly."""
+    """One pass over a state."""
 
     def __init__(
         self,
@@ -260,9 +220,7 @@ class _Walk:
         self._flat = flat
         self._expand = expand
         self._reaches = reaches
-        self._seen: dict[int, list[_Seen]] = {}
-        self._kinds: dict[Any, tuple[TensorSpec, list[LocalBox]]] = {}  # of contiguous tensors with elements
-        self._dtensors = DTensors()
+        self._tensors = TensorLeaves(flat.tensors, flat.aliases, flat.containers)
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
         if not self._reaches(path):
@@ -274,7 +232,7 @@ class _Walk:
         if isinstance(node, PerRank):
             self.visit(path, node.value, True, partial(setattr, node, "value"))
         elif isinstance(node, torch.Tensor):
-            self._tensor(path, node, per_rank)
+            self._tensors.add(path, node, per_rank)
         elif isinstance(node, np.ndarray):
             self._array(path, node, per_rank)
         elif _is_registered_value(type(node)):
@@ -295,20 +253,17 @@ class _Walk:
     def _mapping(self, path: Path, node: Mapping[Any, Any], per_rank: bool, assign: Assign | None) -> None:
         if not node:
             self._value(path, {}, per_rank, assign)
+        _check_keys(path, node)
         mutable = isinstance(node, MutableMapping)
-        for key, item in node.items():
-            if type(key) is not str and type(key) is not int:
-                raise StateError(f"{display(path)}: keys must be str or int, not {type(key).__name__} {key!r}")
-            if isinstance(key, str) and not _is_unicode(key):
-                raise StateError(
-                    f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file"
-                )
-            if type(item) in PLAIN_TENSORS and not per_rank:  # shortcuts for most items
-                self._plain_tensor((*path, key), item)
-            elif isinstance(item, torch.Tensor):
-                self._tensor((*path, key), item, per_rank)
-            else:
-                self.visit((*path, key), item, per_rank, partial(operator.setitem, node, key) if mutable else None)
+        keys = iter(node)
+        for kind, group in groupby(node.values(), type):
+            items = list(group)
+            names = list(islice(keys, len(items)))
+            if issubclass(kind, torch.Tensor) and not per_rank:  # of most dicts all items
+                self._tensors.add_many([(*path, name) for name in names], items)
+                continue
+            for name, item in zip(names, items, strict=True):
+                self.visit((*path, name), item, per_rank, partial(operator.setitem, node, name) if mutable else None)
 
     def _record(self, path: Path, node: Any, per_rank: bool) -> None:
         container = None if type(node) is dict else Container.of(node)
@@ -353,102 +308,17 @@ class _Walk:
     def _array(self, path: Path, array: np.ndarray[Any, Any], per_rank: bool) -> None:
         aliased = tensor_over(array)
         if aliased is not None:
-            self._tensor(path, aliased, per_rank)
+            self._tensors.add(path, aliased, per_rank)
             return
         contiguous = np.array(array, order="C", copy=True)
         local = tensor_over(contiguous)
         if local is None:
             raise StateError(f"{display(path)}: numpy arrays of dtype {array.dtype} cannot be stored")
-        self._tensor(path, local, per_rank)
+        self._tensors.add(path, local, per_rank)
         if path in self._flat.tensors:
             leaf = self._flat.tensors[path]
             leaf.after = lambda: np.copyto(array, contiguous)
             leaf.writeable = array.flags.writeable and not shares_elements(array.shape, array.strides)
-
-    def _plain_tensor(self, path: Path, tensor: torch.Tensor) -> None:
-        """Do what `_tensor` does, with little Python code for a tensor like many others."""
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        kind = tensor.dtype, tensor.shape, tensor.layout, tensor.is_meta
-        known = self._kinds.get(kind)
-        address = tensor.data_ptr() if known is not None else 0
-        if known is None or address in self._seen or not tensor.is_contiguous():
-            self._tensor(path, tensor, False)
-            leaf = self._flat.tensors.get(path)
-            if leaf is not None and leaf.spec.shape and 0 not in leaf.spec.shape:
-                self._kinds[kind] = leaf.spec, leaf.boxes
-            return
-        spec, boxes = known
-        self._seen[address] = [(path, tensor, spec.shape, None, False)]
-        self._flat.tensors[path] = TensorLeaf(tensor, spec, boxes)
-
-    def _tensor(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
-        # Looking up a missing attribute takes a microsecond.
-        sharding = None if type(tensor) in PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
-        local = without_graph(tensor) if sharding is None else local_tensor(tensor)
-        kind = (sharding, tensor.shape, local.shape, local.dtype, local.layout, type(local), local.is_meta)
-        known = None if per_rank or sharding is None else self._kinds.get(kind)
-        if known is not None and local.data_ptr() not in self._seen and local.is_contiguous():
-            spec, boxes = known
-            self._seen[local.data_ptr()] = [(path, local, spec.shape, sharding, False)]
-            self._flat.tensors[path] = TensorLeaf(local, spec, boxes)
-            return
-        if type(local) not in PLAIN_TENSORS and is_storable_subclass(type(local)):
-            self._parts(path, tensor, local, None if per_rank else sharding, per_rank)
-            return
-        check_storable(path, local)
-        if per_rank or sharding is None:  # this rank's shard of a per-rank DTensor is a tensor of its own
-            sharding, tensor = None, local
-        self._leaf(path, local, tuple(tensor.shape), sharding, per_rank)
-        leaf = self._flat.tensors.get(path)
-        if sharding is not None and leaf is not None and local.numel():
-            self._kinds[kind] = leaf.spec, leaf.boxes
-
-    def _parts(
-        self, path: Path, tensor: torch.Tensor, local: torch.Tensor, sharding: Sharding | None, per_rank: bool
-    ) -> None:
-        """Visit the parts of a tensor subclass. `local` is the tensor, or the local part of a DTensor."""
-        shape = tuple(local.shape) if sharding is None else tuple(tensor.shape)
-        container, parts = parts_of(path, local, shape, sharding)
-        self._flat.containers[path] = container, per_rank
-        for part in parts:
-            where = (*path, part.name)
-            inner = without_graph(part.local)
-            if type(inner) not in PLAIN_TENSORS and is_storable_subclass(type(inner)) and part.sharding is None:
-                self._parts(where, inner, inner, None, per_rank)
-                continue
-            check_storable(where, inner)
-            self._leaf(where, inner, part.shape, part.sharding, per_rank)
-
-    def _leaf(
-        self, path: Path, local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
-    ) -> None:
-        """Add a tensor, or an alias if an earlier one is the same. `local` is this rank's memory."""
-        earlier = self._seen_before(path, local, shape, sharding, per_rank)
-        if earlier is not None:
-            self._flat.aliases[path] = earlier
-            return
-        boxes = [whole_box(shape)] if sharding is None else self._dtensors.boxes(path, shape, local, sharding)
-        spec = tensor_spec(local.dtype, shape, sharding, per_rank)
-        writeable = local.is_contiguous() or not shares_elements(local.shape, local.stride())
-        self._flat.tensors[path] = TensorLeaf(local, spec, boxes, writeable=writeable)
-
-    def _seen_before(
-        self, path: Path, local: torch.Tensor, shape: tuple[int, ...], sharding: Sharding | None, per_rank: bool
-    ) -> Path | None:
-        """Return the path of an earlier tensor with the same elements of the same memory.
-
-        None for an empty tensor; and for one that is per rank, since other ranks may have two tensors there.
-        """
-        if local.numel() == 0 or per_rank:
-            return None
-        this = path, local, shape, sharding, per_rank
-        same_address = self._seen.setdefault(local.data_ptr(), [])
-        for other in same_address:
-            if _identity(other) == _identity(this):
-                return other[0]
-        same_address.append(this)
-        return None
 
 
 def _how_to_allocate(path: Path, stateful: Any, error: MetaTensorError) -> str:
@@ -482,6 +352,17 @@ def _is_registered_value(kind: type[Any]) -> bool:
     """Return whether values of a type are made JSON by the program; a registered named tuple may hold tensors."""
     encoder = encoder_of(kind)
     return encoder is not None and encoder.to_json is not None
+
+
+def _check_keys(path: Path, node: Mapping[Any, Any]) -> None:
+    """Raise StateError for keys that cannot be in a path."""
+    if set(map(type, node)) == {str} and all(map(str.isascii, node)):
+        return
+    for key in node:
+        if type(key) is not str and type(key) is not int:
+            raise StateError(f"{display(path)}: keys must be str or int, not {type(key).__name__} {key!r}")
+        if isinstance(key, str) and not _is_unicode(key):
+            raise StateError(f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file")
 
 
 def _is_unicode(text: str) -> bool:

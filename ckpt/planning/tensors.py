@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from ckpt.values.registry import name_of
 __all__ = [
     "PLAIN_TENSORS",
     "DTensors",
+    "Known",
     "LocalBox",
     "MetaTensorError",
     "check_storable",
@@ -34,6 +37,9 @@ LocalBox = tuple[Box, tuple[int, ...]]
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """The types of tensors that can be stored, besides DTensor."""
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 # One object for equal shardings, so that comparing them does not compare all their ranks.
 _shared_sharding = functools.lru_cache(maxsize=256)(Sharding)
 
@@ -42,11 +48,23 @@ class MetaTensorError(StateError):
     """A tensor of the state is on the meta device."""
 
 
+class Known(dict[K, V]):
+    """A dict that calls `make` for the value of a key that it does not have."""
+
+    def __init__(self, make: Callable[[K], V]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: K) -> V:
+        value = self[key] = self._make(key)
+        return value
+
+
 class DTensors:
     """The DTensors of one state. Most share a mesh and a sharding, so these are looked up only once."""
 
     def __init__(self) -> None:
-        self._shardings: dict[tuple[int, Any, Any], tuple[Any, Sharding]] = {}
+        self._shardings = Known(_sharding_of)
         self._coordinates: dict[Sharding, tuple[int, ...] | None] = {}
         self._boxes: dict[tuple[tuple[int, ...], Sharding], tuple[list[LocalBox], int | None]] = {}
 
@@ -56,22 +74,29 @@ class DTensors:
         mesh = getattr(tensor, "device_mesh", None)
         if placements is None or mesh is None:
             return None
-        key = id(mesh), placements, tuple(map(type, placements))  # a strided shard may compare equal to a plain one
-        known = self._shardings.get(key)
+        known = self._shardings[mesh, placements, tuple(map(type, placements))]
         if known is None:
-            ours = tuple(_placement(path, placement) for placement in placements)
-            ranks = tuple(mesh.mesh.flatten().tolist())
-            # The mesh is kept, so that its id is not reused.
-            known = self._shardings[key] = mesh, _shared_sharding(tuple(mesh.mesh.shape), ranks, ours)
-        return known[1]
+            raise StateError(
+                f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
+            )
+        return known
+
+    def shardings(self, tensors: list[Any]) -> list[Sharding | None]:
+        """Return the shardings of many DTensors; None for one that cannot be stored."""
+        found: list[Sharding | None] = []
+        last: _ShardingKey = (None, (), ())
+        for mesh, placements in map(attrgetter("device_mesh", "placements"), tensors):
+            types = tuple(map(type, placements))
+            # Most are as the one before. To compare them takes less time than to hash them.
+            if not (mesh is last[0] and types == last[2] and placements == last[1]):
+                last = mesh, placements, types
+                sharding = self._shardings[last]
+            found.append(sharding)
+        return found
 
     def boxes(self, path: Path, shape: tuple[int, ...], local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
         """Return the boxes in `local`, this rank's shard. StateError if its size contradicts its sharding."""
-        key = shape, sharding
-        known = self._boxes.get(key)
-        if known is None:
-            known = self._boxes[key] = self._find_boxes(*key)
-        boxes, held = known
+        boxes, held = self.expected_boxes(shape, sharding)
         if held is not None and held != local.numel():
             raise StateError(
                 f"{display(path)}: this DTensor's shard has {local.numel()} elements where {held} are expected; its "
@@ -79,8 +104,14 @@ class DTensors:
             )
         return list(boxes)
 
+    def expected_boxes(self, shape: tuple[int, ...], sharding: Sharding) -> tuple[list[LocalBox], int | None]:
+        """Return this rank's boxes and the number of their elements, which is None if it is not in the mesh."""
+        known = self._boxes.get((shape, sharding))
+        if known is None:
+            known = self._boxes[shape, sharding] = self._find_boxes(shape, sharding)
+        return known
+
     def _find_boxes(self, shape: tuple[int, ...], sharding: Sharding) -> tuple[list[LocalBox], int | None]:
-        """Return the boxes and the number of their elements, which is None if this rank is not in the mesh."""
         if sharding not in self._coordinates:
             self._coordinates[sharding] = sharding.coordinate(torch.distributed.get_rank())
         coordinate = self._coordinates[sharding]
@@ -101,13 +132,22 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _placement(path: Path, placement: Any) -> Placement:
+_ShardingKey = tuple[Any, tuple[Any, ...], tuple[type[Any], ...]]
+"""Mesh, placements, and their types: a strided shard may compare equal to a plain one."""
+
+
+def _sharding_of(key: _ShardingKey) -> Sharding | None:
+    """Return the sharding of DTensors. None if it cannot be stored: with partial sums."""
+    mesh, placements, _ = key
+    if any(placement.is_partial() for placement in placements):
+        return None
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return _shared_sharding(tuple(mesh.mesh.shape), ranks, tuple(map(_placement, placements)))
+
+
+def _placement(placement: Any) -> Placement:
     if placement.is_replicate():
         return Placement()
-    if placement.is_partial():
-        raise StateError(
-            f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
-        )
     return Placement(placement.dim, int(getattr(placement, "split_factor", 1)))
 
 

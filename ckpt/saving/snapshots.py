@@ -27,7 +27,7 @@ from ckpt.saving.lineage import Lineage
 from ckpt.saving.plan_cache import PreparedState
 from ckpt.saving.share import PlanDocuments, Share, chunks_in_slot
 from ckpt.saving.stage import StagedBatch
-from ckpt.saving.task import WritePlan
+from ckpt.saving.task import WritePlan, are_in, pack_offsets
 from ckpt.staging.arena import Slot
 from ckpt.staging.runs import copy_together
 from ckpt.storage.names import SaveId
@@ -224,8 +224,7 @@ class _Completing:
         self._part = part
         self._held = held
         starts, sizes = plan.inner_chunks.each(0, len(plan.inner_chunks.starts))
-        checksummed = np.fromiter(staged.checksummed, np.int64, len(staged.checksummed))
-        missing = np.isin(starts, checksummed, invert=True)
+        missing = ~are_in(pack_offsets(staged.checksummed), starts)
         self._starts, self._sizes = starts[missing], sizes[missing]
 
     @property

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from ckpt.errors import CheckpointTimeoutError
+from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
@@ -180,10 +181,11 @@ class Stager:
             waited = time.perf_counter()
             self._generation += 1
             Share(slot.region).clear()
-            stream = self._copy_stream.stream_for(prepared.flat)
+            tensors = {path: leaf.local for path, leaf in prepared.flat.tensors.items()}
+            stream = self._copy_stream.stream_for(tensors.values())
             compared = compared and batch == plan.layout.plan.batches - 1
             replicas = self._sample(prepared, save, slot, stream) if compared else None
-            staged = self._copy(plan.layout, prepared.flat, slot, batch, stream)
+            staged = self._copy(plan.layout, prepared.flat, tensors, slot, batch, stream)
             Share(slot.region).label(save.name, self._generation)
             done = time.perf_counter()
         except BaseException:
@@ -235,9 +237,14 @@ class Stager:
         return prepared.cached.replicas.sample(prepared.flat, prepared.encoded, save.name, tolerance, room, stream)
 
     def _copy(
-        self, layout: RankLayout, flat: FlatState, slot: Slot, batch: int, stream: torch.cuda.Stream | None
+        self,
+        layout: RankLayout,
+        flat: FlatState,
+        tensors: dict[Path, torch.Tensor],
+        slot: Slot,
+        batch: int,
+        stream: torch.cuda.Stream | None,
     ) -> Staged:
-        tensors = {path: leaf.local for path, leaf in flat.tensors.items()}
         if slot.prepared_for != (layout, batch):
             if slot.prepared_for is not None:  # new memory is zero
                 slot.tensor[: self._flag_offset].zero_()
@@ -285,9 +292,9 @@ class _CopyStream:
         self._hooked: set[int] = set()
         self._running: Staged | None = None
 
-    def stream_for(self, flat: FlatState) -> torch.cuda.Stream | None:
-        """Return the stream when the state is on one GPU; from several they are copied one after the other."""
-        device = only_gpu(leaf.local for leaf in flat.tensors.values())
+    def stream_for(self, tensors: Collection[torch.Tensor]) -> torch.cuda.Stream | None:
+        """Return the stream when tensors are on one GPU; from several they are copied one after the other."""
+        device = only_gpu(tensors)
         if device is None:
             return None
         if self._stream is None or self._stream.device != device:

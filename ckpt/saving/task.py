@@ -46,10 +46,10 @@ __all__ = [
     "StepsRemoved",
     "WritePlan",
     "WriteTask",
+    "are_in",
     "from_event",
     "pack_offsets",
     "to_event",
-    "unpack_offsets",
     "unpickled_plan",
 ]
 
@@ -153,9 +153,18 @@ def pack_offsets(offsets: frozenset[int]) -> bytes:
     return array("Q", offsets).tobytes()
 
 
+def are_in(data: bytes, offsets: Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return which of some offsets are among those that `pack_offsets` made these bytes of."""
+    packed = _sorted_offsets(data)
+    if not len(packed):
+        return np.zeros(len(offsets), np.bool_)
+    at = np.minimum(np.searchsorted(packed, offsets), len(packed) - 1)
+    found: np.ndarray[Any, np.dtype[np.bool_]] = packed[at] == offsets
+    return found
+
+
 @functools.lru_cache(maxsize=2)
-def unpack_offsets(data: bytes) -> Array:
-    """Return the offsets in the bytes of a task, sorted."""
+def _sorted_offsets(data: bytes) -> Array:
     return np.sort(np.frombuffer(data, np.int64))
 
 

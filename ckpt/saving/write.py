@@ -28,8 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ckpt.async_calls import context
 from ckpt.async_calls.messages import clip
 from ckpt.errors import (
@@ -55,8 +53,8 @@ from ckpt.saving.task import (
     SlotFree,
     StepsRemoved,
     WriteTask,
+    are_in,
     to_event,
-    unpack_offsets,
     unpickled_plan,
 )
 from ckpt.saving.waiting import LookSchedule, OrphanedError, Waiting, look_schedule, ranks_here
@@ -254,10 +252,9 @@ class ShareWriter:
         shared = own = self.pending.pack_writer(task.rank, threads=threads, reuse=task.options.retention.reuse_files)
         if self.packs is not None:
             own = self.packs.writer(task.save, task.rank, threads=threads)
-        checksummed = unpack_offsets(task.checksummed)
 
         def write_one(file: PlannedFile) -> WrittenFile:
-            written = (shared if file.is_common else own).write(self._file_job(file, checksummed))
+            written = (shared if file.is_common else own).write(self._file_job(file))
             self._progress()
             return written
 
@@ -272,10 +269,9 @@ class ShareWriter:
         self._progress()
         return written, {"write_begin": begin, "write_s": end - started, "sync_s": time.perf_counter() - end}
 
-    def _file_job(self, file: PlannedFile, checksummed: np.ndarray[Any, np.dtype[np.int64]]) -> FileJob:
+    def _file_job(self, file: PlannedFile) -> FileJob:
         starts, sizes = self.plan.inner_chunks.each(file.first, file.end)
-        at = np.searchsorted(checksummed, starts)
-        done = checksummed[np.minimum(at, len(checksummed) - 1)] == starts if len(checksummed) else starts < 0
+        done = are_in(self.task.checksummed, starts)
         memory = self.task.region.buffer[file.offset : file.offset + -(-file.nbytes // PAGE_BYTES) * PAGE_BYTES]
         to_compress = self.plan.to_compress[file.first : file.end]
         return FileJob(file.number, file.nbytes, memory, starts - file.offset, sizes, done, to_compress)

@@ -10,7 +10,7 @@ copies wait for the work already queued on the current stream, and `Staged.wait`
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -147,9 +147,8 @@ def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Te
     return Unstaged(nbytes, table.chunk_offset[whole], _checksums(table, runs)[whole], unchecked, stream)
 
 
-def only_gpu(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+def only_gpu(tensors: Collection[torch.Tensor]) -> torch.device | None:
     """Return the GPU of these tensors; None if there is none, or several."""
-    tensors = list(tensors)
     if not any(map(attrgetter("is_cuda"), tensors)):
         return None
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
