@@ -65,6 +65,8 @@ class DTensors:
 
     def __init__(self) -> None:
         self._shardings = Known(_sharding_of)
+        self._last: _ShardingKey = (None, (), ())
+        self._sharding: Sharding | None = None  # of the last one
         self._coordinates: dict[Sharding, tuple[int, ...] | None] = {}
         self._boxes: dict[tuple[tuple[int, ...], Sharding], tuple[list[LocalBox], int | None]] = {}
 
@@ -74,7 +76,7 @@ class DTensors:
         mesh = getattr(tensor, "device_mesh", None)
         if placements is None or mesh is None:
             return None
-        known = self._shardings[mesh, placements, tuple(map(type, placements))]
+        known = self._known(mesh, placements)
         if known is None:
             raise StateError(
                 f"{display(path)}: a DTensor with pending partial sums cannot be stored; redistribute it first"
@@ -83,16 +85,17 @@ class DTensors:
 
     def shardings(self, tensors: list[Any]) -> list[Sharding | None]:
         """Return the shardings of many DTensors; None for one that cannot be stored."""
-        found: list[Sharding | None] = []
-        last: _ShardingKey = (None, (), ())
-        for mesh, placements in map(attrgetter("device_mesh", "placements"), tensors):
-            types = tuple(map(type, placements))
-            # Most are as the one before. To compare them takes less time than to hash them.
-            if not (mesh is last[0] and types == last[2] and placements == last[1]):
-                last = mesh, placements, types
-                sharding = self._shardings[last]
-            found.append(sharding)
-        return found
+        return [self._known(*each) for each in map(attrgetter("device_mesh", "placements"), tensors)]
+
+    def _known(self, mesh: Any, placements: tuple[Any, ...]) -> Sharding | None:
+        types = tuple(map(type, placements))
+        last = self._last
+        # Most are as the one before. To compare them takes less time than to hash them.
+        if not (mesh is last[0] and types == last[2] and placements == last[1]):
+            key = mesh, placements, types
+            self._sharding = self._shardings[key]
+            self._last = key
+        return self._sharding
 
     def boxes(self, path: Path, shape: tuple[int, ...], local: torch.Tensor, sharding: Sharding) -> list[LocalBox]:
         """Return the boxes in `local`, this rank's shard. StateError if its size contradicts its sharding."""

@@ -40,7 +40,7 @@ KINDS = {
         "tools.bench.save",
     ),
     "snapshot": Kind(
-        "snapshots: stall, what one after each step costs, and a restart from one; one rank and two",
+        "snapshots: stall, what one before each step costs, and a restart from one; one rank and two",
         "tools.bench.snapshot",
     ),
     "objects": Kind(

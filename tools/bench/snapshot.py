@@ -1,8 +1,12 @@
-"""Snapshots: what one stops training for, what one after each step costs, and a restart that restores one.
+"""Snapshots: what one stops training for, what one before each step costs, and a restart that restores one.
 
-One rank, and two that share the state, with a process group of gloo. In each round every rank measures a copy of the
-same bytes in memory, at the same time as the others; the slowest rank counts. At the end of a round rank 0 raises an
-exception: until all ranks have the snapshot of the step before and can train.
+One rank, and two that share the state, with a process group of gloo. A round has many short turns: a copy of the same
+bytes in memory, some training steps alone, and as many with a snapshot before each, in alternating order. Of each the
+median of the round is taken, of the slowest rank. At its end rank 0 raises an exception: until all ranks have
+the snapshot of the step before and can train.
+
+A snapshot takes a few percent of the seconds that a long window of steps takes, and windows one after the other differ
+by as much; so few steps are compared at a time, and often.
 """
 
 import argparse
@@ -12,6 +16,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -27,8 +32,9 @@ from tools.bench.workload import State, StepLoop, make_state, tensors
 __all__ = ["add_options", "run"]
 
 _WORLDS = (1, 2)
-_STEP_S = 0.5
-_WINDOW_STEPS = 6
+_STEP_S = 0.1
+_STEPS = 3  # of each kind in a turn
+_TURNS = 8  # in a round
 _WARM = 4  # snapshots, so that each slot was written once
 _TIMEOUT_S = 1800.0
 _TARGET_STALL, _TARGET_WINDOW, _TARGET_RESTART_S = 1.1, 1.2, 0.2
@@ -36,7 +42,7 @@ _TARGET_STALL, _TARGET_WINDOW, _TARGET_RESTART_S = 1.1, 1.2, 0.2
 
 @dataclass(frozen=True)
 class _Round:
-    """Seconds: of a copy, of the call of a snapshot, of what a snapshot adds to a training step that it follows.
+    """Seconds: of a copy, of the call of a snapshot, of what a snapshot adds to training, its call included.
 
     `step` is a training step alone. `restart` is from a fault until all ranks have a process group again, `restore`
     that of the snapshot then.
@@ -116,22 +122,28 @@ class _Job:
             checkpointer.step(state, step)
             return time.perf_counter() - begin
 
-        def together(name: str, seconds: float) -> None:
-            notes.add(name, call.iteration, seconds)
-            dist.barrier()
-
         for _ in range(_WARM):
             snapshot()
             dist.barrier()
-        together("copy", limit.measure())
-        together("stall", snapshot())
-        alone = loop.run(_WINDOW_STEPS)
-        dist.barrier()
-        with_snapshots = loop.run(_WINDOW_STEPS, lambda: (snapshot(), None)[1])
-        dist.barrier()
-        alone = (alone + loop.run(_WINDOW_STEPS)) / 2
-        together("step", alone / _WINDOW_STEPS)
-        together("added", (with_snapshots - alone) / _WINDOW_STEPS)
+        found: dict[str, list[float]] = defaultdict(list)
+        for turn in range(_TURNS):
+            dist.barrier()
+            found["copy"].append(limit.measure())
+            taken = {}
+            for with_snapshots in (turn % 2 == 0, turn % 2 != 0):
+                loop.run(1)  # what was done before does not count
+                dist.barrier()
+                begin = time.perf_counter()
+                for _ in range(_STEPS):
+                    if with_snapshots:
+                        found["stall"].append(snapshot())
+                    loop.run(1)
+                taken[with_snapshots] = (time.perf_counter() - begin) / _STEPS
+                dist.barrier()
+            found["step"].append(taken[False])
+            found["added"].append(taken[True] - taken[False])
+        for name, seconds in found.items():
+            notes.add(name, call.iteration, median(seconds))
 
 
 def _rounds_of(notes: list[Note]) -> list[_Round]:
@@ -158,7 +170,7 @@ def _rows(world_size: int, taken: list[_Round]) -> list[Row]:
     return [
         Row(f"{ranks}: limit: copy to warm memory", copy),
         Row("  stall of a snapshot, steady", [each.stall for each in taken], copy, _TARGET_STALL),
-        Row("  one after each step: added to a step", [each.added for each in taken], copy, _TARGET_WINDOW),
+        Row("  one before each step: added to a step", [each.added for each in taken], copy, _TARGET_WINDOW),
         Row("  training step alone", step),
         Row("  exception to process group", [each.restart for each in taken], [_TARGET_RESTART_S] * len(taken), 1.0),
         Row("  restore of the snapshot", [each.restore for each in taken], copy),
@@ -182,6 +194,6 @@ def run(options: argparse.Namespace) -> None:
             taken = _rounds_of(notes)
             rows += _rows(world_size, taken)
             values[f"world_size_{world_size}"] = [asdict(each) for each in taken]
-    title = f"{options.gb:g} GB in all, {options.rounds} rounds"
+    title = f"{options.gb:g} GB in all, {options.rounds} rounds of {_TURNS} turns"
     print_report(f"{title}; ratio: median of the rounds, to the limit in the same round", rows)
     write_json(options.json, {"rows": rows, **values})

@@ -81,6 +81,7 @@ FIGURES = (
     Figure("files", "files made", "saving", _value("files"), None, None, ""),
     Figure("fsyncs", "calls of fsync", "saving", _value("fsyncs"), None, None, ""),
     Figure("file_bytes", "bytes in files written", "saving", _value("file_bytes"), _value("staged_bytes"), None, "B"),
+    Figure("small_stall", "small tensors, stall", "small", _value("many_stall_s"), _value("one_stall_s"), 1.5),
     Figure("small", "small tensors, durable", "small", _value("many_durable_s"), _value("one_durable_s"), 3.0),
     Figure("small_files", "small tensors, files", "small", _value("many_files"), None, None, ""),
     Figure("reshard", "load resharded", "reshard_load", _value("other_load_cold_s"), _value("same_load_cold_s"), 1.3),

@@ -192,7 +192,8 @@ def small(job: _Job) -> None:
             place.folder.mkdir()
             system = SystemTurn(name, place, state, job.tools)
             saved = system.saves()
-            taken |= {f"{which}_durable_s": saved["durable_s"], f"{which}_files": system.files_of_last()}
+            taken |= {f"{which}_{key}": saved[key] for key in ("stall_s", "durable_s")}
+            taken[f"{which}_files"] = system.files_of_last()
             system.close()
         return taken
 
