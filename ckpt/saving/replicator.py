@@ -8,8 +8,7 @@
 
 Buddies keep the last snapshot that all of them have until they have another one, and so does each rank in its slots,
 also when a newer one is restored: a node may be lost at any time, and what it held and what it staged is then lost
-together. One store request for each call
-of `poll`; no collective, no wait. Only `meet` is collective.
+together. One store request for each call of `poll`; no collective, no wait. Only `meet` is collective.
 
 Runs in the thread that trains.
 """
