@@ -15,10 +15,11 @@ import os
 import pickle
 import time
 import traceback
-from collections import deque
+import types
+from collections import ChainMap, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import cloudpickle
 
@@ -27,7 +28,7 @@ from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, RemoteTraceback, WriterError
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["AsyncRequest", "Call", "CallTimer", "RecoverableCall", "Work", "load_work"]
+__all__ = ["AsyncRequest", "Call", "CallTimer", "CodePickler", "RecoverableCall", "Work", "load_work"]
 
 
 class CallTimer(Protocol):
@@ -288,6 +289,8 @@ def _run_all(fns: deque[Callable[[], Any]]) -> Exception | None:
 
 # -- work on its way to a writer ---------------------------------------------------------------------------------------
 
+_REDUCERS: Any = cloudpickle.Pickler.dispatch_table
+
 
 def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
     """Return a memfd with the work, pickled by value where needed.
@@ -312,7 +315,25 @@ def load_work(fd: int, regions: Mapping[str, SharedMemory]) -> Work:
     return work
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+def _reduced_code(code: types.CodeType) -> tuple[Any, ...]:
+    make, args = _REDUCERS[types.CodeType](code)[:2]
+    return _code_of_file, (make, args, code.co_filename)
+
+
+def _code_of_file(make: Callable[..., types.CodeType], args: tuple[Any, ...], name: str) -> types.CodeType:
+    return make(*args).replace(co_filename=name)
+
+
+class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions by value where needed, with their file names, so that tracebacks have their lines.
+
+    From version 3.1.3 on cloudpickle leaves the names out.
+    """
+
+    dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: _reduced_code}, _REDUCERS)
+
+
+class _Pickler(CodePickler):
     def __init__(self, file: Any, regions: dict[str, SharedMemory]) -> None:
         super().__init__(file)
         self._regions = regions

@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
+from ckpt.async_calls.call import CodePickler
 from tests.support.template import REPOSITORY, ForkedRank, rank_template
 
 MARKER = "TEST_RANKS_ID"
@@ -83,7 +84,8 @@ class RankGroup:
         self._marker = uuid.uuid4().hex
         self._processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         if not isinstance(target, Path):
-            (folder / "call.pickle").write_bytes(cloudpickle.dumps((target, tuple(args))))
+            with (folder / "call.pickle").open("wb") as file:
+                CodePickler(file).dump((target, tuple(args)))
         common = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),

@@ -120,14 +120,14 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
             # Two of each rank, or three; a mapping holds a descriptor of its own. With snapshots those of the dead may
             # be needed, too, and those of the last iteration are given back when there are new ones.
             most = (20 if job.replicas else 12) * (job.active + job.spares) if job.snapshots else 4 * job.active
-            assert slots <= most, held
-            assert len(now["regions"]) - slots <= 8, held  # the control page of the writer, and its calls
-            assert now["children"] <= 4 + job.replicas, held  # server, monitor process; and what is just ending
+            assert slots <= most, str(held)
+            assert len(now["regions"]) - slots <= 8, str(held)  # the control page of the writer, and its calls
+            assert now["children"] <= 4 + job.replicas, str(held)  # server, monitor process; and what is just ending
         if len(held) > 3:
             # A rank that becomes rank 0 serves the store of the process groups: about 15 more. The first iterations may
             # have had no slots.
             first = next((now for now in held[1:] if now["regions"]), held[1]) if job.snapshots else held[1]
-            assert held[-1]["descriptors"] <= first["descriptors"] + 24, held
+            assert held[-1]["descriptors"] <= first["descriptors"] + 24, str(held)
 
 
 @pytest.mark.timeout(150)

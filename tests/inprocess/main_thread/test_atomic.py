@@ -1,4 +1,5 @@
 import ctypes
+import gc
 import itertools
 import random
 import sys
@@ -251,6 +252,16 @@ def sections(lock: AtomicLock, reached: list[str]) -> Callable[[], None]:
     return function
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Collect no garbage: callbacks, such as that of hypothesis, would be traced, and the exception come up there."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
 class TestExceptionsAtEveryPoint:
     def test_entering_and_leaving(self) -> None:
         thrower, lock = Thrower(), AtomicLock()
