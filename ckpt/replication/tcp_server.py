@@ -45,7 +45,7 @@ class TcpServer(Server):
         self._changed = threading.Condition()  # guards the fields below
         self._strangers: dict[Connection, None] = {}  # in the order of arrival
         self._peers: dict[Connection, None] = {}
-        self._idle: dict[Connection, float] = {}  # peers between two requests, since when; longest first
+        self._idle: dict[Connection, float] = {}  # when each peer without a request became idle; longest first
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._listener = _listen(host)

@@ -119,7 +119,7 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
             slots = sum(region.startswith("ckpt-slot") for region in now["regions"])
             # Two of each rank, or three; a mapping holds a descriptor of its own. With snapshots those of the dead may
             # be needed, too, and those of the last iteration are given back when there are new ones.
-            most = (20 if job.replicas else 12 if job.snapshots else 4) * (job.active + job.spares)
+            most = (20 if job.replicas else 12) * (job.active + job.spares) if job.snapshots else 4 * job.active
             assert slots <= most, str(held)
             assert len(now["regions"]) - slots <= 8, str(held)  # the control page of the writer, and its calls
             assert now["children"] <= 4 + job.replicas, str(held)  # server, monitor process; and what is just ending

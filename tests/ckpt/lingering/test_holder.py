@@ -285,7 +285,7 @@ connection.recv(1 << 16)
 """
 
 
-def test_files_that_are_left_by_nobody(runtime: Path) -> None:
+def test_files_without_a_holder(runtime: Path) -> None:
     address = JOB.new_address()
     address.write_key()
     assert take(JOB) == []
