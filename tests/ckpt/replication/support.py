@@ -136,9 +136,9 @@ class Relay:
                             while source.recv(1 << 16):
                                 pass
                         break
+                self.passed[upwards] += len(data)  # before the other end can have it
                 target.sendall(data)
                 at += len(data)
-                self.passed[upwards] += len(data)
         for sock in (source, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
