@@ -43,6 +43,10 @@ KINDS = {
         "snapshots: stall, what one before each step costs, and a restart from one; one rank and two",
         "tools.bench.snapshot",
     ),
+    "replicas": Kind(
+        "replicas of snapshots: what they add to training that makes a snapshot before each step; two ranks",
+        "tools.bench.replicas",
+    ),
     "objects": Kind(
         "a save to an object store and a restore, beside plain puts and gets by the same client; requests",
         "tools.bench.objects",

@@ -38,6 +38,7 @@ _TURNS = 8  # in a round
 _WARM = 4  # snapshots, so that each slot was written once
 _TIMEOUT_S = 1800.0
 _TARGET_STALL, _TARGET_WINDOW, _TARGET_RESTART_S = 1.1, 1.2, 0.2
+_TARGET_TRAINING = 1.03  # of the steps alone and the stalls
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,12 @@ def _rows(world_size: int, taken: list[_Round]) -> list[Row]:
         Row("  stall of a snapshot, steady", [each.stall for each in taken], copy, _TARGET_STALL),
         Row("  one before each step: added to a step", [each.added for each in taken], copy, _TARGET_WINDOW),
         Row("  training step alone", step),
+        Row(
+            "  step and snapshot, to the step alone and the stall",
+            [each.step + each.added for each in taken],
+            [each.step + each.stall for each in taken],
+            _TARGET_TRAINING,
+        ),
         Row("  exception to process group", [each.restart for each in taken], [_TARGET_RESTART_S] * len(taken), 1.0),
         Row("  restore of the snapshot", [each.restore for each in taken], copy),
     ]

@@ -18,7 +18,6 @@ from tools.bench.goodput.systems import ASYNC, OURS, STORAGE, systems
 _COSTS = Costs(
     save=CopyCost(0.006, 0.9),
     snapshot=CopyCost(0.005, 0.8),
-    snapshot_measured=True,
     beside=1.5,
     durable=1.0,
     exception_s=0.07,
@@ -51,6 +50,8 @@ def _documents() -> dict[str, Any]:
     return {
         "save": {"rounds": [_save_round(0.1, 0.11), _save_round(0.1, 0.11), _save_round(0.2, 0.9)]},
         "save_small": {"rounds": [_save_round(0.001, 0.01)]},
+        "snapshot": {"world_size_1": [{"copy": 0.1, "stall": 0.055}, {"copy": 0.2, "stall": 0.105}]},
+        "snapshot_small": {"world_size_1": [{"copy": 0.001, "stall": 0.005}]},
         "restart": {
             "restarts": {
                 "exception": [{"running": 0.07, "detected": 0.001}],
@@ -72,19 +73,10 @@ def _documents() -> dict[str, Any]:
 def test_costs_are_medians_of_what_was_measured() -> None:
     costs = costs_of(_documents())
     assert costs.save == CopyCost(0.01, pytest.approx(1.0))
-    assert (costs.snapshot, costs.snapshot_measured) == (costs.save, False)
+    assert costs.snapshot == CopyCost(0.005, pytest.approx(0.5))
     assert (costs.beside, costs.durable) == (pytest.approx(1.0), pytest.approx(1.2))
     assert (costs.exception_s, costs.kill_s, costs.noticed_s) == (0.07, 0.1, 0.02)
     assert (costs.server_rank_s, costs.restore, costs.start_s) == (0.0005, pytest.approx(1.5), 3.0)
-
-
-def test_snapshots_that_were_measured_have_their_own_cost() -> None:
-    documents = _documents()
-    for each in (*documents["save"]["rounds"], *documents["save_small"]["rounds"]):
-        each["snapshot"] = {"stall": each["steady"]["stall"] / 2}
-    costs = costs_of(documents)
-    assert costs.snapshot_measured
-    assert costs.snapshot == CopyCost(0.005, pytest.approx(0.5))
 
 
 def test_costs_that_were_written_are_read() -> None:
@@ -213,7 +205,7 @@ def test_invalid_options_are_refused(arguments: list[str], capsys: pytest.Captur
 
 
 @full_only
-@pytest.mark.timeout(600)  # it runs five other kinds of measurement
+@pytest.mark.timeout(600)  # it runs other kinds of measurement seven times
 def test_costs_are_measured_once(tmp_path: Path) -> None:
     documents, first, second = tmp_path / "documents", tmp_path / "first.json", tmp_path / "second.json"
     small = ["goodput", "--gpus", "1024", "--parameters", "8", "--recoveries", "100"]

@@ -37,14 +37,11 @@ class Costs:
     is the time from the stall until the step is published, to a write of the same bytes. `exception_s` and `kill_s`
     last until the wrapped function runs again on a few ranks, `noticed_s` is the part of `kill_s` until the death is
     noticed, and `server_rank_s` is the time of the processor that each rank takes in the coordination server, which
-    has one thread. `restore` from memory
-    is in copies. `start_s`: a process that is started anew, with its imports. `snapshot_measured` says whether a
-    snapshot was measured; if not, its stall is a save's.
+    has one thread. `restore` from memory is in copies. `start_s`: a process that is started anew, with its imports.
     """
 
     save: CopyCost
     snapshot: CopyCost
-    snapshot_measured: bool
     beside: float
     durable: float
     exception_s: float
@@ -78,6 +75,8 @@ def _measurements(gigabytes: float, rounds: int) -> dict[str, list[str]]:
     return {
         "save": ["save", "--gb", str(gigabytes), "--rounds", str(rounds), *disk],
         "save_small": ["save", "--gb", str(_SMALL_GB), "--rounds", str(rounds), *disk],
+        "snapshot": ["snapshot", "--gb", str(gigabytes), "--rounds", str(rounds), *disk],
+        "snapshot_small": ["snapshot", "--gb", str(_SMALL_GB), "--rounds", str(rounds), *disk],
         "restart": ["restart", "--restarts", str(4 * rounds), "--faults", "exception", "kill -9", "--idle", "0"],
         "recover": ["recover", "--gb", str(gigabytes), "--rounds", "1", "--repeats", str(rounds), *disk],
         "coordination": ["coordination", "--ranks", str(_RANKS), "--restarts", str(rounds), "--idle", "0"],
@@ -100,22 +99,18 @@ def measure(gigabytes: float, rounds: int, documents: Path, disk: Path) -> Costs
 
 
 def costs_of(documents: Mapping[str, Document]) -> Costs:
-    """Return the medians of the rounds of the documents.
-
-    The cost of a snapshot is taken from `snapshot`, with its `stall`, in the rounds of `save`, where they have it.
-    """
-    large, small = documents["save"]["rounds"], documents["save_small"]["rounds"]
-    snapshots = all("snapshot" in each for each in (*large, *small))
+    """Return the medians of the rounds of the documents."""
+    large, small = ([_stalled(each) for each in documents[name]["rounds"]] for name in ("save", "save_small"))
+    snapshots, small_snapshots = (documents[name]["world_size_1"] for name in ("snapshot", "snapshot_small"))
     restarts = documents["restart"]["restarts"]
     recoveries = [recovery for taken in documents["recover"]["rounds"] for recovery in taken["memory"]]
     relaunches = [recovery["phases"] for taken in documents["recover"]["rounds"] for recovery in taken["relaunch"]]
     (coordination,) = documents["coordination"]["results"]
     return Costs(
-        save=_copy_cost(large, small, "steady"),
-        snapshot=_copy_cost(large, small, "snapshot" if snapshots else "steady"),
-        snapshot_measured=snapshots,
-        beside=max(0.0, median((each["added"] - each["steady"]["stall"]) / each["copy"] for each in large)),
-        durable=median((each["steady"]["durable"] - each["steady"]["stall"]) / each["disk"] for each in large),
+        save=_copy_cost(large, small),
+        snapshot=_copy_cost(snapshots, small_snapshots),
+        beside=max(0.0, median((each["added"] - each["stall"]) / each["copy"] for each in large)),
+        durable=median((each["durable"] - each["stall"]) / each["disk"] for each in large),
         exception_s=median(each["running"] for each in restarts["exception"]),
         kill_s=median(each["running"] for each in restarts["kill -9"]),
         noticed_s=median(each["detected"] for each in restarts["kill -9"]),
@@ -125,8 +120,13 @@ def costs_of(documents: Mapping[str, Document]) -> Costs:
     )
 
 
-def _copy_cost(large: list[Document], small: list[Document], what: str) -> CopyCost:
+def _stalled(saved: Document) -> Document:
+    """Return a round of saves with what was measured in the steady state."""
+    return {**saved, **saved["steady"]}
+
+
+def _copy_cost(large: list[Document], small: list[Document]) -> CopyCost:
     """Return the cost that is linear in the bytes: a state of few bytes gives what is fixed, a large one the rest."""
-    fixed_s = median(each[what]["stall"] for each in small)
-    ratio = median((each[what]["stall"] - fixed_s) / each["copy"] for each in large)
+    fixed_s = median(each["stall"] for each in small)
+    ratio = median((each["stall"] - fixed_s) / each["copy"] for each in large)
     return CopyCost(fixed_s, max(0.0, ratio))

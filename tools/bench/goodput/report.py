@@ -148,8 +148,6 @@ def _measured(costs: Costs) -> str:
     lines = []
     for name, title in _COSTS.items():
         value = getattr(costs, name)
-        assumed = name == "snapshot" and not costs.snapshot_measured
-        title += ": not measured yet, taken to be that of a save" if assumed else ""
         lines.append([title, _copy_cost(value) if isinstance(value, CopyCost) else f"{value:.3g}"])
     return _table(["", ""], lines)
 
