@@ -52,6 +52,7 @@ __all__ = ["ReplicaProcess", "main"]
 
 _log = logging.getLogger("ckpt")
 _PR_SET_NAME = 15
+_NICE = 10  # as a writer
 _WHY_CHARACTERS = 1000
 
 
@@ -183,6 +184,8 @@ def main(fd: int, linger_s: float) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # as writers do: what it holds is for after the end of a trainer
         signal.signal(ignored, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-replicas", 0, 0, 0)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
     ReplicaProcess(ControlChannel(socket.socket(fileno=fd), CODEC), linger_s).run()
     with contextlib.suppress(Exception):
         sys.stderr.flush()

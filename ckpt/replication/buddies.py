@@ -13,7 +13,7 @@ def buddies(places: Sequence[Hashable]) -> list[int | None]:
     `places` says where each rank is: its node, or what else fails as a whole, such as its rack. The ranks are put into
     a ring, place by place in the order of their first ranks, and a rank's buddy is as many ranks further as the largest
     place has. So each rank holds exactly one replica, with nodes of one size those of the node before. Where one
-    place has more than half of all ranks, the others replica them evenly.
+    place has more than half of all ranks, the others hold their replicas evenly.
     """
     members: dict[Hashable, list[int]] = {}
     for rank, place in enumerate(places):

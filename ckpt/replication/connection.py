@@ -205,6 +205,8 @@ class Connection:
             try:
                 received = self._socket.recv_into(memory)
             except BlockingIOError:
+                # To wake up for each segment that arrives would cost training more than the bytes do.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(memory), BLOCK_BYTES))
                 self._wait(select.POLLIN, until)
                 continue
             if received == 0:

@@ -66,6 +66,11 @@ def test_a_slot_is_sent_and_its_holder_has_it_in_memory(leak_check: LeakCheck) -
         region.close()
 
 
+def test_training_goes_first(leak_check: LeakCheck) -> None:
+    with keepers(1) as ((keeper, _),):
+        assert psutil.Process(keeper.pid).nice() > psutil.Process().nice()
+
+
 def test_nothing_grows(leak_check: LeakCheck) -> None:
     with keepers(2) as ((sender, _), (holder, address)):
         process = [psutil.Process(keeper.pid) for keeper in (sender, holder)]
