@@ -132,8 +132,7 @@ class Writer:
 
     def discard(self) -> None:
         """Kill the process, without reading what it sent, nor waiting for its end."""
-        if self._process is not None:
-            self._process.kill()
+        self.kill()
         self.release()
 
     def close(self, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 import psutil
 import pytest
 
-from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, WriterConfig
+from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, WriterConfig, call, writer
 from ckpt.errors import WriterError
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.async_calls import functions
@@ -166,6 +166,27 @@ def test_abort_kills_tells_every_call_and_finalizes_none(tmp_path: Path, leak_ch
     assert not seen
     assert not log.exists()
     leak_check.check()
+
+
+def test_a_call_given_up_is_killed_though_its_start_was_interrupted(
+    queue: AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = writer._Process.send_call
+
+    def interrupted(process: writer._Process, call: call.Call) -> None:
+        original(process, call)
+        raise KeyboardInterrupt
+
+    gate = Gate.create(tmp_path)
+    monkeypatch.setattr(writer._Process, "send_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        queue.schedule_async_request(AsyncRequest(functions.hang, (gate,), []))
+    monkeypatch.undo()
+    gate.wait_entered()
+    (process,) = (each for each in psutil.Process().children(recursive=True) if each.name() == "ckpt-writer")
+    assert queue.recover(0.0) == []
+    psutil.wait_procs([process], 5)
+    assert is_gone(process.pid)
 
 
 def test_abort_before_the_writer_exists_runs_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
