@@ -1,5 +1,6 @@
 """Snapshots: steps that are in memory alone, and what a restart restores of them."""
 
+import contextlib
 import gc
 import json
 import os
@@ -326,6 +327,30 @@ def test_a_rank_that_makes_no_snapshots(tmp_path: Path) -> None:
     error, _ = (result.value for result in run_ranks(_starved, 2, tmp_path))
     assert "no staging slot became free in 5 s; snapshots of steps [1, 2, 3] are held until a newer one is" in error
     assert "that of step 3 is on 1 of 2" in error
+
+
+def _of_two_roots(rank: int, world_size: int, folder: Path) -> list[int | None]:
+    """Make snapshots with two Checkpointers; rank 1 always comes after rank 0."""
+    state, steps = fresh(), range(1, 9)
+    with contextlib.ExitStack() as stack:
+        two = [
+            stack.enter_context(ckpt.Checkpointer(folder / name, snapshot_every=1, timeout=timedelta(seconds=10)))
+            for name in ("first", "second")
+        ]
+        for checkpointer in two:
+            checkpointer.warmup(state)
+        for step in steps:
+            train_step(state, rank, step)
+            for turn in range(world_size):
+                if turn == rank:
+                    for checkpointer in two:
+                        checkpointer.snapshot(state, step)
+                dist.barrier()
+        return [checkpointer.restore(state) for checkpointer in two]
+
+
+def test_two_checkpointers_of_one_process_group(tmp_path: Path) -> None:
+    assert [result.value for result in run_ranks(_of_two_roots, 2, tmp_path)] == [[8, 8], [8, 8]]
 
 
 def _held() -> dict[str, Any]:
