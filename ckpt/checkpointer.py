@@ -388,7 +388,7 @@ class Checkpointer:
             report = restore(tiers, state, step, options, self._ranks, memory, recover, self._read_only)
             self._note_restored(report)
             self._settle(report, current_restart_index() or 0)
-            self._continue_from(report, seen)
+            self._continue_from(report, seen, self._ranks.rank)
             # Without a step nothing of `state` is called: an optimizer's `state_dict` may begin its state.
             if report is not None and not self._read_only and options.only is None:
                 self._saver.warmup_in_background(state)
@@ -554,7 +554,7 @@ class Checkpointer:
             report = restore(tiers, self._registered, None, options, Alone(rank), self._saver.memory)
             self._note_restored(report)
             self._settle(report, 1 + self._saver.snapshots.last_restart)
-            self._continue_from(report, None)
+            self._continue_from(report, None, rank)
         self._interrupted_at = None
 
     def leave_restoring_to_next_iteration(self) -> None:
@@ -578,7 +578,7 @@ class Checkpointer:
             report = restore(tiers, self._registered, None, options, ranks, self._saver.memory)
             self._note_restored(report)
             self._settle(report, restart)
-            self._continue_from(report, None)
+            self._continue_from(report, None, ranks.rank)
 
     def _tiers(self, mirror: Root | None) -> Tiers:
         return Tiers(self._root, mirror, self._packs, self._saver.memory_tier)
@@ -593,13 +593,13 @@ class Checkpointer:
             return None
         return mirror
 
-    def _continue_from(self, report: RestoreReport | None, seen: int | None) -> None:
-        self._branch = Branch(-1) if report is None else self._branch_of(report)
+    def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
+        self._branch = Branch(-1) if report is None else self._branch_of(report, rank)
         self._saver.continue_from(self._branch, seen)
 
-    def _branch_of(self, report: RestoreReport) -> Branch:
+    def _branch_of(self, report: RestoreReport, rank: int) -> Branch:
         """Return what the next save continues: of a step that was in memory alone, the last one published before it."""
-        if not report.in_memory or self._saver.last_rank != 0:
+        if not report.in_memory or rank != 0:
             return Branch(report.step, report.save, report.damaged)
         before = max((step for step in self._root.steps() if step <= report.step), default=None)
         return Branch(-1) if before is None else Branch(before, self._root.save_of(before), report.damaged)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.saving import snapshots
 from ckpt.saving.share import Share
+from ckpt.store_ranks import StoreRanks
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
 from tests.support import LeakCheck, run_ranks
@@ -296,6 +297,26 @@ def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: 
         train_step(state, 0, 4)
         checkpointer.save(state, 4)
         assert checkpointer.all_steps() == [1, 4]
+        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
+        assert document["continues"]["step"] == 1
+
+
+def test_the_next_save_continues_what_was_published_if_the_registered_state_was_restored(
+    tmp_path: Path, leak_check: LeakCheck
+) -> None:
+    """As `CheckpointInitialize` does it, when there is no process group yet."""
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        checkpointer.register(**state)
+        checkpointer.leave_restoring_to_next_iteration()
+        train_step(state, 0, 1)
+        checkpointer.save(state, 1)
+        _trained(checkpointer, state, 2, 3)
+        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.restore_registered(StoreRanks(0, 1, None, 10), 1)
+        assert checkpointer.resume_step == 3
+        train_step(state, 0, 4)
+        checkpointer.save(state, 4)
         document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
         assert document["continues"]["step"] == 1
 
