@@ -224,7 +224,8 @@ class MemoryTier:
         is_new = agreed.is_earlier or not agreed.number
         self._start = max(agreed.number + 1, self._offers[0].now_ms) if is_new else agreed.number
         self._origin = self._restored if agreed.is_earlier else agreed.origin
-        self._owner = self._offers[0].token
+        token = self._offers[0].token
+        self._owner = 0 if token == _UNKNOWN else token  # then any later claim shows in the next start
 
     def _adopt_taken(self) -> None:
         """Keep what is needed of the memory of dead processes, as that of neighbours; unmap the rest."""

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 import ckpt
+from ckpt.errors import StorageError
 from ckpt.saving.share import Share
+from ckpt.storage.ownership import Ownership
 from tests.ckpt.lingering.jobs import DIE, LINGER, resized, start
 from tests.ckpt.lingering.support import Call, files_of, held_memory, holders_of, no_holders_are_left, starts
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, restarted, train_step
@@ -180,6 +182,30 @@ def test_a_branch_that_was_left(tmp_path: Path, runtime: Path, stack: contextlib
 def test_another_start_that_has_claimed_the_root(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
     """As with another id: what it has saved comes first, and memory of before is of a branch that was left."""
     starts(stack, runtime, start, 1, tmp_path / "root", 5)
+    starts(stack, runtime, start, 1, tmp_path / "root", 2, "close", linger_id="another job", saves=(2,))
+    found = starts(stack, runtime, start, 1, tmp_path / "root", 0, "close")
+    assert found == [[2, "storage", ANY_BYTES, True]]
+    no_holders_are_left(runtime)
+
+
+def _start_without_storage(rank: int, world_size: int, *args: Any, **options: Any) -> None:
+    """As `start`, but the first look at the owner of the root fails."""
+    newest = Ownership.newest
+    failures = [StorageError("a server is down")]
+
+    def fails_once(ownership: Ownership) -> int:
+        if failures:
+            raise failures.pop()
+        return newest(ownership)
+
+    Ownership.newest = fails_once  # type: ignore[method-assign]
+    start(rank, world_size, *args, **options)
+
+
+def test_another_job_has_claimed_the_root_after_a_start_that_could_not_see_its_owner(
+    tmp_path: Path, runtime: Path, stack: contextlib.ExitStack
+) -> None:
+    starts(stack, runtime, _start_without_storage, 1, tmp_path / "root", 5)
     starts(stack, runtime, start, 1, tmp_path / "root", 2, "close", linger_id="another job", saves=(2,))
     found = starts(stack, runtime, start, 1, tmp_path / "root", 0, "close")
     assert found == [[2, "storage", ANY_BYTES, True]]
