@@ -480,7 +480,8 @@ class Checkpointer:
     def current_step(self) -> int | None:
         """The step that was published or restored last by this Checkpointer; None if none was. Without storage access.
 
-        Unlike `latest_step` it is never a step of another branch or job. A save counts when it is finalized.
+        Unlike `latest_step` it is never a step of another branch or job. A save counts when it is finalized. None, too,
+        after a restore from memory: what is there may not be published.
         """
         return self._current_step
 
@@ -629,7 +630,8 @@ class Checkpointer:
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report
-        self._resume_step = self._current_step = None if report is None else report.step
+        self._resume_step = None if report is None else report.step
+        self._current_step = None if report is None or report.in_memory else report.step
 
     def latest_step(self) -> int | None:
         """Return the newest published step of the root, not of its mirror; None if there is none."""
