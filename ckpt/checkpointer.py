@@ -599,10 +599,18 @@ class Checkpointer:
         self._saver.continue_from(self._branch, seen)
 
     def _branch_of(self, report: RestoreReport, rank: int) -> Branch:
-        """Return what the next save continues: of a step that was in memory alone, the last one published before it."""
+        """Return what the next save continues: of a step that was in memory alone, the last one published before it.
+
+        Not one of a branch that training has left, and that no save has moved aside yet.
+        """
         if not report.in_memory or rank != 0:
             return Branch(report.step, report.save, report.damaged)
-        before = max((step for step in self._root.steps() if step <= report.step), default=None)
+        steps = [step for step in self._root.steps() if step <= report.step]
+        left = self._saver.branch
+        if left is not None and left.step is not None and left.step <= report.step:
+            own = self._saver.token
+            steps = [step for step in steps if step <= left.step or self._root.owner_of(step) == own]
+        before = max(steps, default=None)
         return Branch(-1) if before is None else Branch(before, self._root.save_of(before), report.damaged)
 
     def interrupt(self) -> None:

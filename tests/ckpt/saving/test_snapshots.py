@@ -301,6 +301,26 @@ def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: 
         assert document["continues"]["step"] == 1
 
 
+def test_a_branch_that_was_left_is_superseded_after_a_restore_from_memory(
+    tmp_path: Path, leak_check: LeakCheck
+) -> None:
+    """Training goes back to step 1, and after a fault on from a snapshot; only then there is a save."""
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        for step in (1, 2):
+            train_step(state, 0, step)
+            checkpointer.save(state, step)
+        assert checkpointer.restore(state, 1) == 1
+        _trained(checkpointer, state, 2, 3)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.restore(state) == 3
+        train_step(state, 0, 4)
+        checkpointer.save(state, 4)
+        assert checkpointer.all_steps() == [1, 4]
+        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
+        assert document["continues"]["step"] == 1
+
+
 def test_the_next_save_continues_what_was_published_if_the_registered_state_was_restored(
     tmp_path: Path, leak_check: LeakCheck
 ) -> None:
