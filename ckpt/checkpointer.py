@@ -388,7 +388,7 @@ class Checkpointer:
             report = restore(tiers, state, step, options, self._ranks, memory, recover, self._read_only)
             self._note_restored(report)
             self._settle(report, current_restart_index() or 0)
-            self._continue_from(report, seen)
+            self._continue_from(report, seen, self._ranks.rank)
             # Without a step nothing of `state` is called: an optimizer's `state_dict` may begin its state.
             if report is not None and not self._read_only and options.only is None:
                 self._saver.warmup_in_background(state)
@@ -480,7 +480,8 @@ class Checkpointer:
     def current_step(self) -> int | None:
         """The step that was published or restored last by this Checkpointer; None if none was. Without storage access.
 
-        Unlike `latest_step` it is never a step of another branch or job. A save counts when it is finalized.
+        Unlike `latest_step` it is never a step of another branch or job. A save counts when it is finalized. None, too,
+        after a restore from memory: what is there may not be published.
         """
         return self._current_step
 
@@ -554,7 +555,7 @@ class Checkpointer:
             report = restore(tiers, self._registered, None, options, Alone(rank), self._saver.memory)
             self._note_restored(report)
             self._settle(report, 1 + self._saver.snapshots.last_restart)
-            self._continue_from(report, None)
+            self._continue_from(report, None, rank)
         self._interrupted_at = None
 
     def leave_restoring_to_next_iteration(self) -> None:
@@ -578,7 +579,7 @@ class Checkpointer:
             report = restore(tiers, self._registered, None, options, ranks, self._saver.memory)
             self._note_restored(report)
             self._settle(report, restart)
-            self._continue_from(report, None)
+            self._continue_from(report, None, ranks.rank)
 
     def _tiers(self, mirror: Root | None) -> Tiers:
         return Tiers(self._root, mirror, self._packs, self._saver.memory_tier)
@@ -593,15 +594,23 @@ class Checkpointer:
             return None
         return mirror
 
-    def _continue_from(self, report: RestoreReport | None, seen: int | None) -> None:
-        self._branch = Branch(-1) if report is None else self._branch_of(report)
+    def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
+        self._branch = Branch(-1) if report is None else self._branch_of(report, rank)
         self._saver.continue_from(self._branch, seen)
 
-    def _branch_of(self, report: RestoreReport) -> Branch:
-        """Return what the next save continues: of a step that was in memory alone, the last one published before it."""
-        if not report.in_memory or self._saver.last_rank != 0:
+    def _branch_of(self, report: RestoreReport, rank: int) -> Branch:
+        """Return what the next save continues: of a step that was in memory alone, the last one published before it.
+
+        Not one of a branch that training has left, and that no save has moved aside yet.
+        """
+        if not report.in_memory or rank != 0:
             return Branch(report.step, report.save, report.damaged)
-        before = max((step for step in self._root.steps() if step <= report.step), default=None)
+        steps = [step for step in self._root.steps() if step <= report.step]
+        left = self._saver.branch
+        if left is not None and left.step is not None and left.step <= report.step:
+            own = self._saver.token
+            steps = [step for step in steps if step <= left.step or self._root.owner_of(step) == own]
+        before = max(steps, default=None)
         return Branch(-1) if before is None else Branch(before, self._root.save_of(before), report.damaged)
 
     def interrupt(self) -> None:
@@ -629,7 +638,8 @@ class Checkpointer:
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report
-        self._resume_step = self._current_step = None if report is None else report.step
+        self._resume_step = None if report is None else report.step
+        self._current_step = None if report is None or report.in_memory else report.step
 
     def latest_step(self) -> int | None:
         """Return the newest published step of the root, not of its mirror; None if there is none."""

@@ -4,7 +4,8 @@
                                     └────────▶ server (threads) ◀══▶ replica processes of others
 
 It is started by `process`, with one end of the channel. When its trainer dies it goes on serving for a while: others
-may restore from what it holds. When its trainer leaves, it ends at once.
+may restore from what it holds. When its trainer leaves, it ends at once. The end of the trainer is seen by its pidfd,
+too: children that it forked may have the channel.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ _WHY_CHARACTERS = 1000
 class ReplicaProcess:
     """The loop, in the main thread of the process. `linger_s`: how long it serves without its trainer."""
 
-    def __init__(self, channel: ControlChannel, linger_s: float) -> None:
+    def __init__(self, channel: ControlChannel, trainer: int, linger_s: float) -> None:
+        """`trainer` is a pidfd."""
         self._channel = channel
+        self._trainer = trainer
         self._linger_s = linger_s
         self._memory = ReplicaMemory(0)
         self._server: Server | None = None
@@ -81,12 +84,16 @@ class ReplicaProcess:
                 region.close()
             self._wake.close()
             self._channel.close()
+            os.close(self._trainer)
 
     def _serve_trainer(self) -> bool:
         """Return when the trainer is gone: whether it ended without `Leave`."""
-        poll = select.poll()
+        poll, trainer = select.poll(), select.poll()
         poll.register(self._wake, select.POLLIN)
+        for each in (poll, trainer):
+            each.register(self._trainer, select.POLLIN)
         while True:
+            is_dead = bool(trainer.poll(0))  # before the channel is read, so that no message is missed
             self._channel.flush()
             try:
                 while (packet := self._channel.receive()) is not None:
@@ -94,6 +101,8 @@ class ReplicaProcess:
                         return False
                     self._handle(packet)
             except EOFError:
+                return True
+            if is_dead:
                 return True
             self._report()
             poll.register(self._channel, self._channel.poll_events)
@@ -179,18 +188,18 @@ class ReplicaProcess:
             server.close()
 
 
-def main(fd: int, linger_s: float) -> None:
-    """Run the process; `fd` is its end of the channel."""
+def main(fd: int, trainer: int, linger_s: float) -> None:
+    """Run the process; `fd` is its end of the channel, `trainer` a pidfd."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # as writers do: what it holds is for after the end of a trainer
         signal.signal(ignored, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-replicas", 0, 0, 0)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    ReplicaProcess(ControlChannel(socket.socket(fileno=fd), CODEC), linger_s).run()
+    ReplicaProcess(ControlChannel(socket.socket(fileno=fd), CODEC), trainer, linger_s).run()
     with contextlib.suppress(Exception):
         sys.stderr.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

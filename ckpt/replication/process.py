@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import select
 import subprocess
 import threading
@@ -53,17 +54,20 @@ class ReplicaKeeper:
         self._ended: list[Ended] = []
         self._gone = False
         self._requests = itertools.count(1)
-        self._channel, theirs = ControlChannel.pair(CODEC)
+        trainer = os.pidfd_open(os.getpid())
         try:
+            self._channel, theirs = ControlChannel.pair(CODEC)
             with theirs:
-                self._process: subprocess.Popen[bytes] = start_module(
-                    "ckpt.replication",
-                    str(theirs.fileno()),
-                    str(linger_s),
-                    pass_fds=[theirs.fileno()],
-                    env=_ONE_THREAD,
-                    stderr=None,
-                )
+                self._process = self._started(theirs.fileno(), trainer, linger_s)
+        finally:
+            os.close(trainer)
+
+    def _started(self, channel: int, trainer: int, linger_s: float) -> subprocess.Popen[bytes]:
+        """Return the process; the channel is closed if it cannot be started."""
+        fds = channel, trainer
+        arguments = *map(str, fds), str(linger_s)
+        try:
+            return start_module("ckpt.replication", *arguments, pass_fds=fds, env=_ONE_THREAD, stderr=None)
         except BaseException:
             self._channel.close()
             raise

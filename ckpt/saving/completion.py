@@ -1,10 +1,10 @@
 """Which snapshots are complete on all ranks, known without a collective: ranks count themselves in the store of torch.
 
     held/<save>     how many ranks have this snapshot whole in memory
-    held/newest     the newest snapshot that rank 0 has found complete
 
 Each rank adds itself once to every snapshot, and looks only when it needs a slot. When rank 0 finds a snapshot complete
-it says so, and deletes the counts up to it; so there are never more keys than snapshots that are not complete.
+it deletes the counts before it: every rank has this one, and finds it by its count. So there is never more than one key
+beside those of snapshots that are not complete. Save names are unique: several Checkpointers can use one store.
 
 For one thread of the trainer.
 """
@@ -19,7 +19,6 @@ from ckpt.ranks import Ranks
 __all__ = ["Completion", "value_of"]
 
 _log = logging.getLogger("ckpt")
-_NEWEST = "held/newest"
 _ABSENT = "-"  # neither a number nor the name of a save
 
 
@@ -91,20 +90,17 @@ class Completion:
             return 0, self._ranks.world_size
 
     def _newest_in(self, store: Any, names: list[str]) -> str | None:
-        told = value_of(store, _NEWEST)
-        after = names.index(told) + 1 if told in names else 0
-        for name in reversed(names[after:]):
+        for name in reversed(names):
             if int(value_of(store, f"held/{name}") or 0) == self._ranks.world_size:
-                self._tell(store, name)
+                self._delete_before(store, name)
                 return name
-        return names[after - 1] if after else None
+        return None
 
-    def _tell(self, store: Any, name: str) -> None:
-        """Let the others know, then delete the counts up to this one: no rank adds to them any more."""
+    def _delete_before(self, store: Any, name: str) -> None:
+        """Delete the counts before that of a complete snapshot, on rank 0: no rank adds to them any more."""
         if self._ranks.rank != 0:
             return
-        store.set(_NEWEST, name)
-        end = self._counted.index(name) + 1
+        end = self._counted.index(name)
         for old in self._counted[:end]:
             store.delete_key(f"held/{old}")
         del self._counted[:end]

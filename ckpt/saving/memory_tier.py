@@ -16,7 +16,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.lingering.keeping import LingeringMemory
@@ -112,9 +112,12 @@ class MemoryTier:
         return Offer(self._node, shares, self._fences, self._start, self._origin, token, now_ms, earlier).encode()
 
     def _take_over(self, lingering: LingeringMemory) -> None:
-        """Take what dead processes have left, before the first restore of this process is over."""
-        self._give_back_taken()
+        """Take what dead processes have left, before the first restore of this process is over.
+
+        After one whose end was interrupted its holders are still to be released.
+        """
         if not self._start:
+            self._give_back_taken()
             self._taken = lingering.take()
 
     def _token(self) -> int:
@@ -224,14 +227,17 @@ class MemoryTier:
         is_new = agreed.is_earlier or not agreed.number
         self._start = max(agreed.number + 1, self._offers[0].now_ms) if is_new else agreed.number
         self._origin = self._restored if agreed.is_earlier else agreed.origin
-        self._owner = self._offers[0].token
+        token = self._offers[0].token
+        self._owner = 0 if token == _UNKNOWN else token  # then any later claim shows in the next start
 
     def _adopt_taken(self) -> None:
         """Keep what is needed of the memory of dead processes, as that of neighbours; unmap the rest."""
-        for region in (region for taken in self._taken for region in taken.regions):
-            if self._restored is not None and Share(region).save_name == self._restored:
-                self._memory.adopt([region])
-            else:
+        regions = [region for taken in self._taken for region in taken.regions]
+        needed = [region for region in regions if self._restored and Share(region).save_name == self._restored]
+        self._taken = [replace(taken, regions=()) for taken in self._taken]  # before a fault can interrupt this
+        self._memory.adopt(needed)
+        for region in regions:
+            if region not in needed:
                 region.close()
 
     def _give_back_taken(self) -> None:

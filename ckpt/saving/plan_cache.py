@@ -121,6 +121,7 @@ class PlanCache:
         self._session: _Session | None = None
         self._last_step = -1
         self._attempt = 0  # how often in a row the last step was to be saved
+        self._returns = 0  # how often steps went back in this session
 
     @property
     def owner(self) -> int | None:
@@ -191,22 +192,24 @@ class PlanCache:
             self._begun.cancel()
         self._cached, self._begun = None, None
         self._session = None
-        self._last_step, self._attempt = -1, 0
+        self._last_step, self._attempt, self._returns = -1, 0, 0
 
     def begin_attempt(self, step: int) -> None:
         """Count the attempts to save a step. To be called once for each save, before anything can fail."""
         self._attempt = self._attempt + 1 if step == self._last_step else 0
+        self._returns += step < self._last_step
         self._last_step = step
 
     def save_id(self) -> SaveId | None:
         """Return the save begun last: unique, and the same on all ranks. None before there is a session.
 
-        It depends on the nonce that the ranks agreed on and on how often this step was tried, and on nothing that a
-        failed call on one rank could leave different. Its owner is 0 if the root was not claimed.
+        It depends on the nonce that the ranks agreed on, on how often this step was tried and on how often steps went
+        back, and on nothing that a failed call on one rank could leave different. Its owner is 0 if the root was not
+        claimed.
         """
         if self._session is None:
             return None
-        text = f"{self._last_step}.{self._attempt}".encode()
+        text = f"{self._last_step}.{self._attempt}.{self._returns}".encode()
         nonce = hashlib.blake2b(text, key=self._session.nonce, digest_size=8).hexdigest()
         return SaveId(self._last_step, self._session.owner, nonce)
 
@@ -256,7 +259,7 @@ class PlanCache:
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
         if claims is not None and claimed and self._ranks.world_size > 1:
             self._confirm(claims, owner)
-        self._session = _Session(owner, nonce)
+        self._session, self._returns = _Session(owner, nonce), 0
 
     def _confirm(self, claims: Claims, owner: int) -> None:
         """Confirm the claim on all ranks; what one of them raises is raised on all. Collective."""

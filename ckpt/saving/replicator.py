@@ -193,7 +193,7 @@ class Replicator:
         if found != self._round:
             self._enter(found)
         if self._is_to_send and self._round.snapshot is not None:
-            self._send(store, self._round.snapshot, staged)
+            self._send(store, self._round.snapshot, staged, whole)
 
     def _lead(self, store: Any, newest: SaveId | None) -> _Round:
         """Return the round as it is now, which rank 0 decides."""
@@ -225,18 +225,19 @@ class Replicator:
         self._is_to_send = found.snapshot is not None and found.number != before.number
         self._pin()
 
-    def _send(self, store: Any, snapshot: str, staged: SaveId | None) -> None:
+    def _send(self, store: Any, snapshot: str, staged: SaveId | None, whole: SaveId | None) -> None:
         """Have this rank's share sent, if it is complete; if it cannot be any more, tell that."""
         slot = next((slot for slot in self._slots() if Share(slot.region).save_name == snapshot), None)
         if slot is None and (staged is None or staged.step < _step_of(snapshot)):
             return  # rank 0 is ahead
-        if slot is not None and not Share(slot.region).is_whole:
+        is_whole = slot is not None and Share(slot.region).is_whole
+        if slot is not None and not is_whole and (whole is None or whole.step < _step_of(snapshot)):
             return  # its checksums are being made
         self._is_to_send = False
         assert self._keeper is not None
-        if slot is None or not self._keeper.alive:
-            gone = "it was not in the memory of this rank any more"
-            self._count(store, gone if slot is None else "the replica process has ended")
+        if slot is None or not is_whole or not self._keeper.alive:
+            gone = "it was not in the memory of this rank any more, or never complete"
+            self._count(store, "the replica process has ended" if is_whole else gone)
             return
         assert self._buddy is not None
         replica = Replica(snapshot, self._ranks.rank, slot.region.size, Share(slot.region).nbytes)

@@ -150,6 +150,11 @@ class Saver:
         return self._token
 
     @property
+    def branch(self) -> Branch | None:
+        """What the next save continues; None if one of this owner is known to be published."""
+        return self._branch
+
+    @property
     def is_owner(self) -> bool:
         """Whether this job has the root's newest token, as far as storage tells."""
         return self._seen is not None and self._seen == self._root.ownership.newest()

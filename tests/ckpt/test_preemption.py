@@ -146,6 +146,20 @@ def test_a_step_of_another_branch_is_not_taken_for_the_own_one(tmp_path: Path) -
     _assert_newest(root, 5)
 
 
+def test_a_step_that_was_restored_from_memory_is_saved(tmp_path: Path) -> None:
+    """A request to stop right after a restart: memory ends with the process."""
+    root = tmp_path / "root"
+    state = {"weight": torch.full((1000,), 4.0)}
+    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+        checkpointer.save(state, 4)
+        state["weight"].fill_(5.0)
+        checkpointer.snapshot(state, 5)
+        checkpointer.recover_from_fault(_LONG)
+        assert checkpointer.restore(state) == 5
+        assert watcher.save(state, 5)
+    _assert_newest(root, 5)
+
+
 def test_a_step_that_is_there_already_is_not_called_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Training began anew in a root with steps."""
     state = {"weight": torch.full((1000,), 5.0)}

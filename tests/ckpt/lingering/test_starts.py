@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 import ckpt
+from ckpt.errors import StorageError
 from ckpt.saving.share import Share
-from tests.ckpt.lingering.jobs import DIE, LINGER, resized, start
+from ckpt.storage.ownership import Ownership
+from tests.ckpt.lingering.jobs import DIE, LINGER, began, resized, start
 from tests.ckpt.lingering.support import Call, files_of, held_memory, holders_of, no_holders_are_left, starts
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, restarted, train_step
 from tests.inprocess.coordination.helpers import eventually
@@ -125,6 +127,42 @@ def test_killed_at_the_hand_over(tmp_path: Path, runtime: Path, stack: contextli
     no_holders_are_left(runtime)
 
 
+class _Fault(Exception):
+    """Of another rank, which interrupts this one."""
+
+
+def _interrupted(rank: int, world_size: int, root: Path, place: str, end: str = "close") -> None:
+    """As `start`, but a fault interrupts the end of the first restore: there is another one."""
+    owner, name, after = DIE[place]
+    function, faults = getattr(owner, name), [_Fault()]
+
+    def fails_once(*args: Any, **options: Any) -> Any:
+        if faults and not after:
+            raise faults.pop()
+        result = function(*args, **options)
+        if faults:
+            raise faults.pop()
+        return result
+
+    setattr(owner, name, fails_once)
+    with ckpt.Checkpointer(root, snapshot_every=1, linger=LINGER, linger_id="a job") as checkpointer:
+        state = fresh()
+        with pytest.raises(_Fault):
+            checkpointer.restore(state)
+        checkpointer.recover_from_fault(timedelta(seconds=10), rank)
+        checkpointer.restore(state)
+        os.write(1, f"began {began(checkpointer, state, rank)!r}\n".encode())
+
+
+@pytest.mark.parametrize("place", sorted(DIE))
+def test_interrupted_at_the_hand_over(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack, place: str) -> None:
+    """By a restart in the process: the memory is still there, and is given up in the end."""
+    starts(stack, runtime, start, 1, tmp_path / "root", 3)
+    (found,) = starts(stack, runtime, _interrupted, 1, tmp_path / "root", place, "close")
+    assert found in (_lingering(3), [3, "neighbour memory", 0, True])
+    no_holders_are_left(runtime)
+
+
 def test_an_exception_keeps_the_memory(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
     starts(stack, runtime, start, 2, tmp_path / "root", 3, "raise")
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(3)]
@@ -180,6 +218,30 @@ def test_a_branch_that_was_left(tmp_path: Path, runtime: Path, stack: contextlib
 def test_another_start_that_has_claimed_the_root(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
     """As with another id: what it has saved comes first, and memory of before is of a branch that was left."""
     starts(stack, runtime, start, 1, tmp_path / "root", 5)
+    starts(stack, runtime, start, 1, tmp_path / "root", 2, "close", linger_id="another job", saves=(2,))
+    found = starts(stack, runtime, start, 1, tmp_path / "root", 0, "close")
+    assert found == [[2, "storage", ANY_BYTES, True]]
+    no_holders_are_left(runtime)
+
+
+def _start_without_storage(rank: int, world_size: int, *args: Any, **options: Any) -> None:
+    """As `start`, but the first look at the owner of the root fails."""
+    newest = Ownership.newest
+    failures = [StorageError("a server is down")]
+
+    def fails_once(ownership: Ownership) -> int:
+        if failures:
+            raise failures.pop()
+        return newest(ownership)
+
+    Ownership.newest = fails_once  # type: ignore[method-assign]
+    start(rank, world_size, *args, **options)
+
+
+def test_another_job_has_claimed_the_root_after_a_start_that_could_not_see_its_owner(
+    tmp_path: Path, runtime: Path, stack: contextlib.ExitStack
+) -> None:
+    starts(stack, runtime, _start_without_storage, 1, tmp_path / "root", 5)
     starts(stack, runtime, start, 1, tmp_path / "root", 2, "close", linger_id="another job", saves=(2,))
     found = starts(stack, runtime, start, 1, tmp_path / "root", 0, "close")
     assert found == [[2, "storage", ANY_BYTES, True]]

@@ -159,11 +159,14 @@ def test_an_address_of_another_node_cannot_be_used(leak_check: LeakCheck) -> Non
 
 
 _TRAINER = """
-import os, sys
+import os, signal, sys
 from ckpt.replication.process import ReplicaKeeper
 keeper = ReplicaKeeper(float(sys.argv[3]))
 address = keeper.admit(sys.argv[1], sys.argv[2], None, 1 << 30)
-print(keeper.pid, address.port, flush=True)
+forked = os.fork() if sys.argv[4:] == ["fork"] else 0
+if forked == 0 and sys.argv[4:] == ["fork"]:
+    signal.pause()
+print(keeper.pid, address.port, forked, flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), 9)
 """
@@ -178,7 +181,7 @@ def test_a_replica_process_outlives_its_trainer_for_a_while(linger_s: float, lea
     ):
         assert trainer.stdin is not None
         assert trainer.stdout is not None
-        pid, port = map(int, trainer.stdout.readline().split())
+        pid, port, _ = map(int, trainer.stdout.readline().split())
         process = psutil.Process(pid)
         replica = send(sender, Address(HOST, port), "1")
         trainer.stdin.close()
@@ -187,6 +190,22 @@ def test_a_replica_process_outlives_its_trainer_for_a_while(linger_s: float, lea
             assert read(Address(HOST, port), replica) == content("1", SIZE)
             process.kill()
         eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_forked_child_of_its_trainer_does_not_keep_it(leak_check: LeakCheck) -> None:
+    """A child, such as a data loader worker, has the channel and may live longer than the trainer."""
+    command = [sys.executable, "-c", _TRAINER, HOST, SECRET, "0", "fork"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        pid, _, forked = map(int, trainer.stdout.readline().split())
+        process = psutil.Process(pid)
+        try:
+            trainer.stdin.close()
+            trainer.wait()
+            eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+        finally:
+            os.kill(forked, signal.SIGKILL)
 
 
 def test_a_trainer_that_fails_leaves_its_replica_process_to_others(leak_check: LeakCheck) -> None:

@@ -38,8 +38,8 @@ def test_complete_when_all_have_counted(store: Any) -> None:
     assert (first.newest_of(["a"]), second.newest_of(["a"])) == ("a", "a")
 
 
-def test_a_count_that_was_deleted_was_complete(store: Any) -> None:
-    """Rank 0 deletes it when it has seen that; the others see what it says then."""
+def test_the_count_of_the_newest_complete_one_stays(store: Any) -> None:
+    """Rank 0 deletes those before it; the others may look later."""
     first, second = _completions(store)
     for name in ("a", "b"):
         for each in (first, second):
@@ -63,6 +63,16 @@ def test_keys_do_not_grow(store: Any) -> None:
     assert store.num_keys() <= before + 2
 
 
+def test_two_checkpointers_with_one_store(store: Any) -> None:
+    """What rank 0 finds complete of one of them says nothing about the other, and hides nothing."""
+    first, second = _completions(store), _completions(store)
+    for name, pair in (("a", first), ("b", second)):
+        for each in pair:
+            each.count(name)
+        assert pair[0].newest_of([name]) == name
+    assert (first[1].newest_of(["a"]), second[1].newest_of(["b"])) == ("a", "b")
+
+
 def test_a_snapshot_that_is_withdrawn_is_never_complete(store: Any) -> None:
     first, second = _completions(store)
     first.count("a")
@@ -77,7 +87,7 @@ def test_a_complete_snapshot_cannot_be_withdrawn(store: Any) -> None:
         each.count("a")
     assert not second.withdraw("a")
     assert first.newest_of(["a"]) == "a"
-    assert not second.withdraw("a")  # and is deleted
+    assert not second.withdraw("a")
     assert second.newest_of(["a"]) == "a"
 
 

@@ -1,7 +1,10 @@
 """Replicas of snapshots of real ranks on one machine; each two of them have a `replica_place`, as if it were a node."""
 
+import contextlib
 import os
+import resource
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,46 @@ def test_a_replica_process_is_killed(tmp_path: Path) -> None:
     assert {(before, step, right) for before, _, step, right in results} == {(3, 10, True)}
     causes = [event.cause for _, events, _, _ in results for event in events]
     assert any("has ended" in cause for cause in causes)
+
+
+@contextlib.contextmanager
+def _no_room_behind(slot_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a slot: there is no room for the documents of a share."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (slot_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _one_is_incomplete(rank: int, world_size: int, root: Path) -> list[Event]:
+    events: list[Event] = []
+    with ckpt.observe(events.append), _made(root, 2 * rank) as checkpointer:
+        state = fresh()
+        checkpointer.restore(state)
+        _train(checkpointer, state, rank, 1, 8)  # so that every slot was used
+        _until_replicated(checkpointer, 8)
+        dist.barrier()
+        slot_bytes = checkpointer._saver.memory.kept[0].size
+        with _no_room_behind(slot_bytes) if rank == 1 else contextlib.nullcontext():
+            _train(checkpointer, state, rank, 9, 9)
+        dist.barrier()
+        for turn in (0, 1):  # rank 0 names step 9, and rank 1 learns of it
+            if turn == rank:
+                checkpointer.maybe_finalize()
+            dist.barrier()
+        _train(checkpointer, state, rank, 10, 16)
+        _until_replicated(checkpointer, 16)
+        dist.barrier()
+    return [event for event in events if isinstance(event, SnapshotNotReplicated)]
+
+
+def test_a_share_that_is_never_complete(tmp_path: Path) -> None:
+    """Its snapshot is not replicated, newer ones are."""
+    first, second = (result.value for result in run_ranks(_one_is_incomplete, 2, tmp_path / "root"))
+    assert first == []
+    assert [event.step for event in second] == [9]
 
 
 def _one_place(rank: int, world_size: int, root: Path) -> int | None:

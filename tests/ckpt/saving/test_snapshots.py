@@ -1,5 +1,6 @@
 """Snapshots: steps that are in memory alone, and what a restart restores of them."""
 
+import contextlib
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.saving import snapshots
 from ckpt.saving.share import Share
+from ckpt.store_ranks import StoreRanks
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
 from tests.support import LeakCheck, run_ranks
@@ -299,6 +301,46 @@ def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: 
         assert document["continues"]["step"] == 1
 
 
+def test_a_branch_that_was_left_is_superseded_after_a_restore_from_memory(
+    tmp_path: Path, leak_check: LeakCheck
+) -> None:
+    """Training goes back to step 1, and after a fault on from a snapshot; only then there is a save."""
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        for step in (1, 2):
+            train_step(state, 0, step)
+            checkpointer.save(state, step)
+        assert checkpointer.restore(state, 1) == 1
+        _trained(checkpointer, state, 2, 3)
+        checkpointer.recover_from_fault(_DRAIN)
+        assert checkpointer.restore(state) == 3
+        train_step(state, 0, 4)
+        checkpointer.save(state, 4)
+        assert checkpointer.all_steps() == [1, 4]
+        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
+        assert document["continues"]["step"] == 1
+
+
+def test_the_next_save_continues_what_was_published_if_the_registered_state_was_restored(
+    tmp_path: Path, leak_check: LeakCheck
+) -> None:
+    """As `CheckpointInitialize` does it, when there is no process group yet."""
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        checkpointer.register(**state)
+        checkpointer.leave_restoring_to_next_iteration()
+        train_step(state, 0, 1)
+        checkpointer.save(state, 1)
+        _trained(checkpointer, state, 2, 3)
+        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.restore_registered(StoreRanks(0, 1, None, 10), 1)
+        assert checkpointer.resume_step == 3
+        train_step(state, 0, 4)
+        checkpointer.save(state, 4)
+        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
+        assert document["continues"]["step"] == 1
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +368,51 @@ def test_a_rank_that_makes_no_snapshots(tmp_path: Path) -> None:
     error, _ = (result.value for result in run_ranks(_starved, 2, tmp_path))
     assert "no staging slot became free in 5 s; snapshots of steps [1, 2, 3] are held until a newer one is" in error
     assert "that of step 3 is on 1 of 2" in error
+
+
+def _of_two_roots(rank: int, world_size: int, folder: Path) -> list[int | None]:
+    """Make snapshots with two Checkpointers; rank 1 always comes after rank 0."""
+    state, steps = fresh(), range(1, 9)
+    with contextlib.ExitStack() as stack:
+        two = [
+            stack.enter_context(ckpt.Checkpointer(folder / name, snapshot_every=1, timeout=timedelta(seconds=10)))
+            for name in ("first", "second")
+        ]
+        for checkpointer in two:
+            checkpointer.warmup(state)
+        for step in steps:
+            train_step(state, rank, step)
+            for turn in range(world_size):
+                if turn == rank:
+                    for checkpointer in two:
+                        checkpointer.snapshot(state, step)
+                dist.barrier()
+        return [checkpointer.restore(state) for checkpointer in two]
+
+
+def test_two_checkpointers_of_one_process_group(tmp_path: Path) -> None:
+    assert [result.value for result in run_ranks(_of_two_roots, 2, tmp_path)] == [[8, 8], [8, 8]]
+
+
+def _back_by_itself(rank: int, world_size: int, root: Path) -> tuple[int | None, list[float]]:
+    """Make step 2 twice, without a restore between; rank 1 does not come to the second one."""
+    with ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=30)) as checkpointer:
+        state = {"weights": {f"w{i}": torch.zeros(20_000) for i in range(4)}}
+        for step, value in ((1, 1.0), (2, 2.0), (1, 10.0), (2, 20.0)):
+            for tensor in state["weights"].values():
+                tensor.fill_(value)
+            if (rank, value) != (1, 20.0):
+                checkpointer.snapshot(state, step)
+            dist.barrier()
+        checkpointer.recover_from_fault(_DRAIN, rank)
+        step = checkpointer.restore(state)
+        return step, [value for tensor in state["weights"].values() for value in tensor.unique().tolist()]
+
+
+def test_a_step_that_is_made_twice(tmp_path: Path) -> None:
+    """What ranks have of the first one and of the second one is never taken for one snapshot."""
+    for result in run_ranks(_back_by_itself, 2, tmp_path):
+        assert result.value == (2, 4 * [2.0])
 
 
 def _held() -> dict[str, Any]:
