@@ -132,6 +132,8 @@ class SlotExchange:
             with self._connected(address) as self._taking:
                 peer_pid(self._taking)  # PermissionError if it belongs to another user
                 data, fds, _, _ = socket.recv_fds(self._taking, 1 << 16, _MAX_SLOTS)
+                for fd in fds:
+                    os.set_inheritable(fd, False)  # the memory must not live as long as a child of this process
         except ConnectionError as error:  # it has closed, or died, since the ranks met
             _log.debug("rank %d does not share its staging memory any more: %s", rank, error)
             return []

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +59,7 @@ def test_everybody_sees_what_the_others_stage(world_size: int, leak_check: LeakC
         assert set(taken) == set(range(world_size)) - {rank}
         for other, regions in taken.items():
             assert [region.size for region in regions] == [4096, 8192]
+            assert not any(os.get_inheritable(region.fd) for region in regions)
             own[other][1].buffer[rank] = 100 + rank
             assert regions[1].buffer[rank] == 100 + rank
     for regions in own:
