@@ -1,8 +1,8 @@
 """Slots are passed to the neighbours on a node, and outlive who made them."""
 
 import contextlib
-import socket
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
