@@ -282,12 +282,14 @@ class _BegunPlan:
         self._thread: JoinableThread | None = None
         self._lock = threading.Lock()
         self._cancelled = False
+        self._starting = threading.Lock()
 
     def start(self, slots: Slots) -> None:
         """Make it in a thread, which then fits the slots to it."""
         self._slots = slots
         self._thread = JoinableThread(self._run, "ckpt-plan", (slots,))
-        self._thread.start()
+        with self._starting:
+            self._thread.start()
 
     def cancel(self) -> None:
         """Leave the slots alone from now on. The thread ends by itself."""
@@ -304,6 +306,8 @@ class _BegunPlan:
         return self._make() if self._plan is None else self._plan
 
     def _run(self, slots: Slots) -> None:
+        with self._starting:
+            pass  # by waiting, give the interpreter's lock back to who waits for the start: else not before 5 ms
         try:
             self._plan = self._make()
             with self._lock:

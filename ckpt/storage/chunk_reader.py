@@ -1,19 +1,20 @@
 """Read boxes of arrays from the packs of a step straight into memory, and name the damaged chunk if that fails.
 
-    boxes ─▶ chunks ─▶ records (`direct_reads`) ─▶ sorted by file and place ─▶ jobs of some MB ─▶ threads
+    boxes ─▶ chunks ─▶ records (`direct_reads`) ─▶ sorted by file and place ─▶ jobs of some MB ─▶ runs ─▶ threads
                     └▶ compressed chunks (`compressed_reads`) ──────────────▶ jobs
 
-Where a chunk lies is computed, so a read opens only the files that have something of it. Each is opened once for all
-jobs and closed after the last one. Any process; free of torch.
+Where a chunk lies is computed, so a read opens only the files that have something of it. A run is a part of a file,
+jobs that follow each other: one thread reads it from its beginning to its end. Any process; free of torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from threading import Lock
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _Index = tuple[int, ...]
 
 _NEAR_BYTES = 4096
+_RUNS_OF_THREAD = 4  # so that all threads end at about the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class ChunkReader:
         self._step = self._source.path
         self._packs = packs
         self._timeout_s = timeout_s
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "ckpt-read")  # its threads end when it is garbage-collected
         self.bytes_done = 0
         """Bytes of files whose reads have ended so far; any thread may look."""
@@ -125,23 +128,11 @@ class ChunkReader:
                 raise corrupt(self._step, place, index, name, damage) from None
 
     def _run(self, jobs: list[_Job]) -> None:
-        files = _OpenFiles(self._source, [job.file for job in jobs])
         stopped: list[bool] = []  # has an item when the other jobs need not be done
-
-        def run(job: _Job) -> None:
-            try:
-                if not stopped and not job.run(files.open(job.file)):
-                    raise DamagedFileError("does not match its checksums")
-                self.bytes_done += job.end - job.start  # a sum may get lost to another thread: it is for progress only
-            except Exception as error:
-                raise _JobError(job, error) from error
-            finally:
-                files.done(job.file)
-
         pending: set[Future[None]] = set()
         try:
-            for job in jobs:
-                pending.add(self._pool.submit(run, job))
+            for run in _runs(jobs, _RUNS_OF_THREAD * self._threads):
+                pending.add(self._pool.submit(self._read_run, run, stopped))
             done, pending = wait(pending, self._timeout_s, FIRST_EXCEPTION)
             failed = [error for error in (future.exception() for future in done) if error is not None]
             if failed:
@@ -150,8 +141,23 @@ class ChunkReader:
                 raise CheckpointTimeoutError(f"{self._step}: not read in {self._timeout_s} s; is the store overloaded?")
         finally:
             stopped.append(True)
-            if not wait(pending, self._timeout_s).not_done:
-                files.close()
+            wait(pending, self._timeout_s)
+
+    def _read_run(self, run: list[_Job], stopped: list[bool]) -> None:
+        """Read one run, in a thread of the pool, with a descriptor of its own: the kernel reads ahead for each."""
+        job = run[0]
+        try:
+            if stopped:
+                return
+            with contextlib.closing(self._source.open(job.file)) as opened:
+                for job in run:
+                    if stopped:
+                        return
+                    if not job.run(opened):
+                        raise DamagedFileError("does not match its checksums")
+                    self.bytes_done += job.end - job.start  # a sum may get lost to another thread: for progress only
+        except Exception as error:
+            raise _JobError(job, error) from error
 
     def _raise(self, failed: _JobError, reads: Iterable[ArrayRead]) -> None:
         """Raise the error for a job that failed: that of the damaged chunk, if there is one."""
@@ -333,43 +339,15 @@ def _decode_job(chunks: list[_CompressedChunk]) -> _Job:
     return _Job(chunks[0].place.file, start, end, run)
 
 
-@dataclass
-class _OpenFiles:
-    """The files of a read, each open from its first job to its last. Any thread."""
-
-    source: StepSource
-    names: list[str]
-    _lock: Lock = field(default_factory=Lock)
-    _open: dict[str, OpenFile] = field(default_factory=dict)
-    _left: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in self.names:
-            self._left[name] = self._left.get(name, 0) + 1
-
-    def open(self, name: str) -> OpenFile:
-        """Return a file. Raises as `StepSource.open`."""
-        with self._lock:
-            if name in self._open:
-                return self._open[name]
-        opened = self.source.open(name)
-        with self._lock:
-            kept = self._open.setdefault(name, opened)
-        if kept is not opened:
-            opened.close()
-        return kept
-
-    def done(self, name: str) -> None:
-        """Count a job of a file as done; close the file after the last one."""
-        with self._lock:
-            self._left[name] -= 1
-            opened = self._open.pop(name, None) if self._left[name] == 0 else None
-        if opened is not None:
-            opened.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            left, self._open = list(self._open.values()), {}
-        for opened in left:
-            opened.close()
+def _runs(jobs: Iterable[_Job], count: int) -> Iterator[list[_Job]]:
+    """Group jobs that follow each other in a file into runs of about the same size, at least `count` if possible."""
+    of_file = [list(group) for _, group in itertools.groupby(jobs, lambda job: job.file)]
+    sizes = [max(1, sum(job.end - job.start for job in group)) for group in of_file]
+    total = sum(sizes)
+    for group, nbytes in zip(of_file, sizes, strict=True):
+        parts, done = -(-nbytes * count // total), 0
+        runs: dict[int, list[_Job]] = {}
+        for job in group:
+            runs.setdefault(done * parts // nbytes, []).append(job)
+            done += job.end - job.start
+        yield from runs.values()

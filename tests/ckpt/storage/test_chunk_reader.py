@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +22,7 @@ from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import verify_chunk
 from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
+from ckpt.storage.step_source import LocalStep, OpenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements
 from tests.ckpt.storage.packs import Pack, write_pack
 from tests.support import LeakCheck
@@ -300,3 +302,80 @@ def test_a_block_that_two_requests_need_is_read_for_each(tmp_path: Path) -> None
     halves = [np.empty((40, 64), np.float32) for _ in range(2)]
     read(pack, (0, (0, 0), halves[0]), (0, (24, 0), halves[1]))
     assert [bits(half) for half in halves] == [bits(array[:40]), bits(array[24:])]
+
+
+class _Watched(OpenFile):
+    """A file that records where the reads of one opener begin. `all_open` is waited for at the first of them."""
+
+    def __init__(self, file: OpenFile, all_open: Barrier) -> None:
+        self._file = file
+        self._all_open = all_open
+        self.starts: list[int] = []
+        self.closed = False
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        self._note(offset)
+        return self._file.read(offset, nbytes)
+
+    def read_checked(self, segments: Any) -> bool:
+        self._note(int(segments["base"][0] + segments["at"][0]))
+        return self._file.read_checked(segments)
+
+    def _note(self, offset: int) -> None:
+        if not self.starts:
+            self._all_open.wait(20)
+        self.starts.append(offset)
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+
+class _WatchedStep(LocalStep):
+    piece_bytes = 1 << 10
+
+    def __init__(self, path: str, threads: int) -> None:
+        super().__init__(path)
+        self._all_open = Barrier(threads)
+        self.opened: list[_Watched] = []
+
+    def open(self, name: str) -> OpenFile:
+        self.opened.append(_Watched(super().open(name), self._all_open))
+        return self.opened[-1]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_share_a_file_and_each_reads_forwards(tmp_path: Path, threads: int, compression: str | None) -> None:
+    """So the kernel reads ahead for each; and all threads read at the same time, or this would not end."""
+    meta = ArrayMeta((64, 1024), "uint8", (1, 1024), compression=compression)
+    array = np.random.default_rng(3).integers(0, 256, (64, 1024), np.uint8)
+    pack = write_pack(tmp_path, {"w": (meta, array)})
+    step, destination = _WatchedStep(str(tmp_path), threads), np.empty_like(array)
+    ChunkReader(step, pack.index, threads=threads, timeout_s=20).read(
+        [ArrayRead("w", pack.index.arrays[0], (0, 0), destination)]
+    )
+    assert np.array_equal(destination, array)
+    assert all(file.closed and file.starts == sorted(file.starts) for file in step.opened)
+    between = sorted((file.starts[0], file.starts[-1]) for file in step.opened)
+    assert all(last < first for (_, last), (first, _) in pairwise(between))
+    assert threads <= len(step.opened) <= 4 * threads
+
+
+def test_a_file_whose_reads_failed_is_closed(tmp_path: Path) -> None:
+    meta = ArrayMeta((64, 1024), "uint8", (1, 1024))
+    pack = write_pack(tmp_path, {"w": (meta, elements(meta))})
+    data = bytearray(pack.file().read_bytes())
+    data[40_000] ^= 1
+    pack.file().write_bytes(data)
+    step = _WatchedStep(str(tmp_path), 1)
+    with pytest.raises(CheckpointCorruptError, match="rank_00000"):
+        ChunkReader(step, pack.index, threads=2, timeout_s=20).read(
+            [ArrayRead("w", pack.index.arrays[0], (0, 0), np.empty((64, 1024), np.uint8))]
+        )
+    assert step.opened
+    assert all(file.closed for file in step.opened)
