@@ -112,6 +112,7 @@ class _Measurement:
             warmup = time.perf_counter() - begin
             time.sleep(_WARM_S_PER_GB * self.staged_bytes / 1e9)  # training would go on meanwhile
             first = self._save(checkpointer)
+            self._save(checkpointer)  # the writer maps the second slot in its first save
             limits, steady = self._turns(checkpointer, backwards)
             step, step_saving, added = self._train(checkpointer)
             memory, largest = self._memory(checkpointer)
