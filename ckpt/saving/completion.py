@@ -1,10 +1,12 @@
 """Which snapshots are complete on all ranks, known without a collective: ranks count themselves in the store of torch.
 
-    held/<save>     how many ranks have this snapshot whole in memory
+    held/<save>     how many ranks have had this snapshot whole in memory
+    fate/<save>     "complete" or "withdrawn": written once, by the first rank that finds it complete or gives it up
 
-Each rank adds itself once to every snapshot, and looks only when it needs a slot. When rank 0 finds a snapshot complete
-it deletes the counts before it: every rank has this one, and finds it by its count. So there is never more than one key
-beside those of snapshots that are not complete. Save names are unique: several Checkpointers can use one store.
+Each rank adds itself once to every snapshot, and looks only when it needs a slot. The fate decides: without it a rank
+could give a snapshot up after another one has found it complete and let go of the one before. When rank 0 finds a
+snapshot complete it deletes the keys before it: every rank has this one, and finds it by its count. So there are never
+more than a few keys. Save names are unique: several Checkpointers can use one store.
 
 For one thread of the trainer.
 """
@@ -19,7 +21,8 @@ from ckpt.ranks import Ranks
 __all__ = ["Completion", "value_of"]
 
 _log = logging.getLogger("ckpt")
-_ABSENT = "-"  # neither a number nor the name of a save
+_ABSENT = "-"  # no value of a key
+_COMPLETE, _WITHDRAWN = "complete", "withdrawn"
 
 
 class Completion:
@@ -27,7 +30,8 @@ class Completion:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._counted: list[str] = []  # whose counts may exist, oldest first; on rank 0
+        self._counted: list[str] = []  # whose keys may exist, oldest first; on rank 0
+        self._complete: str | None = None  # the newest one that is known to be complete
 
     def count(self, name: str) -> bool:
         """Count this rank as one that has a snapshot; return whether that is known to the store."""
@@ -64,20 +68,17 @@ class Completion:
         return self.progress(name)[0] > 0
 
     def withdraw(self, name: str) -> bool:
-        """Take this rank's count back, so that a snapshot can never be complete; False if that is not known to be so.
+        """Decide that a snapshot can never be complete; False if it is, or if that is not known.
 
         Other ranks may have found it complete just before: then it stays.
         """
         try:
             store = self._ranks.store()
-            if store is None or value_of(store, f"held/{name}") is None:
+            count = None if store is None else value_of(store, f"held/{name}")
+            if count is None:  # rank 0 has deleted it
                 return False
-            left = int(store.add(f"held/{name}", -1))
-            if left == self._ranks.world_size - 1:
-                store.add(f"held/{name}", 1)
-            elif left < 0:  # rank 0 has deleted it just now
-                store.delete_key(f"held/{name}")
-            return 0 <= left < self._ranks.world_size - 1
+            is_complete = int(count) == self._ranks.world_size
+            return _decided(store, name, _COMPLETE if is_complete else _WITHDRAWN) == _WITHDRAWN
         except (RuntimeError, ValueError) as error:
             _log.debug("the store of the process group failed: %s", error)
             return False
@@ -91,23 +92,34 @@ class Completion:
 
     def _newest_in(self, store: Any, names: list[str]) -> str | None:
         for name in reversed(names):
-            if int(value_of(store, f"held/{name}") or 0) == self._ranks.world_size:
+            if name == self._complete:
+                return name
+            everywhere = int(value_of(store, f"held/{name}") or 0) == self._ranks.world_size
+            if everywhere and _decided(store, name, _COMPLETE) == _COMPLETE:
+                self._complete = name
                 self._delete_before(store, name)
                 return name
         return None
 
     def _delete_before(self, store: Any, name: str) -> None:
-        """Delete the counts before that of a complete snapshot, on rank 0: no rank adds to them any more."""
+        """Delete the keys before those of a complete snapshot, on rank 0: no rank adds to them any more."""
         if self._ranks.rank != 0:
             return
         end = self._counted.index(name)
         for old in self._counted[:end]:
             store.delete_key(f"held/{old}")
+            store.delete_key(f"fate/{old}")
         del self._counted[:end]
 
     def forget(self) -> None:
         """Forget the counts, after the store was replaced."""
         self._counted.clear()
+        self._complete = None
+
+
+def _decided(store: Any, name: str, fate: str) -> str:
+    """Return the fate of a snapshot, which is this one unless it was decided before."""
+    return str(store.compare_set(f"fate/{name}", "", fate).decode())
 
 
 def value_of(store: Any, key: str) -> str | None:

@@ -91,6 +91,36 @@ def test_a_complete_snapshot_cannot_be_withdrawn(store: Any) -> None:
     assert second.newest_of(["a"]) == "a"
 
 
+def test_ranks_that_give_up_at_once_leave_a_complete_snapshot(store: Any) -> None:
+    """Rank 0 has found it complete, and has let go of the one before."""
+    first, second, third = _completions(store, 3)
+    for each in (first, second, third):
+        each.count("a")
+    assert first.newest_of(["a"]) == "a"
+
+    class Between:
+        """The other rank gives up, too, between what one does to do so."""
+
+        def __init__(self) -> None:
+            self.both = True
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                answer = getattr(plain, name)(*arguments)
+                if self.both and (name == "add" or str(arguments[0]).startswith("fate/")):
+                    self.both = False
+                    answers.append(third.withdraw("a"))
+                return answer
+
+            return call
+
+    plain, answers = second._ranks.store(), []
+    second._ranks._store = Between()  # type: ignore[attr-defined]
+    answers.append(second.withdraw("a"))
+    assert answers == [False, False]
+    assert [each.newest_of(["a"]) for each in (first, second, third)] == ["a", "a", "a"]
+
+
 def test_a_newer_store_knows_of_nothing(store: Any) -> None:
     """After a restart: a key that is missing there says nothing."""
     first, second = _completions(store)
