@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 from ckpt.replication.replica import Replica, TransportError
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["Arrival", "ReplicaMemory"]
+__all__ = ["Arrival", "ReplicaMemory", "usable_bytes"]
 
 _MAX_NAME = 256
 _MAX_REPLICAS = 1024  # memory is bounded by bytes; this bounds their number
@@ -225,6 +227,28 @@ class ReplicaMemory:
             self._drop(held)
             self._dropped.discard(held)
             held.region.close()
+
+
+def usable_bytes() -> int:
+    """Return the memory of this machine, or what the control groups of this process may use, if that is less.
+
+    Both versions, see cgroups(7). A limit that cannot be read counts as none.
+    """
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                mounted, name = Path("/sys/fs/cgroup"), "memory.max"
+            elif "memory" in controllers.split(","):
+                mounted, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            else:
+                continue
+            place = PurePosixPath(group.lstrip("/"))
+            for each in (place, *place.parents):  # in a container the path may be that on the host, and not be there
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                    found = min(found, int((mounted / each / name).read_text()))
+    return found
 
 
 def _check(replica: Replica) -> None:

@@ -34,19 +34,24 @@ class Completion:
         self._complete: str | None = None  # the newest one that is known to be complete
 
     def count(self, name: str) -> bool:
-        """Count this rank as one that has a snapshot; return whether that is known to the store."""
+        """Count this rank as one that has a snapshot, once; return whether it was tried: False without a store.
+
+        If the store fails it may have counted. To count again could make the snapshot complete without another rank.
+        """
         if self._ranks.world_size == 1:
             return True
         try:
-            store = self._ranks.store()
-            if store is None:
+            if (store := self._ranks.store()) is None:
                 return False
-            store.add(f"held/{name}", 1)
         except (RuntimeError, ValueError) as error:
-            _log.debug("the store of the process group failed: %s", error)
+            _log.debug("the process group is gone: %s", error)
             return False
         if self._ranks.rank == 0:
             self._counted.append(name)
+        try:
+            store.add(f"held/{name}", 1)
+        except (RuntimeError, ValueError) as error:
+            _log.debug("the store of the process group failed: %s", error)
         return True
 
     def newest_of(self, names: list[str]) -> str | None:

@@ -310,8 +310,12 @@ class MemoryTier:
 
 
 def _packed(owner: int, region: SharedMemory | None) -> bytes:
-    """Return the documents of a share, to be gathered; nothing if they are not there any more."""
-    raw = None if region is None else Share(region).raw()
+    """Return the documents of a share, to be gathered; nothing if they are not there any more, or cannot be read."""
+    try:
+        raw = None if region is None else Share(region).raw()
+    except OSError as error:
+        _log.warning("the share of rank %d cannot be read: %s", owner, error)
+        raw = None
     return b"" if raw is None else _HEAD.pack(owner, *map(len, raw)) + b"".join(raw)
 
 

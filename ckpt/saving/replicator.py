@@ -30,6 +30,7 @@ from ckpt.observing import emit, is_observed, shortened
 from ckpt.ranks import Ranks
 from ckpt.replication.control import Ended
 from ckpt.replication.limiter import Limiter
+from ckpt.replication.memory import usable_bytes
 from ckpt.replication.process import ReplicaKeeper
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.tcp import TcpTransport
@@ -156,8 +157,7 @@ class Replicator:
             return None
         try:
             host = self._options.host or own_address()
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            limit = memory // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            limit = usable_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             return self._keeper.admit(host, self._secret, self._options.bandwidth, limit)
         except (TransportError, OSError, ValueError) as error:
             self._warn(f"this rank can receive none: {error}")

@@ -55,25 +55,36 @@ class SlotExchange:
         self._neighbours: dict[int, str] = {}
         self._cancelled = False
         self._name = secrets.token_hex(16)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener: socket.socket | None = None
         self._taking: socket.socket | None = None
         try:
             if ranks.world_size > 1:
                 self._meet(ranks)
         except BaseException:
-            self._listener.close()
+            self.close()
             raise
 
     def _meet(self, ranks: Members) -> None:
+        """Exchange addresses. A rank without a socket takes part, and is left out: the others are in the collective."""
+        try:
+            self._listen()
+        except OSError as error:
+            _log.warning("the staging memory of rank %d is not shared with its neighbours: %s", self.rank, error)
+            self._name = ""
+        here = node()
+        offers = [json.loads(offer) for offer in ranks(json.dumps([here, self._name]).encode())]
+        if self._name:
+            self._neighbours = {
+                rank: str(name)
+                for rank, (where, name) in enumerate(offers)
+                if where == here and name not in ("", self._name)
+            }
+
+    def _listen(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0ckpt-{self._name}")
         self._listener.listen(128)
         self._listener.settimeout(_TIMEOUT_S)
-        offers = [json.loads(offer) for offer in ranks(json.dumps([node(), self._name]).encode())]
-        self._neighbours = {
-            rank: str(offer[1])
-            for rank, offer in enumerate(offers)
-            if offer[0] == node() and rank != self.rank and offer[1] != self._name
-        }
 
     def run(self, own: Iterable[SharedMemory]) -> dict[int, list[SharedMemory]]:
         """Give these regions, and return those of the neighbours, by rank, which the caller closes. Once, any thread.
@@ -95,7 +106,7 @@ class SlotExchange:
             giver.join()
             raise
         finally:
-            self._listener.close()
+            self.close()
         return taken
 
     def cancel(self) -> None:
@@ -109,12 +120,14 @@ class SlotExchange:
 
     def close(self) -> None:
         """Stop listening, when `run` will not be called. Idempotent."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _give(self, regions: list[SharedMemory]) -> None:
         """Give the regions to all neighbours. Runs in a thread."""
         sizes = json.dumps([region.size for region in regions]).encode()
         for _ in self._neighbours:
+            assert self._listener is not None
             try:
                 connection, _ = self._listener.accept()
             except OSError:

@@ -1,8 +1,15 @@
 """What a holder keeps, in which memory."""
 
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from ckpt.replication.memory import Arrival, ReplicaMemory
+from ckpt.replication.memory import Arrival, ReplicaMemory, usable_bytes
 from ckpt.replication.replica import Replica, TransportError
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.replication.support import UNLIMITED, bytes_held, content
@@ -150,3 +157,33 @@ def test_what_is_no_replica_is_refused(name: str, rank: int, nbytes: int) -> Non
     with pytest.raises(TransportError, match="not a replica"):
         memory.begin(Replica(name, rank, nbytes, nbytes), None)
     memory.close()
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group of 300 MiB, with an empty one in it. Needs root, and a memory controller."""
+    version_1 = Path("/sys/fs/cgroup/memory")
+    parent, limit = (
+        (version_1, "memory.limit_in_bytes") if version_1.is_dir() else (Path("/sys/fs/cgroup"), "memory.max")
+    )
+    outer = parent / f"ckpt-test-{os.getpid()}"
+    try:
+        outer.mkdir()
+        (outer / limit).write_text(str(300 << 20))
+        (outer / "inner").mkdir()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            outer.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    yield outer / "inner"
+    (outer / "inner").rmdir()
+    outer.rmdir()
+
+
+def test_memory_is_that_of_the_machine_or_of_a_control_group(control_group: Path) -> None:
+    """That of a group counts for what is in a group below, as in a container."""
+    code = "from ckpt.replication.memory import usable_bytes; print(usable_bytes())"
+    move = f"echo $$ > {control_group}/cgroup.procs && exec {sys.executable} -c '{code}'"
+    done = subprocess.run(["sh", "-c", move], capture_output=True, text=True, check=True, timeout=60)
+    assert int(done.stdout) == 300 << 20
+    assert 300 << 20 < usable_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

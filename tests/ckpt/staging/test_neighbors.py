@@ -1,6 +1,7 @@
 """Slots are passed to the neighbours on a node, and outlive who made them."""
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -109,6 +110,29 @@ def test_a_neighbour_that_has_closed_is_left_out_without_a_warning(
 
     assert _exchange(2, act) == [{}, None]
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_rank_without_descriptors_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
+) -> None:
+    """It takes part in the collective, in which the others wait for it."""
+    own = [SharedMemory.create("slot", 4096) for _ in range(3)]
+    listen = SlotExchange._listen
+
+    def refused(exchange: SlotExchange) -> None:
+        if exchange.rank == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        listen(exchange)
+
+    monkeypatch.setattr(SlotExchange, "_listen", refused)
+    first, second, third = _exchange(3, lambda ranks: SlotExchange(ranks).run([own[ranks.rank]]))  # type: ignore[arg-type]
+    assert second == {}
+    assert isinstance(first, dict)
+    assert isinstance(third, dict)
+    assert (set(first), set(third)) == ({2}, {0})
+    assert "rank 1 is not shared with its neighbours: [Errno 24] Too many open files" in caplog.text
+    for region in (*own, *first[2], *third[0]):
+        region.close()
 
 
 def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
