@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import struct
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ from ckpt.meeting import MeetingError, meet, named
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "moved_bytes"]
 
 _log = logging.getLogger("ckpt")
 _ANNOUNCEMENTS = 2
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
+_HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what the rank does
+_MIN_HEAD_BYTES, _MAX_HEAD_BYTES, _ALL_HEADS_BYTES = 80, 1024, 64 << 10
 
 
 class Ranks:
@@ -85,7 +88,10 @@ class Ranks:
         if self.world_size == 1:
             return [payload]
         with self._collective() as distributed:
-            return self._exchange(distributed, payload, self._enter(distributed, payload))
+            sizes, begins = self._enter(distributed, payload)
+            if all(len(begin) == size for size, begin in zip(sizes, begins, strict=True)):
+                return begins
+            return self._exchange(distributed, payload, sizes)
 
     def maximum(self, payload: bytes) -> bytes:
         """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective.
@@ -96,7 +102,7 @@ class Ranks:
         if self.world_size == 1:
             return payload
         with self._collective() as distributed:
-            sizes = self._enter(distributed, payload)
+            sizes, _ = self._enter(distributed, payload)
             if len(set(sizes)) > 1:
                 raise CheckpointError(f"the ranks have payloads of {min(sizes)} to {max(sizes)} bytes, not of one size")
             return self._reduce(distributed, bytearray(payload))
@@ -120,15 +126,15 @@ class Ranks:
                 rank=self.rank,
             ) from error
 
-    def _enter(self, distributed: Any, payload: bytes) -> tuple[int, ...]:
-        """Wait until all ranks have arrived, with the same operation, and return the sizes of their payloads."""
+    def _enter(self, distributed: Any, payload: bytes) -> tuple[list[int], list[bytes]]:
+        """Wait until all ranks have arrived, with the same operation; return sizes and beginnings of their payloads."""
         self._meet()
         doing = self.doing.encode()
-        sizes, checks = zip(*self._exchange_sizes(distributed, len(payload), zlib.crc32(doing)), strict=True)
+        sizes, checks, begins = self._exchange_heads(distributed, payload, zlib.crc32(doing))
         if len(set(checks)) > 1:
-            sizes = tuple(size for size, _ in self._exchange_sizes(distributed, len(doing), 0))
+            sizes, _, _ = self._exchange_heads(distributed, doing, 0)
             self._refuse(self._exchange(distributed, doing, sizes))
-        return sizes
+        return sizes, begins
 
     def announce(self, name: str) -> None:
         """Tell the other ranks `name`, for `has_announced`; the last two names are kept. Never waits for them.
@@ -187,17 +193,19 @@ class Ranks:
             rank=self.rank,
         )
 
-    def _exchange_sizes(self, distributed: Any, size: int, check: int) -> list[tuple[int, int]]:
-        import torch
+    def _exchange_heads(self, distributed: Any, payload: bytes, check: int) -> tuple[list[int], list[int], list[bytes]]:
+        """Exchange sizes, checks, and as much of each payload as a head has room for: often that is all of it."""
+        room = _head_bytes(self.world_size)
+        head = (_HEAD.pack(len(payload), check) + payload)[:room]
+        sizes, checks, begins = [], [], []
+        for received in self._all_gather(distributed, head, room):
+            size, other = _HEAD.unpack_from(received)
+            sizes.append(size)
+            checks.append(other)
+            begins.append(received[_HEAD.size : _HEAD.size + size])
+        return sizes, checks, begins
 
-        own = torch.tensor([size, check], dtype=torch.int64, device=collective_device(self._group))
-        received = [torch.zeros_like(own) for _ in range(self.world_size)]
-        distributed.all_gather(received, own, group=self._group)
-        return [(int(size), int(check)) for size, check in (pair.tolist() for pair in received)]
-
-    def _exchange(self, distributed: Any, payload: bytes, sizes: tuple[int, ...]) -> list[bytes]:
-        import torch
-
+    def _exchange(self, distributed: Any, payload: bytes, sizes: list[int]) -> list[bytes]:
         longest, total = max(sizes), sum(sizes)
         if longest == 0:
             return [b""] * self.world_size
@@ -207,11 +215,18 @@ class Ranks:
             joined[ends[self.rank] - len(payload) : ends[self.rank]] = payload
             everything = self._reduce(distributed, joined)
             return [everything[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        own = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-        padded = own.to(collective_device(self._group))
-        received = [torch.empty_like(padded) for _ in range(self.world_size)]
-        distributed.all_gather(received, padded, group=self._group)
-        return [data.cpu().numpy().tobytes()[:size] for data, size in zip(received, sizes, strict=True)]
+        received = self._all_gather(distributed, payload, longest)
+        return [data[:size] for data, size in zip(received, sizes, strict=True)]
+
+    def _all_gather(self, distributed: Any, data: bytes, nbytes: int) -> list[bytes]:
+        """Return the data of all ranks, of `nbytes` each: shorter data is padded."""
+        import torch
+
+        own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
+        own = own.to(collective_device(self._group))
+        received = own.new_empty((self.world_size, nbytes))
+        distributed.all_gather(list(received), own, group=self._group)
+        return [bytes(row) for row in received.cpu().numpy()]
 
     def _reduce(self, distributed: Any, data: bytearray) -> bytes:
         """Return the largest byte of all ranks at each position."""
@@ -222,3 +237,15 @@ class Ranks:
         reduced = torch.frombuffer(data, dtype=torch.uint8).to(collective_device(self._group))
         distributed.all_reduce(reduced, distributed.ReduceOp.MAX, group=self._group)
         return bytes(reduced.cpu().numpy().tobytes())
+
+
+def moved_bytes(sizes: list[int]) -> int:
+    """Return how many bytes a rank receives, or sends and receives, in an all-gather of payloads of these sizes."""
+    heads = _head_bytes(len(sizes)) * len(sizes)
+    if max(sizes) <= _head_bytes(len(sizes)) - _HEAD.size:
+        return heads
+    return heads + min(max(sizes) * len(sizes), _MOVED_BY_REDUCTION * sum(sizes))
+
+
+def _head_bytes(world_size: int) -> int:
+    return max(_MIN_HEAD_BYTES, min(_MAX_HEAD_BYTES, _ALL_HEADS_BYTES // world_size))

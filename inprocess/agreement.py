@@ -274,6 +274,14 @@ class Agreement:
         """Announce that a process waits to be named in the next roster. It has to check whether that names it."""
         base_store.arrive(_JOINING, str(initial_rank))
 
+    @staticmethod
+    def newcomers(base_store: Any) -> set[int]:
+        """Return the initial ranks of the processes that wait to be named in the next roster."""
+        waiting = set(base_store.members(_JOINING))
+        if waiting:
+            waiting -= base_store.members(_JOINED) | base_store.members(_DEPARTED)
+        return set(map(int, waiting))
+
     def heartbeat_of(self, rank: int) -> bytes:
         """Return the heartbeat of a rank, which changes as long as the rank lives; empty if there is none yet."""
         return self._peek(heartbeat_key(rank)) or b""
@@ -297,14 +305,10 @@ class Agreement:
             arrived = {int(member) for member in self.store.members(_AT_END)}
             alive = {self._rank_of(initial_rank) for initial_rank in arrived - departed}
             terminated = set(range(self.world_size or 0)) - {rank for rank in alive if rank is not None}
-        base = self.store.base_store
-        newcomers = set(base.members(_JOINING))
-        if newcomers:
-            newcomers -= base.members(_JOINED) | base.members(_DEPARTED)
         document = {
             "terminated_ranks": sorted(terminated),
             "departed": sorted(departed),
-            "joined": sorted(map(int, newcomers)),
+            "joined": sorted(self.newcomers(self.store.base_store)),
         }
         try:
             self._decide(_ROSTER, json.dumps(document))

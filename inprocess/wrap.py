@@ -162,6 +162,15 @@ class CallWrapper:
         """The store of the current iteration: one of torch, for the wrapped function. None between iterations."""
         return self._group_store.store
 
+    @property
+    def newcomers(self) -> int:
+        """How many processes wait to join the job, from the next restart on. Asks the coordination store.
+
+        Under ``ckpt_launcher --ft-restart-policy=in-process`` these are the replacements of lost workers. A function
+        that needs all ranks can wait for them, and raise an exception: that restarts with them. StoreLostError.
+        """
+        return len(Agreement.newcomers(self.base_store))
+
     def ping(self) -> None:
         """Report progress of the function. After the first ping of an iteration, pings must continue."""
         self.progress_watchdog.ping()

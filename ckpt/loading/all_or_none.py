@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
@@ -21,7 +22,9 @@ from ckpt.errors import (
 )
 from ckpt.planning.exchange import Gather
 
-__all__ = ["Alone", "Group", "all_or_none", "error_class"]
+__all__ = ["Alone", "Group", "Phase", "all_or_none", "error_class"]
+
+_FINE, _FAILED = b"+", b"-"
 
 _KINDS = MappingProxyType(
     {
@@ -61,33 +64,44 @@ class Alone:
         return payload
 
 
+@dataclass(slots=True)
+class Phase:
+    """What a rank does, for messages; what it tells the others at the end, and then what all have told, by rank."""
+
+    action: str
+    told: bytes = b""
+    answers: list[bytes] = field(default_factory=list)
+
+
 @contextmanager
-def all_or_none(ranks: Gather, step: int, action: str) -> Iterator[None]:
+def all_or_none(ranks: Gather, step: int, action: str) -> Iterator[Phase]:
     """Run a block that raises on all ranks if it raises on one, everywhere the same kind of error.
 
     The lowest rank that failed decides the kind. A rank that failed in the same way raises its own error. Collective,
-    except for an exception that is no `Exception`, such as an interrupt: that leaves the block at once.
+    one all-gather, except for an exception that is no `Exception`, such as an interrupt: that leaves the block at once.
     """
+    phase = Phase(action)
     try:
-        yield
+        yield phase
     except Exception as error:
-        _exchange(ranks, step, action, error)
+        _exchange(ranks, step, phase, error)
         raise
-    _exchange(ranks, step, action, None)
+    _exchange(ranks, step, phase, None)
 
 
-def _exchange(ranks: Gather, step: int, action: str, error: Exception | None) -> None:
+def _exchange(ranks: Gather, step: int, phase: Phase, error: Exception | None) -> None:
     """Tell all ranks how the block ended. Raises if another rank failed and this one did not fail in that way."""
-    own = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
-    reports = ranks(own)
-    if not any(reports):
+    failure = None if error is None else json.dumps([phase.action, type(error).__name__, str(error)]).encode()
+    reports = ranks(_FINE + phase.told if failure is None else _FAILED + failure)
+    failed = next((rank for rank, report in enumerate(reports) if report.startswith(_FAILED)), None)
+    if failed is None:
+        phase.answers = [report[len(_FINE) :] for report in reports]
         return
-    rank, report = next((rank, report) for rank, report in enumerate(reports) if report)
-    name, text = json.loads(report)
+    action, name, text = json.loads(reports[failed][len(_FAILED) :])
     if error is not None and type(error).__name__ == name:
         return
-    message = f"rank {rank} could not {action} step {step}: {name}: {text}"
-    raise error_class(name)(message, rank=rank, step=step) from error
+    message = f"rank {failed} could not {action} step {step}: {name}: {text}"
+    raise error_class(name)(message, rank=failed, step=step) from error
 
 
 def error_class(name: str) -> type[CheckpointError]:

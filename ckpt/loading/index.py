@@ -15,6 +15,7 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatV
 from ckpt.native import crc32c
 from ckpt.paths import Path, display
 from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, decode_document, decode_root, well_formed
+from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.pack_index import PackIndex, StoredArray, Table
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
@@ -131,6 +132,8 @@ def read_vouched(step: str | StepSource, name: str, expected: dict[str, Any]) ->
 
 
 def _read_packs(source: StepSource, summary: dict[str, Any]) -> PackIndex:
+    if isinstance(source, MemoryStep):
+        return source.index
     document = read_vouched(source, INDEX, summary["index"])
     return PackIndex.from_document(document, summary["world_size"], _Tables(source, summary["parts"]).of_rank)
 

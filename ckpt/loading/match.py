@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +19,10 @@ from ckpt.storage.dtypes import torch_dtype
 from ckpt.values.codec import encode_value, resolve, unregistered_in
 from ckpt.values.containers import Container
 
-__all__ = ["Assignment", "Match", "Problem", "Read", "is_below", "unknown_on_all_ranks", "match_state"]
+__all__ = ["Assignment", "Match", "Problem", "Read", "is_below", "known_names", "match_state", "unknown_on_all_ranks"]
 
 _DEFAULT = RestoreOptions()
+_SAVE_BYTES, _KNOWN_BYTES = 8, 16
 
 Read = tuple[Path, StoredTensor, TensorLeaf]
 """A tensor to be read: its name, what is stored, and the leaf to fill."""
@@ -135,22 +136,29 @@ def is_below(path: Path, prefixes: Collection[Path]) -> bool:
     return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
 
 
-def unknown_on_all_ranks(match: Match, save: str, ranks: Group) -> list[Path]:
-    """Return the names that no rank's state has. Collective.
+def known_names(match: Match, save: str) -> bytes:
+    """Return what a rank tells the others, for `unknown_on_all_ranks`: digests of its `save`, and of what it knows."""
+    return _digest(save.encode(), _SAVE_BYTES) + _digest(match.known, _KNOWN_BYTES)
 
-    If all ranks know the same names, each sends a digest of 24 bytes. Otherwise they also find the maximum of `known`:
-    a byte for each name, however many ranks there are. A rank that is `Alone` cannot know: it returns none.
 
-    CheckpointNotFoundError, on all ranks, if they have not opened the same `save`: the step was replaced meanwhile.
+def unknown_on_all_ranks(match: Match, answers: Sequence[bytes], ranks: Group) -> list[Path]:
+    """Return the names that no rank's state has, given the `known_names` of all ranks.
+
+    If ranks know different names they find the maximum of `known`: a byte for each name, however many ranks there are.
+    Collective then. A rank that is `Alone` cannot know: it returns none.
+
+    CheckpointNotFoundError, on all ranks, if they have not opened the same save: the step was replaced meanwhile.
     """
     if isinstance(ranks, Alone):
         return []
-    opened = hashlib.blake2b(save.encode(), digest_size=8).digest()
-    answers = ranks(opened + hashlib.blake2b(match.known, digest_size=16).digest())
-    if any(not answer.startswith(opened) for answer in answers):
+    if len({answer[:_SAVE_BYTES] for answer in answers}) > 1:
         raise CheckpointNotFoundError("the step was replaced by another save while ranks opened it")
     known = match.known if len(set(answers)) == 1 else ranks.maximum(match.known)
     return [path for path, is_known in zip(match.names, known, strict=True) if not is_known]
+
+
+def _digest(data: bytes, nbytes: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=nbytes).digest()
 
 
 def _match_tensor(

@@ -1,17 +1,19 @@
 """Restore one step into a state, in phases that succeed on all ranks or on none.
 
-open       hold the step, read its index
-match      pair each leaf of the state with what is stored; compare names, shapes, dtypes
+open       hold the step, read its index; pair each leaf of the state with what is stored
+match      compare names, shapes, dtypes
 trial      assign values, have objects load that may refuse; undone if this or the next phase fails on any rank
 read       fill the tensors, from memory or storage
 load       have all objects load
+
+Ranks agree at the end of a phase, but not of one that has nothing to do, or cannot fail, on any rank.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -20,12 +22,12 @@ import torch
 
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError
-from ckpt.loading.all_or_none import Alone, Group, all_or_none
+from ckpt.loading.all_or_none import Alone, Group, Phase, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, known_names, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
 from ckpt.loading.state_update import StateUpdate
@@ -207,15 +209,17 @@ def restore_step(
     """Restore one step; see `ckpt.loading.restore.restore`. Collective."""
     begin = time.perf_counter()
     attempt = _Attempt(ranks, step, options, memory)
-    with attempt.phase("open"), without_collection():
+    with attempt.phase("open") as phase, without_collection():
         attempt.open(hold.open())
-    with attempt.phase("match"), without_collection():
-        attempt.match(state)
-    with attempt.phase("match"):
+        phase.action = "match"
+        phase.told = attempt.match(state)
+    has_problems, tries, finishes = attempt.compare(phase.answers)
+    with attempt.phase("match") if has_problems else nullcontext():
         attempt.check()
     try:
-        with attempt.phase("load"):
-            attempt.try_objects()
+        if tries:
+            with attempt.phase("load"):
+                attempt.try_objects()
         if hold.is_node_local:  # nothing is overwritten unless all ranks can read what they need
             with attempt.phase("read"):
                 attempt.reach()
@@ -225,8 +229,9 @@ def restore_step(
     except Exception as error:
         attempt.roll_back(error)
         raise
-    with attempt.phase("load"):
-        attempt.finish()
+    if finishes:
+        with attempt.phase("load"):
+            attempt.finish()
     save = str(attempt.index.summary["save"])
     seconds = time.perf_counter() - begin
     return replace(attempt.report, save=save, seconds=seconds, mirror_files=hold.mirror_files)
@@ -244,11 +249,12 @@ class _Attempt:
         self.index: CheckpointIndex
         self._match: Match
         self._has_tensors = False
+        self._unexpected: list[Path] = []
         self._update: StateUpdate
         self._reading = False
         self._filled: frozenset[Path] | None = None  # from memory, once that was tried
 
-    def phase(self, action: str) -> AbstractContextManager[None]:
+    def phase(self, action: str) -> AbstractContextManager[Phase]:
         """Run one phase of the attempt; see `all_or_none`."""
         return all_or_none(self._ranks, self._step, action)
 
@@ -258,8 +264,8 @@ class _Attempt:
         if self._options.rename:
             self.index = renamed(self.index, self._options.rename)
 
-    def match(self, state: Any) -> None:
-        """Flatten the state and pair every leaf with what is stored."""
+    def match(self, state: Any) -> bytes:
+        """Flatten the state and pair every leaf with what is stored; return what the other ranks need, to `compare`."""
         optimizers = Optimizers(self.index, self._ranks.rank, self._options.resize)
         flat = flatten(state, expand=optimizers.expand, reaches=self._options.reaches)
         self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
@@ -270,7 +276,18 @@ class _Attempt:
         if self._options.only is not None:
             self._check_selection(state, flat, self._options.only)
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
-        self._update = StateUpdate(self._match, owners)
+        update = self._update = StateUpdate(self._match, owners)
+        flags = bytes([bool(self._match.problems), update.tries, update.finishes])
+        return flags + known_names(self._match, str(self.index.summary["save"]))
+
+    def compare(self, answers: Sequence[bytes]) -> tuple[bool, bool, bool]:
+        """Find the names that no rank has. Return whether any rank has problems, a trial to make, objects to load.
+
+        Collective if ranks have different names.
+        """
+        self._unexpected = unknown_on_all_ranks(self._match, [answer[3:] for answer in answers], self._ranks)
+        has_problems, tries, finishes = (any(flags) for flags in zip(*(answer[:3] for answer in answers), strict=True))
+        return has_problems, tries, finishes
 
     def _check_selection(self, state: Any, flat: FlatState, only: tuple[str, ...]) -> None:
         """StateMismatchError if nothing is selected, or a name is in neither this rank's state nor the step."""
@@ -286,9 +303,8 @@ class _Attempt:
             )
 
     def check(self) -> None:
-        """Raise StateMismatchError, listing all that does not fit; log it unless `strict`. Collective."""
-        match = self._match
-        unexpected = unknown_on_all_ranks(match, str(self.index.summary["save"]), self._ranks)
+        """Raise StateMismatchError, listing all that does not fit; log it unless `strict`."""
+        match, unexpected = self._match, self._unexpected
         self._note(unexpected)
         if match.separate:
             pairs = [f"{display(path)} (restored: {display(target)})" for path, target in match.separate]

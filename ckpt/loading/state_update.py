@@ -46,6 +46,16 @@ class StateUpdate:
         self._assigned: list[Assignment] = []
         self._tried: list[Owner] = []
 
+    @property
+    def tries(self) -> bool:
+        """Whether the trial does anything."""
+        return bool(self._early or self._match.assignments or self._may_refuse)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether `finish` does anything."""
+        return bool(self._owners) or any(leaf.after is not None for _, _, leaf in self._match.reads)
+
     def try_objects(self, read: Callable[[list[Read]], object]) -> None:
         """Assign values, and have the objects load that may refuse. `read` fills tensors.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ckpt.errors import StateError
@@ -40,14 +40,17 @@ class Gather(Protocol):
     def __call__(self, payload: bytes) -> list[bytes]: ...
 
 
-def exchange(own: StateDescription, gather: Gather) -> list[StateDescription]:
+def exchange(
+    own: StateDescription, gather: Gather, tell: Callable[[bytes], list[bytes]] | None = None
+) -> list[StateDescription]:
     """Return every rank's description, by rank; equal ones are one object, and so are equal specs. Collective.
 
-    The descriptions, with the order of their entries, are the same on all ranks. Raises StateError, the same on all
-    ranks, if they disagree about a tensor.
+    `tell` is the all-gather of the first round, for a caller that tells something else in it, too. The descriptions,
+    with the order of their entries, are the same on all ranks. Raises StateError, the same on all ranks, if they
+    disagree about a tensor.
     """
     entries, shardings = _encoded(own)
-    answers = gather(_digest(_json(entries)) + _digest(shardings))
+    answers = (tell or gather)(_digest(_json(entries)) + _digest(shardings))
     if len(set(answers)) == 1:
         return [own] * len(answers)
     first_with = _first_ranks([answer[:_DIGEST_BYTES] for answer in answers])

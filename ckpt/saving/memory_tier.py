@@ -31,9 +31,10 @@ from ckpt.saving.share import Share, ShareDocuments, ShareOf
 from ckpt.saving.snapshots import Snapshots
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.neighbors import SlotExchange, node
-from ckpt.storage.documents import encode_document, well_formed
+from ckpt.storage.documents import decode_document, encode_document, well_formed
 from ckpt.storage.memory_step import LocalShare, MemoryStep, ShareBytes
 from ckpt.storage.names import INDEX, SaveId, part_name
+from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.step_documents import FORMAT_VERSION
 from inprocess.ipc.shared_memory import SharedMemory
 
@@ -155,7 +156,7 @@ class MemoryTier:
         shares |= self._remote(whole, rank, regions, gather)
         taken = {id(region) for each in self._taken for region in each.regions}
         outlived = self._agreed.is_earlier and any(id(region) in taken for region in regions.values())
-        return _step(whole, documents, shares, outlived)
+        return _step(whole, documents, self._memory.index_of(documents[0].index), shares, outlived)
 
     def _remote(
         self,
@@ -341,12 +342,18 @@ def _decoded(payloads: Iterable[bytes], whole: Whole) -> list[ShareDocuments]:
 
 
 def _step(
-    whole: Whole, shares: Sequence[ShareDocuments], bytes_of: Mapping[int, ShareBytes], outlived: bool
+    whole: Whole,
+    shares: Sequence[ShareDocuments],
+    index: PackIndex | None,
+    bytes_of: Mapping[int, ShareBytes],
+    outlived: bool,
 ) -> MemoryStep:
-    """Return the snapshot as a step: the documents that a coordinator would have written."""
+    """Return the snapshot as a step: the documents that a coordinator would have written. `index`: if it is known."""
     path = f"memory:{whole.save.name}"
     first = shares[0]
     with well_formed(path):
+        if index is None:
+            index = PackIndex.from_document(decode_document(first.index, path), whole.world_size)
         intent = {
             "format": FORMAT_VERSION,
             "save": whole.save.name,
@@ -362,5 +369,5 @@ def _step(
     encoded = [encode_document(manifest) for manifest in manifests]
     parts = [(manifest, crc32c(data)) for manifest, data in zip(manifests, encoded, strict=True)]
     documents = {INDEX: first.index, **{part_name(owner): data for owner, data in enumerate(encoded)}}
-    documents |= merged(path, intent, {"index": first.index}, parts)
-    return MemoryStep(path, documents, packs, bytes_of, outlived=outlived)
+    documents |= merged(path, intent, {"index": first.index}, parts, packs=index)
+    return MemoryStep(path, documents, index, packs, bytes_of, outlived=outlived)

@@ -172,10 +172,10 @@ class PlanCache:
             raise
         description = flat.describe()
         if self._cached is None or self._cached.description != description:
-            self._agree(claims, claim)
             kinds = replica_kinds(flat)
             from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
-            others = exchange(replace(description, from_lowest=from_lowest), self._ranks)
+            tell = partial(self._agree, claims, claim)
+            others = exchange(replace(description, from_lowest=from_lowest), self._ranks, tell)
             self._cached = None
             self._begun = _BegunPlan(partial(self._plan, flat, description, kinds, others))
         elif begins_session:
@@ -240,11 +240,11 @@ class PlanCache:
             )
         return CachedPlan(description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
-    def _agree(self, claims: Claims | None, claim: bool) -> None:
+    def _agree(self, claims: Claims | None, claim: bool, told: bytes = b"") -> list[bytes]:
         """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.
 
-        Raises StateError on all ranks when one of them cannot store its state, the error of a failed claim, and
-        StorageError when one of them cannot write where the coordinator can.
+        Returns what all ranks have `told`. Raises StateError on all ranks when one of them cannot store its state, the
+        error of a failed claim, and StorageError when one of them cannot write where the coordinator can.
         """
         owner, claimed = 0 if self._session is None else self._session.owner, False
         try:
@@ -253,13 +253,14 @@ class PlanCache:
         except Exception as error:
             self._ranks(_failed(error))
             raise
-        answers = self._ranks(_FINE + _ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES))
+        answers = self._ranks(_FINE + _ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES) + told)
         _raise_failed(answers)
         owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR], 1)  # ranks may have assumed different ones
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
         if claims is not None and claimed and self._ranks.world_size > 1:
             self._confirm(claims, owner)
         self._session, self._returns = _Session(owner, nonce), 0
+        return [answer[1 + _ANSWER.size + _NONCE_BYTES :] for answer in answers]
 
     def _confirm(self, claims: Claims, owner: int) -> None:
         """Confirm the claim on all ranks; what one of them raises is raised on all. Collective."""

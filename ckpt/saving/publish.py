@@ -76,14 +76,16 @@ def merged(
     parts: Iterable[PartFile],
     tick: Callable[[], None] = lambda: None,
     warn: Warn = lambda names, mixed: None,
+    *,
+    packs: PackIndex | None = None,
 ) -> dict[str, bytes]:
     """Return the root and the state document of a step, by name, from its index and the parts of all ranks.
 
-    `path` says where it is, in messages, and `documents` are what the root vouches for, such as the index. Raises what
-    `publish` raises for parts that do not make up a step.
+    `path` says where it is, in messages, and `documents` are what the root vouches for, such as the index, which is
+    `packs` if the caller has read it. Raises what `publish` raises for parts that do not make up a step.
     """
     try:
-        index = _read_index(documents["index"], intent["world_size"])
+        index = _Index.of(packs) if packs is not None else _read_index(documents["index"], intent["world_size"])
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{path}/{error}") from error
     expected = dict(index.files)
@@ -126,14 +128,17 @@ class _Index:
     files: dict[tuple[int, int], int]
     compressed: bool
 
+    @classmethod
+    def of(cls, packs: PackIndex) -> _Index:
+        return cls(tuple(array.path for array in packs.arrays), packs.files(), packs.compressed)
+
 
 # All saves of a structure have the same index, and reading that of 10,000 tensors takes longer than writing them.
 @functools.lru_cache(maxsize=2)
 def _read_index(data: bytes, world_size: int) -> _Index:
     """Return what the bytes of an index say, after checking them. Raises CheckpointCorruptError."""
     with well_formed(INDEX):
-        index = PackIndex.from_document(decode_document(data, INDEX), world_size)
-    return _Index(tuple(array.path for array in index.arrays), index.files(), index.compressed)
+        return _Index.of(PackIndex.from_document(decode_document(data, INDEX), world_size))
 
 
 def _all_parts(pending: Pending, world_size: int, known: Mapping[int, PartFile]) -> Iterator[PartFile]:

@@ -32,6 +32,7 @@ from ckpt.staging.runs import checksums_of
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.names import part_name
+from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource
 from inprocess.ipc.shared_memory import SharedMemory
@@ -148,6 +149,11 @@ class StagedMemory:
                     from_own.add(owner)
         return found, frozenset(from_own)
 
+    def index_of(self, data: bytes) -> PackIndex | None:
+        """Return what the bytes of an index say if they are those of the present plan; None if they are others."""
+        known = None if self._plan is None else self._plan.cached.save_plan
+        return known.index if known is not None and known.index_bytes == data else None
+
     @property
     def regions(self) -> list[SharedMemory]:
         """All slots that this process has: its own first."""
@@ -228,7 +234,9 @@ def _are_sound(chunks: ChunksInSlot, unstaged: Unstaged, slot: torch.Tensor) -> 
     """Return whether what was copied has the checksums that are in the slot."""
     if not np.array_equal(chunks.checksums[chunks.numbers(unstaged.offsets)], unstaged.checksums):
         return False
-    unknown = np.unique(chunks.numbers(unstaged.unchecked))
+    unchecked = np.zeros(len(chunks.starts), bool)
+    unchecked[chunks.numbers(unstaged.unchecked)] = True
+    unknown = np.flatnonzero(unchecked)
     found = checksums_of(chunks.starts[unknown] + slot.data_ptr(), chunks.sizes[unknown])
     return np.array_equal(chunks.checksums[unknown], found)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ckpt.native import read_checked
 from ckpt.storage.names import pack_file
+from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_source import OpenFile, StepSource
 from inprocess.ipc.shared_memory import SharedMemory
@@ -56,21 +57,23 @@ class LocalShare(ShareBytes):
 class MemoryStep(StepSource):
     """A snapshot, or a save that is still in memory, as the source of a restore.
 
-    `documents` are those of the step, by name. `packs` says where each file of each rank's pack is in its slot, offset
-    and size by rank and number; `shares` has the slots that can be read from here. `outlived`: they are of an earlier
-    start of the job.
+    `documents` are those of the step, by name, and `index` is what one of them says. `packs` says where each file of
+    each rank's pack is in its slot, offset and size by rank and number; `shares` has the slots that can be read from
+    here. `outlived`: they are of an earlier start of the job.
     """
 
     def __init__(
         self,
         path: str,
         documents: Mapping[str, bytes],
+        index: PackIndex,
         packs: Mapping[int, Mapping[int, tuple[int, int]]],
         shares: Mapping[int, ShareBytes],
         *,
         outlived: bool = False,
     ) -> None:
         self.path = path
+        self.index = index
         self.outlived = outlived
         self._documents = documents
         self._places = {

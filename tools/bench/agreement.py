@@ -6,21 +6,20 @@ receive. The network is not measured.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
-from ckpt.loading.match import Match, unknown_on_all_ranks
+from ckpt.loading.match import Match, known_names, unknown_on_all_ranks
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.exchange import exchange
+from ckpt.ranks import moved_bytes
 
 __all__ = ["STATES", "measure_agreement"]
 
-_SIZES_BYTES = 16  # a rank tells the size of its payload before each collective
 _SHARED = 2000  # tensors that each rank has, beside its experts
 
 
@@ -43,14 +42,14 @@ def measure_agreement(state: str, names: int, ranks: int, repeats: int) -> dict[
     stored = tuple(dict.fromkeys(path for each in _distinct(descriptions) for path in each.tensors))
     known = {id(each): bytes(path in each.tensors for path in stored) for each in _distinct(descriptions)}
     most = np.max([np.frombuffer(each, np.uint8) for each in known.values()], axis=0).tobytes()
-    answers = [_first_payload(Match(names=stored, known=known[id(each)])) for each in _distinct(descriptions)]
+    answers = [known_names(Match(names=stored, known=known[id(each)]), "save") for each in _distinct(descriptions)]
     by_rank = dict(zip(known, answers, strict=True))
     for _ in range(repeats):
         group = _Group(ranks // 2, [[by_rank[id(each)] for each in descriptions]], most)
         own = descriptions[group.rank].tensors
         begin = time.process_time()
         match = Match(names=stored, known=bytes(path in own for path in stored))
-        assert unknown_on_all_ranks(match, "save", group) == []
+        assert unknown_on_all_ranks(match, group(known_names(match, "save")), group) == []
         found["restore"].append(time.process_time() - begin)
     found["restore_bytes"] = [float(group.moved_bytes)]
     return found
@@ -75,20 +74,12 @@ class _Group:
         if answers is None:
             self.sent = payload
             raise _NextRound
-        sizes = [len(answer) for answer in answers]
-        self.moved_bytes += min(max(sizes) * len(sizes), 2 * sum(sizes)) + _SIZES_BYTES * len(sizes)  # see `Ranks`
+        self.moved_bytes += moved_bytes([len(answer) for answer in answers])
         return answers
 
     def maximum(self, payload: bytes) -> bytes:
         self.moved_bytes += 2 * len(payload)
         return self._most
-
-
-def _first_payload(match: Match) -> bytes:
-    group = _Group(0, [])
-    with contextlib.suppress(_NextRound):
-        unknown_on_all_ranks(match, "save", group)
-    return group.sent
 
 
 def _distinct(descriptions: list[StateDescription]) -> list[StateDescription]:

@@ -183,7 +183,7 @@ def killed(gigabytes: float, folder: Path) -> Recovery:
     shutil.rmtree(folder / "root", ignore_errors=True)
     notes: list[Notes] = [json.loads(line) for line in notes_file.read_text().splitlines()]
     again = [note for note in notes if "stepped" in note]
-    joining = max(float(note.get("joining", 0.0)) for note in again)  # of the replacement alone
+    joining = max(float(note.get("joining", 0.0)) for note in again)  # of the ranks that were waiting for one
     total, phases = _phases(_fault_of(notes), [{**note, "joining": joining} for note in again], _KILLED_PHASES)
     restore, copy = (max(float(note[name]) for note in again) for name in ("restore_s", "memcpy_s"))
     return Recovery(total, phases, restore, copy, all("memory" in note["tier"] for note in again))

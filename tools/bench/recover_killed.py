@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--notes", type=Path, required=True)
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    replacing = options.folder / "replacing"
     state = {f"rank{rank}": make_state(1e9 * options.gb / world_size)}
     limit = CopyLimit(tensors(state[f"rank{rank}"]))
     checkpointer = ckpt.Checkpointer(options.folder / "root", snapshot_every=1, timeout=timedelta(minutes=2))
@@ -57,8 +56,9 @@ def main() -> None:
         assert call is not None
         dist.init_process_group("gloo")
         if dist.get_world_size() < world_size:
-            while not replacing.exists():
+            while not call.newcomers:
                 time.sleep(_POLL_S)
+            notes["joining"] = time.monotonic()
             raise RuntimeError("again, with the replacement")
         notes["entered"] = time.monotonic()
         if not call.iteration:
@@ -77,9 +77,6 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
 
-    if (options.folder / "failed").exists():
-        notes["joining"] = time.monotonic()
-        replacing.touch()
     train()
     limit.close()
     checkpointer.close()
@@ -91,7 +88,6 @@ def _fail(checkpointer: ckpt.Checkpointer, state: Any, rank: int, notes: dict[st
         checkpointer.step(state, step)
         dist.barrier()
     if rank == _VICTIM:
-        Path(checkpointer.root).with_name("failed").touch()
         notes.clear()
         notes["fault"] = time.monotonic()
         append()

@@ -226,3 +226,53 @@ def _watched(rank: int, world_size: int, root: Path) -> list[list[str]]:
 def test_a_save_makes_no_collective_and_touches_no_file(tmp_path: Path) -> None:
     for result in run_ranks(_watched, 2, tmp_path / "root", survivors_timeout=20):
         assert result.value == [[], [], []]
+
+
+def _agreements(rank: int, world_size: int, root: Path) -> dict[str, int]:
+    """Return how many collectives restores make, from storage and from memory, with and without objects to load."""
+    import torch.distributed as dist
+
+    plain = {"weight": torch.arange(1000.0) + rank, "own": PerRank(torch.full((3,), float(rank))), "step": 5}
+    objects = {"model": torch.nn.Linear(4, 4), **plain}
+    counts = {}
+    with pytest.MonkeyPatch.context() as patch:
+        calls: list[str] = []
+        for name in ("all_gather", "all_reduce"):
+            real = getattr(dist, name)
+
+            def recorded(*args: Any, _name: str = name, _real: Any = real, **kwargs: Any) -> Any:
+                calls.append(_name)
+                return _real(*args, **kwargs)
+
+            patch.setattr(dist, name, recorded)
+
+        def count(what: str, checkpointer: Checkpointer, state: Any) -> None:
+            calls.clear()
+            assert checkpointer.restore(state) == 5
+            counts[what] = len(calls)
+
+        for name, state in (("tensors", plain), ("objects", objects)):
+            with Checkpointer(root / name, on_divergence="ignore") as checkpointer:
+                checkpointer.save(state, 5)
+            with Checkpointer(root / name, snapshot_every=5, on_divergence="ignore") as checkpointer:
+                count(f"{name} from storage", checkpointer, state)
+                state["step"] = 4
+                count(f"{name} and a value", checkpointer, state)
+                checkpointer.step(state, 5)
+                dist.barrier()  # else the share of the other rank may not be whole yet, and is passed on
+                count(f"{name} from memory", checkpointer, state)
+    return counts
+
+
+def test_ranks_agree_as_often_as_they_have_to(tmp_path: Path) -> None:
+    """Each time costs all ranks a round trip or more, whatever the number of tensors."""
+    for result in run_ranks(_agreements, 2, tmp_path):
+        assert result.value == {
+            # What there is, what fits, that all have read; the next save; the slots of a new plan.
+            "tensors from storage": 5,
+            "tensors and a value": 5,  # the value is tried first; the plan is known
+            "tensors from memory": 6,  # the documents of the shares, and that they are long
+            "objects from storage": 6,  # objects that may fail
+            "objects and a value": 6,
+            "objects from memory": 7,
+        }

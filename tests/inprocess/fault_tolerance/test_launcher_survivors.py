@@ -227,7 +227,7 @@ JOINS = """
         if call.iteration == 0:
             hang()
         if call.iteration == 1 and os.environ["RANK"] == "0":
-            while not call.base_store.members("joining"):
+            while not call.newcomers:
                 time.sleep(0.02)
             raise RuntimeError("now")
         if call.iteration == 1:
@@ -312,7 +312,7 @@ TRAINS = """
             dist.all_reduce(noise)
             state["weights"] += noise / noise[0]
             state["step"] += 1
-            joining = torch.tensor(len(call.base_store.members("joining")) if dist.get_rank() == 0 else 0)
+            joining = torch.tensor(call.newcomers if dist.get_rank() == 0 else 0)
             dist.all_reduce(joining)
             if call.iteration == 1 and int(joining) > 0 and dist.get_rank() == 1:
                 raise RuntimeError("now")
