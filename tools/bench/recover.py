@@ -6,9 +6,9 @@
          notes of all ranks       ◀──   what happened when, in CLOCK_MONOTONIC: one clock for all processes
 
     relaunch()                          each rank of `recover_relaunched`, through one fault under torchrun
-    killed()                            each rank of `recover_killed`, through a kill -9 under ckpt_launcher
+    of_four()                           each rank of `recover_killed` under ckpt_launcher, an exception and a kill -9
 
-In every round the one job fails in each situation, and the relaunch, its peer, and the kill run once.
+In every round the one job fails in each situation, and the relaunch, its peer, and the job of four ranks run once.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tools.bench.processes import free_port, killing_after, rank_environment
 
 __all__ = ["SITUATIONS", "add_options", "run"]
 
-_RELAUNCH, _KILLED = "relaunch", "killed"
+_RELAUNCH, _RAISED, _KILLED = "relaunch", "raised", "killed"
 SITUATIONS = {
     "bare": "restart without checkpoints",
     "memory": "restart from memory",
@@ -49,19 +49,27 @@ SITUATIONS = {
     "warm": "restart from storage, page cache warm",
     "cold": "restart from storage, page cache cold",
 }
-_FROM_MEMORY = {_KILLED: True, "memory": True, "drain": True, "abort": True, "warm": False, "cold": False}
-_RANKS, _KILLED_RANKS = 2, 4
+_FROM_MEMORY = {
+    _RAISED: True,
+    _KILLED: True,
+    "memory": True,
+    "drain": True,
+    "abort": True,
+    "warm": False,
+    "cold": False,
+}
+_RANKS, _MORE_RANKS = 2, 4
 _LIMIT_S = 300.0
 _TARGET_RELAUNCH, _TARGET_BARE_AND_COPY, _TARGET_COPY = 0.1, 1.5, 1.5
-_TARGET_REJOIN_S = 0.2  # and a copy of what a rank restores, behind the start of a rank that was killed
+_TARGET_REJOIN_S = 0.2  # and a copy of what a rank restores; behind the start of a rank that was killed
 
 # The moment at the end of each phase, and the phase.
 _RESTART_PHASES = {"detected": "detect", "finalize": "unwind", "settled": "drain", "finalized": "restore"}
 _RESTART_PHASES |= {"entered": "rejoin", "stepped": "first step"}
 _RELAUNCH_PHASES = {"started": "end and start processes", "imported": "import", "joined": "join"}
 _RELAUNCH_PHASES |= {"allocated": "allocate", "loaded": "load", "stepped": "first step"}
-_KILLED_PHASES = {"joining": "detect, start the replacement", "entered": "rejoin"}
-_KILLED_PHASES |= {"restored": "restore", "stepped": "first step"}
+_RAISED_PHASES = {"entered": "rejoin", "restored": "restore", "stepped": "first step"}
+_KILLED_PHASES = {"joining": "detect, start the replacement", **_RAISED_PHASES}
 
 Notes = dict[str, Any]
 
@@ -162,14 +170,14 @@ def relaunch(gigabytes: float, folder: Path) -> Recovery:
     return Recovery(total, phases, phases["load"], None, None)
 
 
-def killed(gigabytes: float, folder: Path) -> Recovery:
-    """Run a job of `recover_killed` under ckpt_launcher: one of its ranks is killed, and replaced."""
+def of_four(gigabytes: float, folder: Path) -> dict[str, Recovery]:
+    """Run a job under ckpt_launcher: one of its ranks raises an exception, is later killed, and replaced."""
     folder.mkdir()
     notes_file = folder / "notes.jsonl"
     command = [sys.executable, "-m", "inprocess.fault_tolerance.launcher", "--standalone"]
     command += [
         "--nproc-per-node",
-        str(_KILLED_RANKS),
+        str(_MORE_RANKS),
         "--ft-restart-policy",
         "in-process",
         "-m",
@@ -182,9 +190,17 @@ def killed(gigabytes: float, folder: Path) -> Recovery:
         raise RuntimeError(f"ckpt_launcher ended with {done.returncode}:\n{done.stderr[-4000:]}")
     shutil.rmtree(folder / "root", ignore_errors=True)
     notes: list[Notes] = [json.loads(line) for line in notes_file.read_text().splitlines()]
+    return {
+        name: _of_fault([note for note in notes if note["fault"] == name], phases)
+        for name, phases in ((_RAISED, _RAISED_PHASES), (_KILLED, _KILLED_PHASES))
+    }
+
+
+def _of_fault(notes: list[Notes], names: dict[str, str]) -> Recovery:
+    (fault,) = (float(note["failed"]) for note in notes if "failed" in note)
     again = [note for note in notes if "stepped" in note]
     joining = max(float(note.get("joining", 0.0)) for note in again)  # of the ranks that were waiting for one
-    total, phases = _phases(_fault_of(notes), [{**note, "joining": joining} for note in again], _KILLED_PHASES)
+    total, phases = _phases(fault, [{**note, "joining": joining} for note in again], names)
     restore, copy = (max(float(note[name]) for note in again) for name in ("restore_s", "memcpy_s"))
     return Recovery(total, phases, restore, copy, all("memory" in note["tier"] for note in again))
 
@@ -221,7 +237,7 @@ def _measure(gigabytes: float, count: int, repeats: int, disk: Path) -> list[Rou
                 for name in names * (repeats if counts else 1):
                     taken[name].append(job.recover(name))
                 taken[_RELAUNCH] = [relaunch(gigabytes, peer)]
-                taken[_KILLED] = [killed(gigabytes, folder / f"killed{number}")]
+                taken |= {name: [each] for name, each in of_four(gigabytes, folder / f"four{number}").items()}
                 results += [taken] if counts else []
     return results
 
@@ -253,22 +269,23 @@ def _rows(results: list[Round]) -> list[Row]:
             rows.append(Row("  restore by itself, to memcpy", restores, limits(copy), _TARGET_COPY))
     rows.append(Row("relaunch: torchrun, dcp.load, cache warm", of(_RELAUNCH)))
     rows += [Row(f"  {phase}", of(_RELAUNCH, phase)) for phase in _RELAUNCH_PHASES.values()]
-    return [*rows, *_rows_of_killed([recovery for taken in results for recovery in taken[_KILLED]])]
+    for name, what in ((_RAISED, "exception on"), (_KILLED, "kill -9 of")):
+        title = f"{what} one of {_MORE_RANKS} ranks, ckpt_launcher, snapshot"
+        rows += _rows_of_four(title, [recovery for taken in results for recovery in taken[name]])
+    return rows
 
 
-def _rows_of_killed(recoveries: list[Recovery]) -> list[Row]:
-    """Compare what comes behind the start of a replacement with a copy of what its rank restores."""
-    rows = [
-        Row(f"kill -9 of one of {_KILLED_RANKS} ranks, ckpt_launcher, snapshot", [each.total for each in recoveries])
-    ]
-    rows += [Row(f"  {phase}", [each.phases[phase] for each in recoveries]) for phase in _KILLED_PHASES.values()]
+def _rows_of_four(title: str, recoveries: list[Recovery]) -> list[Row]:
+    """Compare what comes behind the start of a replacement, if there is one, with a copy of what a rank restores."""
+    rows = [Row(title, [each.total for each in recoveries])]
+    rows += [Row(f"  {phase}", [each.phases[phase] for each in recoveries]) for phase in recoveries[0].phases]
     copies = [each.memcpy or 0.0 for each in recoveries]
-    behind = [each.total - next(iter(each.phases.values())) for each in recoveries]
+    behind = [sum(each.phases[phase] for phase in _RAISED_PHASES.values()) for each in recoveries]
     limits = [_TARGET_REJOIN_S + copy for copy in copies]
     return [
         *rows,
         Row("  limit: memcpy of what a rank restores, all ranks", copies),
-        Row("  behind the start, to 0.2 s + memcpy", behind, limits, 1.0),
+        Row("  with all processes there, to 0.2 s + memcpy", behind, limits, 1.0),
         Row("  restore by itself, to memcpy", [each.restore for each in recoveries], copies),
     ]
 

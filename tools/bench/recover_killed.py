@@ -1,10 +1,10 @@
-"""One rank of a job under `ckpt_launcher`, of which rank 1 is killed and replaced; see `recover`.
+"""One rank of a job under `ckpt_launcher`, of which rank 1 first raises an exception, then is killed; see `recover`.
 
     ckpt_launcher ... -m tools.bench.recover_killed --gb 1 --folder DIR --notes FILE
 
 Every rank has a part of the state for itself, and a snapshot of every step. The part of the rank that is killed is in
 memory that its neighbours have mapped. An iteration of fewer ranks waits until the replacement is there. The rank that
-is killed, and each that has come back, appends one line of notes.
+fails, and each that has come back, appends one line of notes for each `fault`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tools.bench.workload import make_state, tensors
 __all__ = ["main"]
 
 _VICTIM = 1
-_STEPS = 5  # before the fault; each slot was written once then
+_STEPS = 5  # before a fault; each slot was written once then
 _POLL_S = 0.002
 
 
@@ -42,11 +42,14 @@ def main() -> None:
     state = {f"rank{rank}": make_state(1e9 * options.gb / world_size)}
     limit = CopyLimit(tensors(state[f"rank{rank}"]))
     checkpointer = ckpt.Checkpointer(options.folder / "root", snapshot_every=1, timeout=timedelta(minutes=2))
+    was_killed = options.folder / "killed"
     notes: dict[str, Any] = {}
 
-    def append() -> None:
+    def append(**more: Any) -> None:
         with options.notes.open("a") as file:
-            file.write(json.dumps({"rank": rank, **notes}) + "\n")
+            file.write(
+                json.dumps({"rank": rank, "fault": "killed" if was_killed.exists() else "raised", **more}) + "\n"
+            )
 
     @inprocess.Wrapper(
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
@@ -60,20 +63,18 @@ def main() -> None:
                 time.sleep(_POLL_S)
             notes["joining"] = time.monotonic()
             raise RuntimeError("again, with the replacement")
-        notes["entered"] = time.monotonic()
-        if not call.iteration:
-            _fail(checkpointer, state, rank, notes, append)
-        begin = time.monotonic()
-        step = checkpointer.restore(state)
-        notes["restored"] = time.monotonic()
-        report = checkpointer.last_restore
-        assert report is not None
-        notes.update(restore_s=notes["restored"] - begin, tier=report.tier, step=step)
-        dist.barrier()
-        notes["stepped"] = time.monotonic()
-        dist.barrier()
-        notes["memcpy_s"] = limit.measure()
-        append()
+        entered = time.monotonic()
+        first = 0 if not call.iteration else _come_back(checkpointer, state, entered, limit, notes, append)
+        if not was_killed.exists():
+            _train(checkpointer, state, first)
+            if rank == _VICTIM and call.iteration:
+                was_killed.touch()
+                append(failed=time.monotonic())
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == _VICTIM:
+                append(failed=time.monotonic())
+                raise RuntimeError("the first fault")
+            dist.barrier()  # in which the rank that fails is missing
         dist.barrier()
         dist.destroy_process_group()
 
@@ -82,17 +83,29 @@ def main() -> None:
     checkpointer.close()
 
 
-def _fail(checkpointer: ckpt.Checkpointer, state: Any, rank: int, notes: dict[str, Any], append: Any) -> None:
-    """Train until one rank is killed."""
-    for step in range(1, _STEPS + 1):
+def _come_back(
+    checkpointer: ckpt.Checkpointer, state: Any, entered: float, limit: CopyLimit, notes: dict[str, Any], append: Any
+) -> int:
+    """Restore, and take a first step; return the step that was restored."""
+    begin = time.monotonic()
+    step = checkpointer.restore(state)
+    restored = time.monotonic()
+    report = checkpointer.last_restore
+    assert report is not None
+    assert step is not None
+    dist.barrier()
+    stepped = time.monotonic()
+    dist.barrier()
+    times = {"entered": entered, "restore_s": restored - begin, "restored": restored, "stepped": stepped}
+    append(**times, **notes, tier=report.tier, memcpy_s=limit.measure())
+    dist.barrier()
+    return step
+
+
+def _train(checkpointer: ckpt.Checkpointer, state: Any, first: int) -> None:
+    for step in range(first + 1, first + 1 + _STEPS):
         checkpointer.step(state, step)
         dist.barrier()
-    if rank == _VICTIM:
-        notes.clear()
-        notes["fault"] = time.monotonic()
-        append()
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     result = json.loads(document.read_text())
     (taken,) = result["rounds"]
-    assert set(taken) == {*SITUATIONS, "relaunch", "killed"}
+    assert set(taken) == {*SITUATIONS, "relaunch", "raised", "killed"}
     for recovery in (recovery for recoveries in taken.values() for recovery in recoveries):
         assert sum(recovery["phases"].values()) == pytest.approx(recovery["total"])
     assert taken["memory"][0]["from_memory"], "restored from where the benchmark says"
+    assert taken["raised"][0]["from_memory"]
     assert taken["killed"][0]["from_memory"]
     assert not taken["cold"][0]["from_memory"]
 
