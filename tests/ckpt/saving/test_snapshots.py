@@ -285,6 +285,14 @@ def test_read_only(tmp_path: Path) -> None:
         checkpointer.snapshot(fresh(), 1)
 
 
+def _assert_next_save_continues_step_1(checkpointer: ckpt.Checkpointer, state: Any) -> None:
+    train_step(state, 0, 4)
+    checkpointer.save(state, 4)
+    assert checkpointer.all_steps() == [1, 4]
+    document = json.loads((Path(checkpointer.root) / "step_00000004" / "intent.json").read_text())
+    assert document["continues"]["step"] == 1
+
+
 def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: LeakCheck) -> None:
     """Not the snapshot that was restored, of which storage knows nothing."""
     with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
@@ -294,11 +302,7 @@ def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: 
         _trained(checkpointer, state, 2, 3)
         checkpointer.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 3
-        train_step(state, 0, 4)
-        checkpointer.save(state, 4)
-        assert checkpointer.all_steps() == [1, 4]
-        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
-        assert document["continues"]["step"] == 1
+        _assert_next_save_continues_step_1(checkpointer, state)
 
 
 def test_a_branch_that_was_left_is_superseded_after_a_restore_from_memory(
@@ -314,11 +318,7 @@ def test_a_branch_that_was_left_is_superseded_after_a_restore_from_memory(
         _trained(checkpointer, state, 2, 3)
         checkpointer.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 3
-        train_step(state, 0, 4)
-        checkpointer.save(state, 4)
-        assert checkpointer.all_steps() == [1, 4]
-        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
-        assert document["continues"]["step"] == 1
+        _assert_next_save_continues_step_1(checkpointer, state)
 
 
 def test_the_next_save_continues_what_was_published_if_the_registered_state_was_restored(
@@ -335,10 +335,7 @@ def test_the_next_save_continues_what_was_published_if_the_registered_state_was_
         checkpointer.recover_from_fault(_DRAIN)
         checkpointer.restore_registered(StoreRanks(0, 1, None, 10), 1)
         assert checkpointer.resume_step == 3
-        train_step(state, 0, 4)
-        checkpointer.save(state, 4)
-        document = json.loads((tmp_path / "step_00000004" / "intent.json").read_text())
-        assert document["continues"]["step"] == 1
+        _assert_next_save_continues_step_1(checkpointer, state)
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
