@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from ckpt.errors import StateError
@@ -25,7 +25,7 @@ from ckpt.planning.boxes import Box, OwnBoxes, Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.values.containers import Container
 
-__all__ = ["Gather", "check_agreement", "exchange"]
+__all__ = ["Exchange", "Gather", "check_agreement"]
 
 _DIGEST_BYTES = 16
 _SHOWN = 20
@@ -40,39 +40,45 @@ class Gather(Protocol):
     def __call__(self, payload: bytes) -> list[bytes]: ...
 
 
-def exchange(
-    own: StateDescription, gather: Gather, tell: Callable[[bytes], list[bytes]] | None = None
-) -> list[StateDescription]:
-    """Return every rank's description, by rank; equal ones are one object, and so are equal specs. Collective.
+class Exchange:
+    """The exchange of the descriptions of all ranks, by one rank."""
 
-    `tell` is the all-gather of the first round, for a caller that tells something else in it, too. The descriptions,
-    with the order of their entries, are the same on all ranks. Raises StateError, the same on all ranks, if they
-    disagree about a tensor.
-    """
-    entries, shardings = _encoded(own)
-    answers = (tell or gather)(_digest(_json(entries)) + _digest(shardings))
-    if len(set(answers)) == 1:
-        return [own] * len(answers)
-    first_with = _first_ranks([answer[:_DIGEST_BYTES] for answer in answers])
-    first_on = _first_ranks([answer[_DIGEST_BYTES:] for answer in answers])
+    def __init__(self, own: StateDescription) -> None:
+        self._own = own
+        self._entries, self._shardings = _encoded(own)
+        self.told = _digest(_json(self._entries)) + _digest(self._shardings)
+        """What this rank tells all others first. The descriptions of all ranks follow from what they have told."""
 
-    leads = gather.rank == 0
-    sent = gather(_packed(entries if leads else None, shardings if gather.rank in first_on.values() else None))
-    base: list[_Entries] = _unpacked(sent[0])[0]
-    tables = {digest: _unpacked(sent[rank])[1] for digest, rank in first_on.items()}
+    def finish(self, told: Sequence[bytes], gather: Gather) -> list[StateDescription]:
+        """Return every rank's description, by rank; equal ones are one object, and so are equal specs.
 
-    differs = not leads and gather.rank in first_with.values()
-    sent = gather(_packed(*map(_difference, base, entries)) if differs else b"")
-    decoder = _Decoder(base)
-    differences = {digest: _unpacked(sent[rank]) for digest, rank in first_with.items() if rank > 0}
-    items = {digest: decoder.items(differences.get(digest)) for digest in first_with}
-    known = {
-        answer: decoder.description(items[answer[:_DIGEST_BYTES]], tables[answer[_DIGEST_BYTES:]])
-        for answer in dict.fromkeys(answers)
-    }
-    descriptions = [known[answer] for answer in answers]
-    check_agreement(descriptions)
-    return descriptions
+        `told` is by rank. Collective, unless all have told the same. The descriptions, with the order of their entries,
+        are the same on all ranks. Raises StateError, the same on all ranks, if they disagree about a tensor.
+        """
+        if len(set(told)) == 1:
+            return [self._own] * len(told)
+        entries = self._entries
+        first_with = _first_ranks([answer[:_DIGEST_BYTES] for answer in told])
+        first_on = _first_ranks([answer[_DIGEST_BYTES:] for answer in told])
+
+        leads = gather.rank == 0
+        shardings = self._shardings if gather.rank in first_on.values() else None
+        sent = gather(_packed(entries if leads else None, shardings))
+        base: list[_Entries] = _unpacked(sent[0])[0]
+        tables = {digest: _unpacked(sent[rank])[1] for digest, rank in first_on.items()}
+
+        differs = not leads and gather.rank in first_with.values()
+        sent = gather(_packed(*map(_difference, base, entries)) if differs else b"")
+        decoder = _Decoder(base)
+        differences = {digest: _unpacked(sent[rank]) for digest, rank in first_with.items() if rank > 0}
+        items = {digest: decoder.items(differences.get(digest)) for digest in first_with}
+        known = {
+            answer: decoder.description(items[answer[:_DIGEST_BYTES]], tables[answer[_DIGEST_BYTES:]])
+            for answer in dict.fromkeys(told)
+        }
+        descriptions = [known[answer] for answer in told]
+        check_agreement(descriptions)
+        return descriptions
 
 
 def _first_ranks(digests: Iterable[bytes]) -> dict[bytes, int]:

@@ -24,7 +24,7 @@ from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
 from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription
-from ckpt.planning.exchange import exchange
+from ckpt.planning.exchange import Exchange
 from ckpt.planning.replicas import Kind, replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
@@ -40,6 +40,7 @@ _log = logging.getLogger("ckpt")
 _FINE, _FAILED = b"+", b"-"
 _COORDINATOR = 0
 _NONCE_BYTES = 8
+_KEY_BYTES = 8
 _ANSWER = struct.Struct(">Q?")  # the token of the owner, and whether it was claimed just now
 
 
@@ -58,10 +59,12 @@ class _Session:
 class CachedPlan:
     """The plan of all ranks for one structure of state, and what follows from it for this rank.
 
-    `boxes` are those that this rank holds, also where others write them. `plan_bytes` is the pickled plan of its
-    writer. `value_owners` are the paths of the values that it writes, and whether each is its own alone.
+    `key` is a digest of the descriptions of all ranks, from which the plan follows. `boxes` are those that this rank
+    holds, also where others write them. `plan_bytes` is the pickled plan of its writer. `value_owners` are the paths of
+    the values that it writes, and whether each is its own alone.
     """
 
+    key: bytes
     description: StateDescription
     save_plan: SavePlan
     boxes: LocalBoxes
@@ -117,6 +120,7 @@ class PlanCache:
         self._max_slot_bytes = max_slot_bytes
         self._compression = compression
         self._cached: CachedPlan | None = None
+        self._former: CachedPlan | None = None  # of before the last fault
         self._begun: _BegunPlan | None = None
         self._session: _Session | None = None
         self._last_step = -1
@@ -174,22 +178,32 @@ class PlanCache:
         if self._cached is None or self._cached.description != description:
             kinds = replica_kinds(flat)
             from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
-            tell = partial(self._agree, claims, claim)
-            others = exchange(replace(description, from_lowest=from_lowest), self._ranks, tell)
+            exchange = Exchange(replace(description, from_lowest=from_lowest))
+            answers = self._agree(claims, claim, exchange.told + self._former_key())
+            told = [answer[:-_KEY_BYTES] for answer in answers]
+            key = hashlib.blake2b(b"".join(told), digest_size=_KEY_BYTES).digest()
+            have_it = all(answer.endswith(key) for answer in answers)
+            others = None if have_it else exchange.finish(told, self._ranks)
             self._cached = None
-            self._begun = _BegunPlan(partial(self._plan, flat, description, kinds, others))
+            self._begun = _BegunPlan(partial(self._plan, flat, description, kinds, key, others))
         elif begins_session:
             self._agree(claims, claim)
         return flat
+
+    def _former_key(self) -> bytes:
+        """Return the key of the plan of before the last fault; zeros if there is none that this rank can use again."""
+        former = self._former
+        return bytes(_KEY_BYTES) if former is None or former.layout.plan.rank != self._ranks.rank else former.key
 
     def end_session(self) -> None:
         """Make the next save claim the root anew; the plan stays."""
         self._session = None
 
     def forget(self) -> None:
-        """Forget the plan, as ranks may change: the next save is planned anew."""
+        """Forget the plan, as ranks may change: the next save is planned anew, unless all ranks are as before."""
         if self._begun is not None:
             self._begun.cancel()
+        self._former = self._cached or self._former
         self._cached, self._begun = None, None
         self._session = None
         self._last_step, self._attempt, self._returns = -1, 0, 0
@@ -218,9 +232,13 @@ class PlanCache:
         flat: FlatState,
         description: StateDescription,
         kinds: dict[Path, Kind],
-        others: Sequence[StateDescription],
+        key: bytes,
+        others: Sequence[StateDescription] | None,
     ) -> CachedPlan:
-        """Make the plan, given the descriptions of all ranks. In the trainer's thread or another."""
+        """Make the plan, given the descriptions of all ranks, or None if all ranks have it. Any thread."""
+        if self._former is not None and self._former_key() == key:
+            return replace(self._former, description=description, replicas=Replicas.of(flat, kinds))
+        assert others is not None
         plan = make_save_plan(others, self._grid, self._compression)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
@@ -238,7 +256,7 @@ class PlanCache:
                 self._max_slot_bytes,
                 layout.plan.batches,
             )
-        return CachedPlan(description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
+        return CachedPlan(key, description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: Claims | None, claim: bool, told: bytes = b"") -> list[bytes]:
         """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.

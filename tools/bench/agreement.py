@@ -15,7 +15,7 @@ import numpy as np
 from ckpt.loading.match import Match, known_names, unknown_on_all_ranks
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
-from ckpt.planning.exchange import exchange
+from ckpt.planning.exchange import Exchange
 from ckpt.ranks import moved_bytes
 
 __all__ = ["STATES", "measure_agreement"]
@@ -35,7 +35,7 @@ def measure_agreement(state: str, names: int, ranks: int, repeats: int) -> dict[
     for _ in range(repeats):
         group = _Group(ranks // 2, rounds)
         begin = time.process_time()
-        exchange(descriptions[group.rank], group)
+        _exchange(descriptions[group.rank], group)
         found["exchange"].append(time.process_time() - begin)
     found["exchange_bytes"] = [float(group.moved_bytes)]
 
@@ -82,6 +82,11 @@ class _Group:
         return self._most
 
 
+def _exchange(own: StateDescription, group: _Group) -> None:
+    exchange = Exchange(own)
+    exchange.finish(group(exchange.told), group)
+
+
 def _distinct(descriptions: list[StateDescription]) -> list[StateDescription]:
     return list({id(each): each for each in descriptions}.values())
 
@@ -97,7 +102,7 @@ def _rounds_of(descriptions: list[StateDescription]) -> list[list[bytes]]:
         for rank in first.values():
             group = _Group(rank, rounds)
             try:
-                exchange(descriptions[rank], group)
+                _exchange(descriptions[rank], group)
             except _NextRound:
                 payloads[rank] = group.sent
             else:

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank, ranks
+from ckpt.saving import plan_cache
 from ckpt.storage import step_source
+from ckpt.validation import validate
 from tests.support import run_ranks
 
 _MB = 1 << 20
@@ -276,3 +278,63 @@ def test_ranks_agree_as_often_as_they_have_to(tmp_path: Path) -> None:
             "objects and a value": 6,
             "objects from memory": 7,
         }
+
+
+def _plans_made(rank: int, world_size: int, root: Path) -> list[tuple[int, bool]]:
+    """Return how many plans this rank made after each fault, and whether the state could be saved and restored."""
+    import torch.distributed as dist
+
+    made = 0
+    real = plan_cache.make_save_plan
+
+    def counted(*args: Any) -> Any:
+        nonlocal made
+        made += 1
+        return real(*args)
+
+    state: dict[str, Any] = {f"of {rank}": torch.arange(1000.0) + rank, "shared": torch.ones(5), "step": 1}
+    found = []
+    checkpointer = Checkpointer(root, snapshot_every=1, on_divergence="ignore")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_cache, "make_save_plan", counted)
+
+        def save(step: int) -> None:
+            state["step"] = step
+            checkpointer.save(state, step)
+
+        def after_fault(step: int) -> None:
+            nonlocal made
+            made = 0
+            dist.barrier()
+            wanted = {name: value.clone() for name, value in state.items() if name != "step"}
+            for name in wanted:
+                state[name].zero_()
+            checkpointer.restore(state)
+            good = state["step"] == step - 1 and all(torch.equal(state[name], value) for name, value in wanted.items())
+            save(step)
+            found.append((made, good))
+
+        save(1)
+        checkpointer.recover_from_fault(timedelta(seconds=10))
+        after_fault(2)
+        if rank == 1:  # is replaced
+            checkpointer.close()
+            checkpointer = Checkpointer(root, snapshot_every=1, on_divergence="ignore")
+        else:
+            checkpointer.recover_from_fault(timedelta(seconds=10))
+        after_fault(3)
+        checkpointer.recover_from_fault(timedelta(seconds=10))
+        if rank == 1:
+            state["more"] = torch.ones(7)
+        save(4)
+        after_fault(5)
+    checkpointer.close()
+    return found
+
+
+def test_after_a_fault_ranks_that_are_as_before_use_their_plan_again(tmp_path: Path) -> None:
+    first, second = (result.value for result in run_ranks(_plans_made, 2, tmp_path))
+    assert first == [(0, True), (0, True), (0, True)]
+    assert second == [(0, True), (1, True), (0, True)]
+    for step in range(1, 6):
+        assert validate(str(tmp_path / f"step_{step:08d}")).whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt.planning.description import StateDescription
-from ckpt.planning.exchange import exchange
+from ckpt.planning.exchange import Exchange
 
 
 class _NextRound(Exception):
@@ -39,7 +39,8 @@ def exchange_all(descriptions: Sequence[StateDescription]) -> tuple[list[list[St
         errors: list[Exception] = []
         for own, gather in zip(descriptions, gathers, strict=True):
             try:
-                results.append(exchange(own, gather))
+                exchange = Exchange(own)
+                results.append(exchange.finish(gather(exchange.told), gather))
             except _NextRound:
                 pass
             except Exception as error:
