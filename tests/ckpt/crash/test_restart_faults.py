@@ -125,8 +125,8 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
             assert now["children"] <= 4 + job.replicas, str(held)  # server, monitor process; and what is just ending
         if len(held) > 3:
             # A rank that becomes rank 0 serves the store of the process groups: about 15 more. The first iterations may
-            # have had no slots.
-            first = next((now for now in held[1:] if now["regions"]), held[1]) if job.snapshots else held[1]
+            # have had no slots, those of a spare always.
+            first = next((now for now in held[1:] if now["regions"]), held[1])
             assert held[-1]["descriptors"] <= first["descriptors"] + 24, str(held)
 
 
