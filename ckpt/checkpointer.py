@@ -255,7 +255,7 @@ class Checkpointer:
 
         The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step). Waits only
         when all slots are in use. The first call for a structure of state makes two small collectives, later ones none.
-        The first of a run, and the first after a restore, claims the root (two more collectives; each rank sees whether
+        The first of a run, and the first after a restore, claims the root (one or two more; each rank sees whether
         it can write there); the others touch no file.
 
         `metrics`, such as ``{"loss": 0.3}``, are recorded with the step as rank 0 gives them: a dict of numbers,

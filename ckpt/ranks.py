@@ -88,10 +88,7 @@ class Ranks:
         if self.world_size == 1:
             return [payload]
         with self._collective() as distributed:
-            sizes, begins = self._enter(distributed, payload)
-            if all(len(begin) == size for size, begin in zip(sizes, begins, strict=True)):
-                return begins
-            return self._exchange(distributed, payload, sizes)
+            return self._exchange(distributed, payload, *self._enter(distributed, payload))
 
     def maximum(self, payload: bytes) -> bytes:
         """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective.
@@ -132,8 +129,8 @@ class Ranks:
         doing = self.doing.encode()
         sizes, checks, begins = self._exchange_heads(distributed, payload, zlib.crc32(doing))
         if len(set(checks)) > 1:
-            sizes, _, _ = self._exchange_heads(distributed, doing, 0)
-            self._refuse(self._exchange(distributed, doing, sizes))
+            sizes, _, begins = self._exchange_heads(distributed, doing, 0)
+            self._refuse(self._exchange(distributed, doing, sizes, begins))
         return sizes, begins
 
     def announce(self, name: str) -> None:
@@ -205,10 +202,11 @@ class Ranks:
             begins.append(received[_HEAD.size : _HEAD.size + size])
         return sizes, checks, begins
 
-    def _exchange(self, distributed: Any, payload: bytes, sizes: list[int]) -> list[bytes]:
+    def _exchange(self, distributed: Any, payload: bytes, sizes: list[int], begins: list[bytes]) -> list[bytes]:
+        """Return the payloads of all ranks, which have these sizes and beginnings."""
+        if all(len(begin) == size for size, begin in zip(sizes, begins, strict=True)):
+            return begins
         longest, total = max(sizes), sum(sizes)
-        if longest == 0:
-            return [b""] * self.world_size
         if _MOVED_BY_REDUCTION * total < longest * len(sizes):  # an all-gather would move padding most of all
             ends = list(itertools.accumulate(sizes))
             joined = bytearray(total)

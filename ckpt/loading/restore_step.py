@@ -12,6 +12,7 @@ Ranks agree at the end of a phase, but not of one that has nothing to do, or can
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,7 @@ __all__ = ["FilledTensors", "HeldSource", "MemorySource", "RestoreReport", "Step
 
 _log = logging.getLogger("ckpt")
 _SHOWN = 20
+_FLAGS = struct.Struct("???")  # of a rank: there are problems, a trial to make, objects to load
 _MIN_THREADS, _MAX_THREADS = 4, 16
 
 
@@ -277,7 +279,7 @@ class _Attempt:
             self._check_selection(state, flat, self._options.only)
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
         update = self._update = StateUpdate(self._match, owners)
-        flags = bytes([bool(self._match.problems), update.tries, update.finishes])
+        flags = _FLAGS.pack(bool(self._match.problems), update.tries, update.finishes)
         return flags + known_names(self._match, str(self.index.summary["save"]))
 
     def compare(self, answers: Sequence[bytes]) -> tuple[bool, bool, bool]:
@@ -285,8 +287,9 @@ class _Attempt:
 
         Collective if ranks have different names.
         """
-        self._unexpected = unknown_on_all_ranks(self._match, [answer[3:] for answer in answers], self._ranks)
-        has_problems, tries, finishes = (any(flags) for flags in zip(*(answer[:3] for answer in answers), strict=True))
+        names = [answer[_FLAGS.size :] for answer in answers]
+        self._unexpected = unknown_on_all_ranks(self._match, names, self._ranks)
+        has_problems, tries, finishes = map(any, zip(*map(_FLAGS.unpack_from, answers), strict=True))
         return has_problems, tries, finishes
 
     def _check_selection(self, state: Any, flat: FlatState, only: tuple[str, ...]) -> None:

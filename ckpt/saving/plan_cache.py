@@ -179,21 +179,23 @@ class PlanCache:
             kinds = replica_kinds(flat)
             from_lowest = frozenset(path for path, kind in kinds.items() if kind != "parameter")
             exchange = Exchange(replace(description, from_lowest=from_lowest))
-            answers = self._agree(claims, claim, exchange.told + self._former_key())
+            former = self._former
+            if former is not None and former.layout.plan.rank != self._ranks.rank:
+                former = None
+            own_key = bytes(_KEY_BYTES) if former is None else former.key
+            answers = self._agree(claims, claim, exchange.told + own_key)
             told = [answer[:-_KEY_BYTES] for answer in answers]
             key = hashlib.blake2b(b"".join(told), digest_size=_KEY_BYTES).digest()
             have_it = all(answer.endswith(key) for answer in answers)
-            others = None if have_it else exchange.finish(told, self._ranks)
+            others = [] if have_it else exchange.finish(told, self._ranks)
             self._cached = None
-            self._begun = _BegunPlan(partial(self._plan, flat, description, kinds, key, others))
+            if former is not None and former.key == key:
+                self._begun = _BegunPlan(partial(_renewed, former, flat, description, kinds))
+            else:
+                self._begun = _BegunPlan(partial(self._plan, flat, description, kinds, key, others))
         elif begins_session:
             self._agree(claims, claim)
         return flat
-
-    def _former_key(self) -> bytes:
-        """Return the key of the plan of before the last fault; zeros if there is none that this rank can use again."""
-        former = self._former
-        return bytes(_KEY_BYTES) if former is None or former.layout.plan.rank != self._ranks.rank else former.key
 
     def end_session(self) -> None:
         """Make the next save claim the root anew; the plan stays."""
@@ -233,12 +235,9 @@ class PlanCache:
         description: StateDescription,
         kinds: dict[Path, Kind],
         key: bytes,
-        others: Sequence[StateDescription] | None,
+        others: Sequence[StateDescription],
     ) -> CachedPlan:
-        """Make the plan, given the descriptions of all ranks, or None if all ranks have it. Any thread."""
-        if self._former is not None and self._former_key() == key:
-            return replace(self._former, description=description, replicas=Replicas.of(flat, kinds))
-        assert others is not None
+        """Make the plan, given the descriptions of all ranks. In the trainer's thread or another."""
         plan = make_save_plan(others, self._grid, self._compression)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
@@ -289,6 +288,11 @@ class PlanCache:
             except StorageError as error:
                 answer = _failed(error)
         _raise_failed(self._ranks(answer))
+
+
+def _renewed(former: CachedPlan, flat: FlatState, description: StateDescription, kinds: dict[Path, Kind]) -> CachedPlan:
+    """Return a plan of the same structure for the tensors that there are now."""
+    return replace(former, description=description, replicas=Replicas.of(flat, kinds))
 
 
 class _BegunPlan:

@@ -191,16 +191,15 @@ def of_four(gigabytes: float, folder: Path) -> dict[str, Recovery]:
     shutil.rmtree(folder / "root", ignore_errors=True)
     notes: list[Notes] = [json.loads(line) for line in notes_file.read_text().splitlines()]
     return {
-        name: _of_fault([note for note in notes if note["fault"] == name], phases)
+        name: _of_four([note for note in notes if note["kind"] == name], phases)
         for name, phases in ((_RAISED, _RAISED_PHASES), (_KILLED, _KILLED_PHASES))
     }
 
 
-def _of_fault(notes: list[Notes], names: dict[str, str]) -> Recovery:
-    (fault,) = (float(note["failed"]) for note in notes if "failed" in note)
+def _of_four(notes: list[Notes], names: dict[str, str]) -> Recovery:
     again = [note for note in notes if "stepped" in note]
     joining = max(float(note.get("joining", 0.0)) for note in again)  # of the ranks that were waiting for one
-    total, phases = _phases(fault, [{**note, "joining": joining} for note in again], names)
+    total, phases = _phases(_fault_of(notes), [{**note, "joining": joining} for note in again], names)
     restore, copy = (max(float(note[name]) for note in again) for name in ("restore_s", "memcpy_s"))
     return Recovery(total, phases, restore, copy, all("memory" in note["tier"] for note in again))
 

@@ -4,7 +4,7 @@
 
 Every rank has a part of the state for itself, and a snapshot of every step. The part of the rank that is killed is in
 memory that its neighbours have mapped. An iteration of fewer ranks waits until the replacement is there. The rank that
-fails, and each that has come back, appends one line of notes for each `fault`.
+fails, and each that has come back, appends one line of notes for each fault.
 """
 
 import argparse
@@ -43,13 +43,12 @@ def main() -> None:
     limit = CopyLimit(tensors(state[f"rank{rank}"]))
     checkpointer = ckpt.Checkpointer(options.folder / "root", snapshot_every=1, timeout=timedelta(minutes=2))
     was_killed = options.folder / "killed"
-    notes: dict[str, Any] = {}
+    waited: dict[str, float] = {}
 
-    def append(**more: Any) -> None:
+    def append(**notes: Any) -> None:
+        kind = "killed" if was_killed.exists() else "raised"
         with options.notes.open("a") as file:
-            file.write(
-                json.dumps({"rank": rank, "fault": "killed" if was_killed.exists() else "raised", **more}) + "\n"
-            )
+            file.write(json.dumps({"rank": rank, "kind": kind, **notes}) + "\n")
 
     @inprocess.Wrapper(
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
@@ -61,18 +60,21 @@ def main() -> None:
         if dist.get_world_size() < world_size:
             while not call.newcomers:
                 time.sleep(_POLL_S)
-            notes["joining"] = time.monotonic()
+            waited["joining"] = time.monotonic()
             raise RuntimeError("again, with the replacement")
-        entered = time.monotonic()
-        first = 0 if not call.iteration else _come_back(checkpointer, state, entered, limit, notes, append)
+        step, entered = 0, time.monotonic()
+        if call.iteration:
+            step, times = _come_back(checkpointer, state, limit)
+            append(entered=entered, **waited, **times)
+            dist.barrier()
         if not was_killed.exists():
-            _train(checkpointer, state, first)
+            _train(checkpointer, state, step)
             if rank == _VICTIM and call.iteration:
                 was_killed.touch()
-                append(failed=time.monotonic())
+                append(fault=time.monotonic())
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == _VICTIM:
-                append(failed=time.monotonic())
+                append(fault=time.monotonic())
                 raise RuntimeError("the first fault")
             dist.barrier()  # in which the rank that fails is missing
         dist.barrier()
@@ -83,10 +85,8 @@ def main() -> None:
     checkpointer.close()
 
 
-def _come_back(
-    checkpointer: ckpt.Checkpointer, state: Any, entered: float, limit: CopyLimit, notes: dict[str, Any], append: Any
-) -> int:
-    """Restore, and take a first step; return the step that was restored."""
+def _come_back(checkpointer: ckpt.Checkpointer, state: Any, limit: CopyLimit) -> tuple[int, dict[str, Any]]:
+    """Restore, and take a first step; return the step that was restored, and what is to be noted."""
     begin = time.monotonic()
     step = checkpointer.restore(state)
     restored = time.monotonic()
@@ -94,12 +94,9 @@ def _come_back(
     assert report is not None
     assert step is not None
     dist.barrier()
-    stepped = time.monotonic()
+    times = {"restore_s": restored - begin, "restored": restored, "stepped": time.monotonic()}
     dist.barrier()
-    times = {"entered": entered, "restore_s": restored - begin, "restored": restored, "stepped": stepped}
-    append(**times, **notes, tier=report.tier, memcpy_s=limit.measure())
-    dist.barrier()
-    return step
+    return step, {**times, "tier": report.tier, "memcpy_s": limit.measure()}
 
 
 def _train(checkpointer: ckpt.Checkpointer, state: Any, first: int) -> None:
