@@ -89,7 +89,7 @@ $(VENV)/.installed-%: $(INSTALLED)
 	touch $@
 
 # The stamp is written last: an installation that was interrupted is done again.
-$(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.c ckpt/native/*.h)
+$(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.[ch] inprocess/unblock/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from inprocess.state import FrozenState
 from inprocess.unblock.gloo import break_gloo_connections, connect_as_missing_peers
+from inprocess.unblock.gloo_waits import end_gloo_waits
 from inprocess.unblock.process_groups import abort_nccl, destroy_groups, discard_process_groups
 from inprocess.unblock.stores import break_store_wait
 
@@ -118,6 +119,7 @@ def unblock_main_thread(timeout: float = 0.3) -> int:
     broken = quiet = 0
     while quiet < _SETTLE_PASSES and time.monotonic() < deadline:
         new = break_gloo_connections(max(deadline - time.monotonic(), 0.0)) + break_store_wait()
+        new += end_gloo_waits()
         broken += new
         quiet = 0 if new else quiet + 1
         if quiet < _SETTLE_PASSES:

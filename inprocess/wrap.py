@@ -34,6 +34,7 @@ from inprocess.sections.making import SectionSettings
 from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
 from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
+from inprocess.unblock.gloo_waits import watch_gloo_waits
 from inprocess.unblock.stores import interruptible_store_connections
 
 __all__ = ["CallWrapper", "Wrapper", "inject"]
@@ -124,6 +125,7 @@ class CallWrapper:
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
         enter(frozen_heap())  # takes a while, so before time limits count
+        watch_gloo_waits()
         self.interrupter = enter(MainThreadInterrupter())
         stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)

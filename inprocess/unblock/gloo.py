@@ -12,7 +12,7 @@ while they are being made, and never a socket of the user, of Python or of a sto
 transports, over IPv4 and IPv6.
 
 Not ended before the timeout of the group:
-* a `recv` from any source: gloo does not report broken connections to it;
+* without `gloo_waits`, a `recv` from any source, and transfers that are under way: gloo does not tell these;
 * everything where /proc does not show system calls and epoll sets: other systems, some sandboxes, processors other
   than x86-64 and arm64.
 

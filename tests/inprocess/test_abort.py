@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import types
@@ -25,6 +26,7 @@ from inprocess.abort import (
     unblock_main_thread,
 )
 from inprocess.unblock import process_groups
+from inprocess.unblock.gloo_waits import watch_gloo_waits
 from inprocess.unblock.process_groups import discard_process_groups
 from inprocess.unblock.stores import interruptible_store_connections
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
@@ -81,6 +83,7 @@ def operations() -> dict[str, Callable[[], Any]]:
         "large all_reduce": lambda: dist.all_reduce(torch.ones(5_000_000)),
         "barrier": dist.barrier,
         "recv": lambda: dist.recv(torch.ones(8), STUCK),
+        "recv from any": lambda: dist.recv(torch.ones(8)),
         "send": lambda: dist.send(torch.ones(20_000_000), STUCK),
         "subgroup": lambda: dist.all_reduce(torch.ones(8), group=subgroup),
         "mesh": lambda: dist.all_reduce(torch.ones(8), group=mesh.get_group()),
@@ -90,14 +93,15 @@ def operations() -> dict[str, Callable[[], Any]]:
     }
 
 
-def blocked_then_freed(rank: int, world_size: int) -> dict[str, float]:
+def blocked_then_freed(rank: int, world_size: int, watched: bool) -> dict[str, float]:
+    assert not watched or watch_gloo_waits()
     meeting, other = Meeting(rank, world_size), OtherConnection()
     seconds: dict[str, float] = {}
-    names = ["warm-up", *OPERATIONS, *["all_reduce again"] * 20]
+    names = ["warm-up", *OPERATIONS, *["all_reduce again"] * 20, *(["recv from any"] if watched else [])]
     before = (0, 0)
     for number, name in enumerate(names):
         start_group(meeting, str(number), rank)
-        blocked = operations() if number <= len(OPERATIONS) else {}
+        blocked = operations() if name != "all_reduce again" else {}
         meeting.meet(f"ready {number}")
         if rank == STUCK:
             meeting.meet(f"freed {number}")
@@ -127,13 +131,15 @@ def blocked_then_freed(rank: int, world_size: int) -> dict[str, float]:
 
 
 @pytest.mark.timeout(180)
-def test_blocked_operations_are_freed_and_new_groups_work() -> None:
-    results = run_ranks(blocked_then_freed, 4, init_process_group=False)
+@pytest.mark.parametrize("watched", [False, True])
+def test_blocked_operations_are_freed_and_new_groups_work(watched: bool) -> None:
+    results = run_ranks(blocked_then_freed, 4, watched, init_process_group=False)
     for result in results[:STUCK]:
         print(f"rank {result.rank}:", {name: round(seconds, 4) for name, seconds in result.value.items()})
         slow = {name: seconds for name, seconds in result.value.items() if seconds > FREED_WITHIN_S}
         assert not slow, f"rank {result.rank}"
-    assert results[0].value.keys() == {"warm-up", *OPERATIONS, "all_reduce again"}
+    assert {"warm-up", *OPERATIONS, "all_reduce again"} <= results[0].value.keys()
+    assert ("recv from any" in results[0].value) == watched
 
 
 def blocked_by_a_stopped_rank(rank: int, world_size: int) -> float:
@@ -159,6 +165,61 @@ def test_a_rank_that_was_stopped(variable: str) -> None:
             threading.Event().wait(0.01)
         assert group.results()[0].returncode == 0, group.results()[0].stderr
         assert group.results()[0].value < FREED_WITHIN_S
+
+
+def fails_while_bytes_are_on_the_way(rank: int, world_size: int, number: int, fails: int) -> float:
+    """Rank 0 sends 256 MB to rank 1; `fails` gets the signal when the first bytes have arrived."""
+    import torch
+    import torch.distributed as dist
+
+    assert watch_gloo_waits()
+    meeting = Meeting(rank, world_size)
+    meeting.store.set(f"pid {rank}", str(os.getpid()))
+    tensor = torch.full((64 << 20,), float(rank == 0))
+    dist.barrier()
+
+    def strike() -> None:
+        while tensor[0] == 0:
+            pass
+        os.kill(int(meeting.store.get(f"pid {fails}")), number)
+
+    if rank == 1:
+        threading.Thread(target=strike, daemon=True).start()
+    aborter = AborterThread(lambda: AbortTorchDistributed()(state())) if rank != fails else None
+    with pytest.raises(RuntimeError):  # of a sender whose bytes are all in the kernel's buffers only the barrier
+        [act() for act in (lambda: dist.broadcast(tensor, 0), dist.barrier)]
+    assert aborter is not None
+    return aborter.join()
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_fails_while_bytes_are_on_the_way(number: int, fails: int) -> None:
+    with launch_ranks(fails_while_bytes_are_on_the_way, 2, number, fails) as group:
+        deadline = time.monotonic() + 15
+        while group.results()[1 - fails].returncode is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        survivor = group.results()[1 - fails]
+        assert survivor.returncode == 0, survivor.stderr
+        assert survivor.value < FREED_WITHIN_S
+
+
+def test_waits_are_not_watched_if_they_are_not_as_expected(tmp_path: Path) -> None:
+    script = """
+        import torch.distributed
+        from inprocess.unblock import gloo_waits
+        gloo_waits.{name} = {value!r}
+        assert not gloo_waits.watch_gloo_waits()
+        assert gloo_waits.end_gloo_waits() == 0
+    """
+    for name, value in (
+        ("_LIBRARY", str(tmp_path / "not compiled")),
+        ("_TORCH", "libtorch_of_another_kind.so"),
+        ("_TABLE", "_ZTVN4gloo9transport3tcp6BufferE"),
+        ("_WAITS", ("_Z4recv", "_Z4send")),
+    ):
+        code = textwrap.dedent(script.format(name=name, value=value))
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
 
 
 def waiting_for_ranks_that_do_not_come(rank: int, world_size: int, folder: str) -> list[float]:

@@ -325,6 +325,38 @@ def test_a_rank_whose_abort_hook_hangs_is_killed_at_the_hard_limit() -> None:
     assert rank_values(main, 2, returncodes={1: -signal.SIGTERM})[0] == 1
 
 
+def test_a_rank_that_is_killed_while_it_sends_a_large_tensor() -> None:
+    """Gloo does not end the wait of the receiver, whose rank would be killed at the hard limit, too."""
+
+    def main(rank: int, world_size: int) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        @Wrapper(**SHORT)
+        def train(call: CallWrapper | None = None) -> int | None:
+            assert call is not None
+            if call.state.world_size == 1:
+                return call.iteration
+            dist.init_process_group("gloo")
+            pids: list[Any] = [None] * world_size
+            dist.all_gather_object(pids, os.getpid())
+            tensor = torch.full((64 << 20,), float(rank == 1))
+
+            def kill_the_sender() -> None:
+                while tensor[0] == 0:
+                    pass
+                os.kill(pids[1], signal.SIGKILL)
+
+            if rank == 0:
+                threading.Thread(target=kill_the_sender, daemon=True).start()
+            dist.broadcast(tensor, 1)
+            return None
+
+        return train()
+
+    assert rank_values(main, 2, returncodes={1: -signal.SIGKILL}) == [1, None]
+
+
 def test_restart_abort_on_all_ranks_ends_the_job() -> None:
     def main(rank: int, world_size: int) -> Any:
         ran = []

@@ -4,8 +4,8 @@
 
 The wheel is built from the sdist, so the sdist is complete. The C compiler is that of the PyPI package `ziglang`, even
 where the system has one: it is the same version everywhere, and links with an old glibc without a container. The
-library uses nothing of Python's C API, so the wheel is tagged `py3-none`. auditwheel adds the tag of the platform, and
-fails if the library needs a newer glibc.
+libraries use nothing of Python's C API, so the wheel is tagged `py3-none`. auditwheel adds the tag of the platform, and
+fails if a library needs a newer glibc.
 """
 
 import os
@@ -47,7 +47,7 @@ def build(folder: Path) -> Path:
 def tag(wheel: Path, folder: Path) -> Path:
     """Write the wheel with the tags of all Pythons and platforms that it serves to `folder`; return it.
 
-    SystemExit if the library is missing (a failed compilation does not fail the build) or needs a newer glibc.
+    SystemExit if a library needs a newer glibc.
     """
     run([sys.executable, "-m", "wheel", "tags", "--remove", "--python-tag", "py3", "--abi-tag", "none", wheel])
     wheel = next(wheel.parent.glob("*-py3-none-*.whl"))
@@ -71,7 +71,7 @@ def try_wheel(wheel: Path, folder: Path) -> str:
     path = str(python.parent)
     used = run([python, "-I", Path(__file__).with_name("use_installed.py"), folder / "root", site], PATH=path)
     if "in C" not in used:
-        raise SystemExit(f"{used}\n{wheel} does not contain the compiled library")
+        raise SystemExit(f"{used}\n{wheel} does not contain the compiled libraries")
     return used + run([environment / "bin" / "inspect_ckpt", "validate", folder / "root"], PATH=path)
 
 

@@ -1,5 +1,7 @@
 """Save and restore a small state with the installed package, in C and in numpy; compare the checksums of both.
 
+Where the compiled parts are installed, also end a wait of gloo.
+
     python -I use_installed.py ROOT SITE_PACKAGES
 
 Fails if `ckpt` is imported from another folder than SITE_PACKAGES. Prints which code was used.
@@ -8,13 +10,18 @@ Fails if `ckpt` is imported from another folder than SITE_PACKAGES. Prints which
 import argparse
 import logging
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import ckpt
 from ckpt import native
+from inprocess.unblock.gloo_waits import end_gloo_waits, watch_gloo_waits
 
 PORTABLE, BEST = -1, 2  # of `native.choose`
 SIZES = (0, 1, 63, 64, 4095, 4096, 1_000_003)
@@ -41,6 +48,25 @@ def restore(root: Path, step: int, tensor: torch.Tensor) -> None:
     assert torch.equal(found["weights"], tensor), "the restored tensor differs"
 
 
+def end_a_wait() -> None:
+    """Receive from a rank that does not send. Both ranks are in this process."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def group(rank: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+    with ThreadPoolExecutor() as threads:
+        groups = list(threads.map(group, range(2)))
+    work = groups[0].recv([torch.zeros(1)], 1, 0)
+    threading.Timer(0.2, end_gloo_waits).start()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        print("ended a wait of gloo:", str(error).splitlines()[0])
+    else:
+        raise SystemExit("a receive without a sender has succeeded")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Save and restore a small state with the installed package.")
     parser.add_argument("root", type=Path)
@@ -58,6 +84,9 @@ def main() -> None:
         native.choose(restores)
         restore(arguments.root, step, weights * step)
     print("saved and restored:", "in numpy" if best == PORTABLE else f"in C (level {best}) and in numpy")
+    if best != PORTABLE:
+        assert watch_gloo_waits(), "waits of gloo cannot be ended"
+        end_a_wait()
 
 
 if __name__ == "__main__":
