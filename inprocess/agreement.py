@@ -62,6 +62,7 @@ class IterationStore(Protocol):
     base_store: Any
 
     def set(self, key: str, value: str) -> None: ...
+    def multi_get(self, keys: Sequence[str], /) -> list[bytes]: ...
     def multi_set(self, keys: list[str], values: list[str]) -> None: ...
     def get(self, key: str) -> bytes: ...
     def get_within(self, key: str, timeout: timedelta) -> bytes: ...
@@ -83,12 +84,14 @@ class IterationOutcome(enum.Enum):
 class Roster:
     """The end of an iteration: the dense ranks, in that iteration, and the initial ranks of those who left.
 
-    `joined` are the initial ranks of newcomers, in the order in which they are numbered behind all others.
+    `joined` are the initial ranks of newcomers, in the order in which they are numbered behind all others. If there are
+    any, `initial_ranks` are those of all, by dense rank; -1 for who left.
     """
 
     terminated_ranks: frozenset[int]
     departed: frozenset[int]
     joined: tuple[int, ...] = ()
+    initial_ranks: tuple[int, ...] = ()
 
 
 class Agreement:
@@ -305,16 +308,24 @@ class Agreement:
             arrived = {int(member) for member in self.store.members(_AT_END)}
             alive = {self._rank_of(initial_rank) for initial_rank in arrived - departed}
             terminated = set(range(self.world_size or 0)) - {rank for rank in alive if rank is not None}
+        joined = sorted(self.newcomers(self.store.base_store))
         document = {
             "terminated_ranks": sorted(terminated),
             "departed": sorted(departed),
-            "joined": sorted(self.newcomers(self.store.base_store)),
+            "joined": joined,
+            "initial_ranks": self._initial_ranks(terminated) + joined if joined else [],
         }
         try:
             self._decide(_ROSTER, json.dumps(document))
         except StaleViewError:
             if not self.store.check([_ROSTER]):  # else another process has just written it, and the job is further on
                 raise
+
+    def _initial_ranks(self, terminated: set[int]) -> list[int]:
+        """Return the initial ranks of all others, which have published them, by dense rank."""
+        ranks = range(self.world_size or 0)
+        known = iter(self.store.multi_get([f"initial_rank/{rank}" for rank in ranks if rank not in terminated]))
+        return [-1 if rank in terminated else int(next(known)) for rank in ranks]
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
@@ -409,7 +420,12 @@ def heartbeat_key(rank: int) -> str:
 
 def _parse_roster(text: bytes) -> Roster:
     document = json.loads(text)
-    return Roster(frozenset(document["terminated_ranks"]), frozenset(document["departed"]), tuple(document["joined"]))
+    return Roster(
+        frozenset(document["terminated_ranks"]),
+        frozenset(document["departed"]),
+        tuple(document["joined"]),
+        tuple(document["initial_ranks"]),
+    )
 
 
 def _detail_key(record: InterruptionRecord) -> str:

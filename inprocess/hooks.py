@@ -64,12 +64,14 @@ class Hooks:
         """Run the terminate hook: main thread, when this rank leaves."""
         self._terminate(state)
 
-    def assign(self, state: State, store: Any, terminated_ranks: frozenset[int]) -> State:
+    def assign(
+        self, state: State, store: Any, terminated_ranks: frozenset[int], initial_ranks: tuple[int, ...]
+    ) -> State:
         """Return the state with the numbers of the next iteration: main thread.
 
-        RestartError if no rank would be active.
+        The arguments are those of a `RankAssignmentCtx`. RestartError if no rank would be active.
         """
-        assigned = self._numbering(RankAssignmentCtx(state, store, set(terminated_ranks))).state
+        assigned = self._numbering(RankAssignmentCtx(state, store, set(terminated_ranks), initial_ranks)).state
         if assigned.active_world_size == 0:
             raise RestartError(
                 f"none of the {assigned.world_size} remaining ranks is active: no rank would run the function"

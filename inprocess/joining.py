@@ -28,7 +28,10 @@ from inprocess.state import Mode, State
 __all__ = ["JOIN", "JOINED_FILE", "Newcomer", "Place", "newcomer_from_environment"]
 
 JOIN = "INPROCESS_JOIN"
-"""The environment variable with the initial rank of a newcomer, a number that no process of the job ever had."""
+"""The environment variable with the initial rank of a newcomer, a number that no process of the job ever had.
+
+It is the rank in whose place the newcomer was started, plus a multiple of the number of ranks that the job began with.
+"""
 JOINED_FILE = "INPROCESS_JOINED_FILE"
 """The environment variable with the path of a file that a newcomer creates as soon as it belongs to the job."""
 
@@ -38,12 +41,16 @@ _SILENT = 2  # heartbeat timeouts without a heartbeat of rank 0, after which the
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a newcomer in the iteration that has just ended: its rank, who left at the end, and why."""
+    """The position of a newcomer in the iteration that has just ended: its rank, who left at the end, and why.
+
+    `initial_ranks` are those of all ranks, newcomers included, by dense rank.
+    """
 
     iteration: int
     rank: int
     world_size: int
     terminated_ranks: frozenset[int]
+    initial_ranks: tuple[int, ...]
     interruptions: tuple[InterruptionRecord, ...]
 
     def take(self, state: State) -> None:
@@ -100,6 +107,7 @@ class Newcomer:
             before + roster.joined.index(self.initial_rank),
             before + len(roster.joined),
             roster.terminated_ranks,
+            roster.initial_ranks,
             agreement.find_reason(),
         )
 

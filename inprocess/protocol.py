@@ -135,6 +135,7 @@ class RestartProtocol:
         self._events = RestartEvents(settings.monitor_process_logfile)
         self._place = place  # of a newcomer
         self._terminated_ranks: frozenset[int] = frozenset() if place is None else place.terminated_ranks
+        self._initial_ranks: tuple[int, ...] = () if place is None else place.initial_ranks
         self._records: tuple[InterruptionRecord, ...] = ()
         self._agreement: Agreement | None = None
         self._result: Any = None
@@ -175,7 +176,7 @@ class RestartProtocol:
     def _assign(self) -> Phase:
         self._enter(Phase.ASSIGN)
         store = self._services.iteration_store(self.state.iteration)
-        self.state.copy_from(self._hooks.assign(self.state, store, self._terminated_ranks))
+        self.state.copy_from(self._hooks.assign(self.state, store, self._terminated_ranks, self._initial_ranks))
         self.state.set_distributed_vars()
         return Phase.BEGIN
 
@@ -328,7 +329,7 @@ class RestartProtocol:
         self._services.monitor_process.disable_sibling_monitor()
         if self._initial_rank in roster.departed or self.state.rank in roster.terminated_ranks:
             raise RankDiscarded(f"{self}: the others consider this rank lost and go on without it")
-        self._terminated_ranks = roster.terminated_ranks
+        self._terminated_ranks, self._initial_ranks = roster.terminated_ranks, roster.initial_ranks
         world_size = self.state.world_size
         self.state.world_size += len(roster.joined)  # newcomers count as spares of the iteration that ends
         phase = self._assign()

@@ -7,6 +7,7 @@ Each distinct thing is sent once, by the first rank that has it, compressed:
     3    the first rank with each of the other entries   which entries of rank 0 it has, and its further ones
 
 Ranks that hold the same names in the same global shapes have equal entries, whatever shards they hold: then 1 is all.
+A rank that knows all descriptions from before, by 1, sends what others need, and reads nothing.
 Replicas of a pipeline stage differ in their shardings alone, since each is on its own mesh. Ranks with experts of their
 own have most entries in common with rank 0.
 """
@@ -57,20 +58,12 @@ class Exchange:
         """
         if len(set(told)) == 1:
             return [self._own] * len(told)
-        entries = self._entries
-        first_with = _first_ranks([answer[:_DIGEST_BYTES] for answer in told])
-        first_on = _first_ranks([answer[_DIGEST_BYTES:] for answer in told])
-
-        leads = gather.rank == 0
-        shardings = self._shardings if gather.rank in first_on.values() else None
-        sent = gather(_packed(entries if leads else None, shardings))
+        sent, more = self._send(told, gather)
         base: list[_Entries] = _unpacked(sent[0])[0]
-        tables = {digest: _unpacked(sent[rank])[1] for digest, rank in first_on.items()}
-
-        differs = not leads and gather.rank in first_with.values()
-        sent = gather(_packed(*map(_difference, base, entries)) if differs else b"")
+        tables = {digest: _unpacked(sent[rank])[1] for digest, rank in _first_with_shardings(told).items()}
+        first_with = _first_with_entries(told)
         decoder = _Decoder(base)
-        differences = {digest: _unpacked(sent[rank]) for digest, rank in first_with.items() if rank > 0}
+        differences = {digest: _unpacked(more[rank]) for digest, rank in first_with.items() if rank > 0}
         items = {digest: decoder.items(differences.get(digest)) for digest in first_with}
         known = {
             answer: decoder.description(items[answer[:_DIGEST_BYTES]], tables[answer[_DIGEST_BYTES:]])
@@ -79,6 +72,28 @@ class Exchange:
         descriptions = [known[answer] for answer in told]
         check_agreement(descriptions)
         return descriptions
+
+    def help(self, told: Sequence[bytes], gather: Gather) -> None:
+        """Take part in `finish` of other ranks: for a rank that knows the descriptions. Collective, as that is."""
+        if len(set(told)) > 1:
+            self._send(told, gather)
+
+    def _send(self, told: Sequence[bytes], gather: Gather) -> tuple[list[bytes], list[bytes]]:
+        """Send what this rank is the first to have; return what all ranks have sent second and third."""
+        leads = gather.rank == 0
+        shardings = self._shardings if gather.rank in _first_with_shardings(told).values() else None
+        sent = gather(_packed(self._entries if leads else None, shardings))
+        if leads or gather.rank not in _first_with_entries(told).values():
+            return sent, gather(b"")
+        return sent, gather(_packed(*map(_difference, _unpacked(sent[0])[0], self._entries)))
+
+
+def _first_with_entries(told: Sequence[bytes]) -> dict[bytes, int]:
+    return _first_ranks([answer[:_DIGEST_BYTES] for answer in told])
+
+
+def _first_with_shardings(told: Sequence[bytes]) -> dict[bytes, int]:
+    return _first_ranks([answer[_DIGEST_BYTES:] for answer in told])
 
 
 def _first_ranks(digests: Iterable[bytes]) -> dict[bytes, int]:

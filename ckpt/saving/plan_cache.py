@@ -186,13 +186,13 @@ class PlanCache:
             answers = self._agree(claims, claim, exchange.told + own_key)
             told = [answer[:-_KEY_BYTES] for answer in answers]
             key = hashlib.blake2b(b"".join(told), digest_size=_KEY_BYTES).digest()
-            have_it = all(answer.endswith(key) for answer in answers)
-            others = [] if have_it else exchange.finish(told, self._ranks)
-            self._cached = None
             if former is not None and former.key == key:
-                self._begun = _BegunPlan(partial(_renewed, former, flat, description, kinds))
+                if not all(answer.endswith(key) for answer in answers):  # as of a replacement
+                    exchange.help(told, self._ranks)
+                plan = partial(_renewed, former, flat, description, kinds)
             else:
-                self._begun = _BegunPlan(partial(self._plan, flat, description, kinds, key, others))
+                plan = partial(self._plan, flat, description, kinds, key, exchange.finish(told, self._ranks))
+            self._cached, self._begun = None, _BegunPlan(plan)
         elif begins_session:
             self._agree(claims, claim)
         return flat

@@ -1,8 +1,9 @@
 """Rank assignment: which ranks go on after a fault, under which numbers, and which of them are active.
 
-*Numberings* (`ShiftRanks`, `FillGaps`) give the survivors dense ranks. *Filters* stand left of them in `Compose` and
-decide who is active (`ActivateAllRanks`, `MaxActiveWorldSize`, `ActiveWorldSizeDivisibleBy`); `FilterCountGroupedByKey`
-stands right of them and decides who does not survive. `Tree` does all of this along the topology of the job, alone.
+*Numberings* (`ShiftRanks`, `FillGaps`, `LauncherOrder`) give the survivors dense ranks. *Filters* stand left of them in
+`Compose` and decide who is active (`ActivateAllRanks`, `MaxActiveWorldSize`, `ActiveWorldSizeDivisibleBy`);
+`FilterCountGroupedByKey` stands right of them and decides who does not survive. `Tree` does all of this along the
+topology of the job, alone.
 """
 
 from inprocess.exception import RankDiscarded
@@ -14,7 +15,7 @@ from inprocess.rank_assignment.activity import (
 )
 from inprocess.rank_assignment.base import AssignmentStore, RankAssignment, RankAssignmentCtx
 from inprocess.rank_assignment.filter_grouped_by_key import FilterCountGroupedByKey, FilterGroupedByKey
-from inprocess.rank_assignment.numbering import FillGaps, ShiftRanks
+from inprocess.rank_assignment.numbering import FillGaps, LauncherOrder, ShiftRanks
 from inprocess.rank_assignment.rank_tree import Layer, LayerFlag
 from inprocess.rank_assignment.tree import Tree
 
@@ -25,6 +26,7 @@ __all__ = [
     "AssignmentStore",
     "ShiftRanks",
     "FillGaps",
+    "LauncherOrder",
     "ActivateAllRanks",
     "MaxActiveWorldSize",
     "ActiveWorldSizeDivisibleBy",

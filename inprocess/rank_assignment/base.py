@@ -50,12 +50,14 @@ class RankAssignmentCtx:
 
     `state` is that of this rank and is updated in place. `store` is the store of the iteration that ends; the first
     assignment uses that of iteration 0. `terminated_ranks` are the ranks that do not go on, as dense ranks of that
-    iteration. Not frozen, because user code may change it instead of creating a new one.
+    iteration. `initial_ranks` are those of all ranks, by dense rank, if processes have joined (they have the last dense
+    ranks); else empty. Not frozen, because user code may change it instead of creating a new one.
     """
 
     state: State
     store: Any
     terminated_ranks: set[int]
+    initial_ranks: tuple[int, ...] = ()
 
 
 class RankAssignment(abc.ABC):

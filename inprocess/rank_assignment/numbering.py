@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from inprocess.exception import InternalError
 from inprocess.rank_assignment.base import RankAssignmentCtx, TwoStyleAssignment, renumbered, surviving_rank
 
-__all__ = ["FillGaps", "ShiftRanks"]
+__all__ = ["FillGaps", "LauncherOrder", "ShiftRanks"]
 
 
 class ShiftRanks(TwoStyleAssignment):
@@ -32,3 +35,35 @@ class FillGaps(TwoStyleAssignment):
             lost_before = sum(world_size <= lost < rank for lost in ctx.terminated_ranks)
             rank = gaps[rank - world_size - lost_before]
         return renumbered(ctx, rank)
+
+
+class LauncherOrder(TwoStyleAssignment):
+    """The survivors have the order of the ranks that the launcher gave them; a replacement has that of who was lost.
+
+    As `ShiftRanks`, until a process joins. Of 8 ranks, 1 and 4 lost: 0, 2, 3, 5, 6, 7 become 0, 1, 2, 3, 4, 5. A
+    replacement of 4 joins: it becomes 3, and 5, 6, 7 become 4, 5, 6. When the last lost rank is replaced, all have the
+    numbers they began with: neighbours are on one node again, and the plan of saves is the one of before.
+
+    Nothing is exchanged, so a process that dies meanwhile stops nobody. Not together with another numbering.
+    RankDiscarded on a terminated rank.
+    """
+
+    def __init__(self) -> None:
+        self._members: Sequence[int] = ()  # the initial ranks, by dense rank
+
+    def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        rank, state = surviving_rank(ctx), ctx.state
+        assert state.initial_world_size is not None
+        if state.active_world_size is None:  # of a new call of the wrapper
+            self._members = range(state.world_size)
+        members = ctx.initial_ranks or self._members
+        if len(members) != state.world_size:
+            raise InternalError(
+                f"of {state.world_size} ranks the initial ones of {len(members)} are known; nothing but LauncherOrder "
+                "may number ranks"
+            )
+        size = state.initial_world_size
+        survivors = [each for each in range(state.world_size) if each not in ctx.terminated_ranks]
+        survivors.sort(key=lambda each: (members[each] % size, members[each]))
+        self._members = [members[each] for each in survivors]
+        return renumbered(ctx, survivors.index(rank))

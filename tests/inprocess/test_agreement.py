@@ -302,10 +302,11 @@ def test_newcomers_are_numbered_behind_all_others(open_store: Open, pool: Thread
     while base.members("joining") != {"20", "21"}:
         time.sleep(0.01)
     agreements[1].mark_departed(11)
-    assert end(agreements) == Roster(frozenset({1}), frozenset({11}), (20, 21))
+    initial_ranks = (10, -1, 12, 20, 21)
+    assert end(agreements) == Roster(frozenset({1}), frozenset({11}), (20, 21), initial_ranks)
     for rank, initial_rank in ((3, 20), (4, 21)):
         place = waiting[initial_rank].result(LONG_S)
-        assert place == Place(0, rank=rank, world_size=5, terminated_ranks=frozenset({1}), interruptions=(record(0),))
+        assert place == Place(0, rank, 5, frozenset({1}), initial_ranks, interruptions=(record(0),))
     # They are named once, also by those who do not know yet that they have joined.
     second = [Agreement(open_store(1), 1, 2) for _ in range(2)]
     for rank, agreement in enumerate(second):
@@ -328,7 +329,7 @@ def test_a_newcomer_that_is_slow_finds_its_place_later(open_store: Open) -> None
     Agreement.announce_newcomer(open_store(0).base_store, 20)
     assert end(agreements).joined == (20,)
     place = place_of(open_store, 20)
-    assert place == Place(0, rank=3, world_size=4, terminated_ranks=frozenset(), interruptions=(record(0),))
+    assert place == Place(0, 3, 4, frozenset(), (10, 11, 12, 20), interruptions=(record(0),))
     assert RestartIndex(open_store(0).base_store).current() == 1
 
 

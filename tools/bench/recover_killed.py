@@ -22,6 +22,7 @@ import ckpt
 import inprocess
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from inprocess.abort import AbortTorchDistributed
+from inprocess.rank_assignment import LauncherOrder
 from tools.bench.limits import CopyLimit
 from tools.bench.workload import make_state, tensors
 
@@ -53,6 +54,7 @@ def main() -> None:
     @inprocess.Wrapper(
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer),
+        rank_assignment=LauncherOrder(),
     )
     def train(call: inprocess.CallWrapper | None = None) -> None:
         assert call is not None

@@ -156,9 +156,10 @@ class LauncherAgent(LocalElasticAgent):
         assert self._pcontext is not None
         folder = os.path.dirname(self._pcontext.error_files[local_rank])
         joined = os.path.join(folder, f"joined.{self._workers.starts[local_rank]}")
-        initial_rank = int(self._worker_group.workers[local_rank].world_size) + number
+        lost = self._worker_group.workers[local_rank]
+        initial_rank = int(lost.global_rank) + int(lost.world_size) * (number + 1)
         variables = {JOIN: str(initial_rank), JOINED_FILE: joined}
-        self._worker_group.workers[local_rank].id = start_worker(self._pcontext, self._workers, local_rank, variables)
+        lost.id = start_worker(self._pcontext, self._workers, local_rank, variables)
         return joined
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:

@@ -234,13 +234,18 @@ JOINS = """
             hang()
         say("ends")
 
-    inprocess.Wrapper(abort=None, soft_timeout=timedelta(seconds=30), hard_timeout=timedelta(seconds=32))(train)()
+    inprocess.Wrapper(
+        abort=None,
+        soft_timeout=timedelta(seconds=30),
+        hard_timeout=timedelta(seconds=32),
+        rank_assignment=inprocess.rank_assignment.{numbering}(),
+    )(train)()
 """
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int) -> None:
-    launcher = job.one_node(JOINS, REPLACED, ranks=3, restarts=0)
+@pytest.mark.parametrize(("killed", "numbering"), [(0, "LauncherOrder"), (1, "LauncherOrder"), (1, "ShiftRanks")])
+def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int, numbering: str) -> None:
+    launcher = job.one_node(JOINS.format(numbering=numbering), REPLACED, ranks=3, restarts=0)
     pids = [int(job.wait_event(rf"rank {rank} iteration 0 of 3 as {rank} pid (\d+)")[1]) for rank in range(3)]
     os.kill(pids[killed], signal.SIGKILL)
     assert launcher.wait(58) == 0, launcher.log()
@@ -249,11 +254,19 @@ def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int) -> None:
     last = re.findall(r"iteration 2 of 3 as (\d) pid (\d+)", events)
     assert {rank for rank, _ in last} == {"0", "1", "2"}
     assert len({int(pid) for _, pid in last} & set(pids)) == 2, "the third is the replacement"
+    if numbering == "LauncherOrder":
+        assert {(pids.index(int(pid)), int(rank)) for rank, pid in last if int(pid) in pids} == {
+            (rank, rank) for rank in range(3) if rank != killed
+        }
     assert events.count("ends") == 3
 
 
 def test_a_replacement_that_is_not_needed_ends_with_the_job(job: Job) -> None:
-    script = JOINS.replace('raise RuntimeError("now")', "return").replace("if call.iteration == 1:", "if False:")
+    script = (
+        JOINS.format(numbering="ShiftRanks")
+        .replace('raise RuntimeError("now")', "return")
+        .replace("if call.iteration == 1:", "if False:")
+    )
     launcher = job.one_node(script, REPLACED, ranks=3, restarts=0)
     for rank in (0, 2):
         job.wait_event(rf"rank {rank} iteration 0 of 3")
@@ -287,7 +300,7 @@ def test_a_replacement_that_fails_before_it_joins_costs_the_others_nothing(job: 
     os.kill(int(job.wait_event(r"rank 1 iteration 0 of 3 pid (\d+)")[1]), signal.SIGKILL)
     assert launcher.wait(58) == 0, launcher.log()
     events = job.events()
-    assert sorted(re.findall(r"fails as (\d)", events)) == ["3", "4"]
+    assert sorted(re.findall(r"fails as (\d)", events)) == ["4", "7"]
     assert events.count("iteration 1 of 2") == 2
     assert events.count("ends") == 2
 

@@ -1,4 +1,4 @@
-"""`ShiftRanks` and `FillGaps`."""
+"""`ShiftRanks`, `FillGaps` and `LauncherOrder`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inprocess.rank_assignment import FillGaps, RankAssignment, RankAssignmentCtx, RankDiscarded, ShiftRanks
+from inprocess.exception import InternalError
+from inprocess.rank_assignment import (
+    FillGaps,
+    LauncherOrder,
+    RankAssignment,
+    RankAssignmentCtx,
+    RankDiscarded,
+    ShiftRanks,
+)
 from inprocess.state import Mode, State
 
 
@@ -80,3 +88,70 @@ def test_both_styles_of_call() -> None:
 def test_other_calls_are_errors(args: tuple[object, ...]) -> None:
     with pytest.raises(TypeError, match="ShiftRanks takes a RankAssignmentCtx"):
         ShiftRanks()(*args)
+
+
+class JobInLauncherOrder:
+    """A job whose ranks are lost and replaced; all processes number by themselves. `ranks` is by initial rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.ranks = {rank: rank for rank in range(world_size)}
+        self._assignments = {rank: LauncherOrder() for rank in range(world_size)}
+        self._restart((), ())
+
+    def lose(self, *lost: int, joining: tuple[int, ...] = ()) -> list[int]:
+        """End an iteration without the processes with these initial ranks; return the initial ranks by rank."""
+        self._restart(lost, joining)
+        return sorted(self.ranks, key=lambda each: self.ranks[each])
+
+    def _restart(self, lost: tuple[int, ...], joining: tuple[int, ...]) -> None:
+        first = all(each == rank for each, rank in self.ranks.items()) and not (lost or joining)
+        terminated = {self.ranks[each] for each in lost}
+        before = sorted(self.ranks, key=lambda each: self.ranks[each])
+        initial_ranks = tuple(-1 if each in lost else each for each in before) + joining if joining else ()
+        self.ranks |= {each: len(before) + number for number, each in enumerate(joining)}
+        self._assignments |= {each: LauncherOrder() for each in joining}
+        world_size = len(self.ranks)
+        for each in set(self.ranks) - set(lost):
+            state = State(self.ranks[each], world_size, initial_rank=each, initial_world_size=self.world_size)
+            state.active_world_size = None if first or each in joining else world_size
+            result = self._assignments[each](RankAssignmentCtx(state, None, set(terminated), initial_ranks))
+            assert result.terminated_ranks == set()
+            assert state.world_size == world_size - len(lost)
+            assert state.rank is not None
+            self.ranks[each] = state.rank
+        for each in lost:
+            del self.ranks[each]
+        assert sorted(self.ranks.values()) == list(range(len(self.ranks)))
+
+
+def test_a_replacement_takes_the_place_of_who_was_lost() -> None:
+    job = JobInLauncherOrder(8)
+    assert job.lose(1, 4) == [0, 2, 3, 5, 6, 7]
+    assert job.lose(joining=(8 + 4,)) == [0, 2, 3, 12, 5, 6, 7]
+    assert job.lose(12, 7, joining=(16 + 1,)) == [0, 17, 2, 3, 5, 6]
+    assert job.lose(joining=(24 + 7, 32 + 4)) == [0, 17, 2, 3, 36, 5, 6, 31]
+
+
+@given(st.data())
+def test_all_processes_order_themselves_in_the_same_way(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 6))
+    job = JobInLauncherOrder(size)
+    replacements = 0
+    for _ in range(data.draw(st.integers(0, 5))):
+        vacant = sorted(set(range(size)) - {each % size for each in job.ranks})
+        joining = []
+        for place in data.draw(st.lists(st.sampled_from(vacant), unique=True)) if vacant else []:
+            replacements += 1
+            joining.append(place + size * replacements)
+        alive = sorted(job.ranks)
+        lost = data.draw(st.lists(st.sampled_from(alive), unique=True, max_size=len(alive) - (not joining)))
+        order = [each % size for each in job.lose(*lost, joining=tuple(sorted(joining)))]
+        assert order == sorted(set(order))
+
+
+def test_launcher_order_refuses_another_numbering_beside_it() -> None:
+    assignment = LauncherOrder()
+    assignment(RankAssignmentCtx(State(0, 4), None, set()))
+    with pytest.raises(InternalError, match="of 3 ranks the initial ones of 4 are known"):
+        assignment(RankAssignmentCtx(State(0, 3, active_world_size=3, initial_world_size=4), None, set()))
