@@ -49,7 +49,7 @@ class Tree(TwoStyleAssignment):
     4. `world_size_filter` may make spares of the highest active ranks.
 
     A replacement never brings a group above its `max_ranks`. Dense ranks follow the tree, depth-first. A rank whose
-    place is lost gets `RankDiscarded`.
+    place is lost gets `RankDiscarded`; so does a process that joins the job later, of which the tree knows nothing.
 
     It decides everything itself: use it neither in a `Compose` nor together with a rank filter.
     """
@@ -70,6 +70,8 @@ class Tree(TwoStyleAssignment):
     def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         check_terminated(ctx)
         tree = self._tree
+        if ctx.initial_ranks:
+            self._leave_out_newcomers(ctx.state)
         # A state that was never active is that of a new call of the wrapper, for which an old tree means nothing.
         if tree is None or (ctx.state.active_world_size is None and not ctx.terminated_ranks):
             tree = self._build(ctx)
@@ -83,6 +85,12 @@ class Tree(TwoStyleAssignment):
             limit_active_size(tree, self.world_size_filter)
         self._update(ctx.state, tree)
         return dataclasses.replace(ctx, terminated_ranks=set())
+
+    def _leave_out_newcomers(self, state: State) -> None:
+        """Go on without the processes that have joined: they have the last ranks. RankDiscarded on these."""
+        if self._tree is None:
+            raise RankDiscarded("a Tree takes in no process that joins later")
+        state.world_size = len(self._tree.by_rank)
 
     def _build(self, ctx: RankAssignmentCtx) -> RankTree:
         state = ctx.state

@@ -238,14 +238,14 @@ JOINS = """
         abort=None,
         soft_timeout=timedelta(seconds=30),
         hard_timeout=timedelta(seconds=32),
-        rank_assignment=inprocess.rank_assignment.{numbering}(),
+        rank_assignment=inprocess.rank_assignment.{numbering},
     )(train)()
 """
 
 
 @pytest.mark.parametrize(("killed", "numbering"), [(0, "LauncherOrder"), (1, "LauncherOrder"), (1, "ShiftRanks")])
 def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int, numbering: str) -> None:
-    launcher = job.one_node(JOINS.format(numbering=numbering), REPLACED, ranks=3, restarts=0)
+    launcher = job.one_node(JOINS.format(numbering=f"{numbering}()"), REPLACED, ranks=3, restarts=0)
     pids = [int(job.wait_event(rf"rank {rank} iteration 0 of 3 as {rank} pid (\d+)")[1]) for rank in range(3)]
     os.kill(pids[killed], signal.SIGKILL)
     assert launcher.wait(58) == 0, launcher.log()
@@ -261,9 +261,19 @@ def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int, numberin
     assert events.count("ends") == 3
 
 
+def test_a_tree_goes_on_without_the_replacement(job: Job) -> None:
+    tree = "Tree([inprocess.rank_assignment.Layer()])"
+    launcher = job.one_node(JOINS.format(numbering=tree), REPLACED, ranks=3, restarts=0)
+    os.kill(int(job.wait_event(r"rank 1 iteration 0 of 3 as 1 pid (\d+)")[1]), signal.SIGKILL)
+    assert launcher.wait(58) == 0, launcher.log()
+    events = job.events()
+    assert events.count("iteration 2 of 2") == events.count("ends") == 2
+    assert "a Tree takes in no process that joins later" in launcher.log()
+
+
 def test_a_replacement_that_is_not_needed_ends_with_the_job(job: Job) -> None:
     script = (
-        JOINS.format(numbering="ShiftRanks")
+        JOINS.format(numbering="ShiftRanks()")
         .replace('raise RuntimeError("now")', "return")
         .replace("if call.iteration == 1:", "if False:")
     )
