@@ -7,6 +7,7 @@ function whose first argument is the object, and a duration is passed as the num
 Gloo's functions throw. So this is compiled with -fexceptions, and what must be done in any case is a cleanup. */
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,12 +22,13 @@ static abort_function gloo_abort_recv, gloo_abort_send;
 struct waiting {
     void *buffer;
     abort_function abort;
-    bool is_ended; /* written before gloo's mutex is taken, read after gloo has released it */
+    bool is_ended; /* with the mutex */
     struct waiting *older;
     struct waiting **place; /* what points to this one */
 };
 
 static struct waiting *newest;
+static atomic_bool ended_any; /* since this process began */
 static pthread_mutex_t list_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static void enter(struct waiting *one) {
@@ -48,12 +50,14 @@ static void leave(struct waiting *one) {
 }
 
 /* Returns true: the transfer is complete. Throws what gloo throws; also if the wait was ended, because then gloo waits
-once more, and after 1 ms throws its error of a timeout. False: the operation was aborted by torch. */
+once more, and after 1 ms throws its error of a timeout. Most of gloo ignores false, and would go on as if the bytes had
+come. So a wait is not asked whether it was ended itself: an end that comes when a wait is just over is found by the next
+one for the same buffer. False, as without us: torch has aborted the operation, and no wait was ever ended. */
 static bool wait(wait_function gloo_wait, abort_function gloo_abort, void *buffer, int *rank, int64_t timeout_ms) {
     __attribute__((cleanup(leave))) struct waiting one = {.buffer = buffer, .abort = gloo_abort};
     enter(&one);
     bool done = gloo_wait(buffer, rank, timeout_ms);
-    while (!done && one.is_ended)
+    while (!done && atomic_load(&ended_any))
         done = gloo_wait(buffer, rank, 1);
     return done;
 }
@@ -83,6 +87,7 @@ int inprocess_end_gloo_waits(void) {
     int count = 0;
     pthread_mutex_lock(&list_mutex);
     for (struct waiting *one = newest; one; one = one->older) {
+        atomic_store(&ended_any, true);
         count += !one->is_ended;
         one->is_ended = true;
         one->abort(one->buffer);
