@@ -108,7 +108,7 @@ class AbortPersistentCheckpointProcesses(Abort):
 
 
 def unblock_main_thread(timeout: float = 0.3) -> int:
-    """Break all gloo connections, and those that the creation of a group waits on; return how many.
+    """Break all gloo connections and those that the creation of a group waits on; end gloo's waits; return how many.
 
     Repeats until no new connection is found, because a group that is being created opens connections one after the
     other: at most about `timeout` seconds, twice that during the creation of a group; about 10 ms if nothing is

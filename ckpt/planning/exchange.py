@@ -56,12 +56,29 @@ class Exchange:
         `told` is by rank. Collective, unless all have told the same. The descriptions, with the order of their entries,
         are the same on all ranks. Raises StateError, the same on all ranks, if they disagree about a tensor.
         """
-        if len(set(told)) == 1:
-            return [self._own] * len(told)
-        sent, more = self._send(told, gather)
-        base: list[_Entries] = _unpacked(sent[0])[0]
-        tables = {digest: _unpacked(sent[rank])[1] for digest, rank in _first_with_shardings(told).items()}
-        first_with = _first_with_entries(told)
+        return [self._own] * len(told) if len(set(told)) == 1 else self._exchange(told, gather, reads=True)
+
+    def help(self, told: Sequence[bytes], gather: Gather) -> None:
+        """Take part in `finish` of other ranks: for a rank that knows the descriptions. Collective, as that is."""
+        if len(set(told)) > 1:
+            self._exchange(told, gather, reads=False)
+
+    def _exchange(self, told: Sequence[bytes], gather: Gather, *, reads: bool) -> list[StateDescription]:
+        """Send what this rank is the first to have. Return the descriptions; none to a rank that does not read."""
+        entries = self._entries
+        first_with = _first_ranks([answer[:_DIGEST_BYTES] for answer in told])
+        first_on = _first_ranks([answer[_DIGEST_BYTES:] for answer in told])
+
+        leads = gather.rank == 0
+        shardings = self._shardings if gather.rank in first_on.values() else None
+        sent = gather(_packed(entries if leads else None, shardings))
+        differs = not leads and gather.rank in first_with.values()
+        base: list[_Entries] = _unpacked(sent[0])[0] if reads or differs else []
+        more = gather(_packed(*map(_difference, base, entries)) if differs else b"")
+        if not reads:
+            return []
+
+        tables = {digest: _unpacked(sent[rank])[1] for digest, rank in first_on.items()}
         decoder = _Decoder(base)
         differences = {digest: _unpacked(more[rank]) for digest, rank in first_with.items() if rank > 0}
         items = {digest: decoder.items(differences.get(digest)) for digest in first_with}
@@ -72,28 +89,6 @@ class Exchange:
         descriptions = [known[answer] for answer in told]
         check_agreement(descriptions)
         return descriptions
-
-    def help(self, told: Sequence[bytes], gather: Gather) -> None:
-        """Take part in `finish` of other ranks: for a rank that knows the descriptions. Collective, as that is."""
-        if len(set(told)) > 1:
-            self._send(told, gather)
-
-    def _send(self, told: Sequence[bytes], gather: Gather) -> tuple[list[bytes], list[bytes]]:
-        """Send what this rank is the first to have; return what all ranks have sent second and third."""
-        leads = gather.rank == 0
-        shardings = self._shardings if gather.rank in _first_with_shardings(told).values() else None
-        sent = gather(_packed(self._entries if leads else None, shardings))
-        if leads or gather.rank not in _first_with_entries(told).values():
-            return sent, gather(b"")
-        return sent, gather(_packed(*map(_difference, _unpacked(sent[0])[0], self._entries)))
-
-
-def _first_with_entries(told: Sequence[bytes]) -> dict[bytes, int]:
-    return _first_ranks([answer[:_DIGEST_BYTES] for answer in told])
-
-
-def _first_with_shardings(told: Sequence[bytes]) -> dict[bytes, int]:
-    return _first_ranks([answer[_DIGEST_BYTES:] for answer in told])
 
 
 def _first_ranks(digests: Iterable[bytes]) -> dict[bytes, int]:

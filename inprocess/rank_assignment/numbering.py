@@ -44,8 +44,8 @@ class LauncherOrder(TwoStyleAssignment):
     replacement of 4 joins: it becomes 3, and 5, 6, 7 become 4, 5, 6. When the last lost rank is replaced, all have the
     numbers they began with: neighbours are on one node again, and the plan of saves is the one of before.
 
-    Nothing is exchanged, so a process that dies meanwhile stops nobody. Not together with another numbering.
-    RankDiscarded on a terminated rank.
+    The ranks do not communicate, so the death of one during the assignment does not block the others. No other
+    numbering may be in the same `Compose`. RankDiscarded on a terminated rank.
     """
 
     def __init__(self) -> None:

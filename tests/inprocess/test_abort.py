@@ -29,6 +29,7 @@ from inprocess.unblock import process_groups
 from inprocess.unblock.gloo_waits import watch_gloo_waits
 from inprocess.unblock.process_groups import discard_process_groups
 from inprocess.unblock.stores import interruptible_store_connections
+from tests.ckpt.crash.killers import wait_until
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import launch_ranks, run_ranks
 
@@ -186,8 +187,13 @@ def fails_while_bytes_are_on_the_way(rank: int, world_size: int, number: int, fa
     if rank == 1:
         threading.Thread(target=strike, daemon=True).start()
     aborter = AborterThread(lambda: AbortTorchDistributed()(state())) if rank != fails else None
-    with pytest.raises(RuntimeError):  # of a sender whose bytes are all in the kernel's buffers only the barrier
-        [act() for act in (lambda: dist.broadcast(tensor, 0), dist.barrier)]
+
+    def transfer() -> None:
+        dist.broadcast(tensor, 0)
+        dist.barrier()  # fails if the bytes were all in the kernel's buffers
+
+    with pytest.raises(RuntimeError):
+        transfer()
     assert aborter is not None
     return aborter.join()
 
@@ -196,9 +202,7 @@ def fails_while_bytes_are_on_the_way(rank: int, world_size: int, number: int, fa
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_fails_while_bytes_are_on_the_way(number: int, fails: int) -> None:
     with launch_ranks(fails_while_bytes_are_on_the_way, 2, number, fails) as group:
-        deadline = time.monotonic() + 15
-        while group.results()[1 - fails].returncode is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: group.results()[1 - fails].returncode is not None, "the rank that is left", 15)
         survivor = group.results()[1 - fails]
         assert survivor.returncode == 0, survivor.stderr
         assert survivor.value < FREED_WITHIN_S

@@ -47,7 +47,7 @@ def build(folder: Path) -> Path:
 def tag(wheel: Path, folder: Path) -> Path:
     """Write the wheel with the tags of all Pythons and platforms that it serves to `folder`; return it.
 
-    SystemExit if a library needs a newer glibc.
+    SystemExit if there is no library (a failed compilation does not fail the build), or if one needs a newer glibc.
     """
     run([sys.executable, "-m", "wheel", "tags", "--remove", "--python-tag", "py3", "--abi-tag", "none", wheel])
     wheel = next(wheel.parent.glob("*-py3-none-*.whl"))
