@@ -64,6 +64,7 @@ def recover_for_restore(root: Root, seen: int, own: int | None, timeout_s: float
 
 
 def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]) -> int:
+    root.check_links()
     ownership = root.ownership
     newest = ownership.newest()
     if newest == own:

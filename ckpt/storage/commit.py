@@ -20,6 +20,7 @@ from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.documents import decode_document, encode_document
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import NO_LINEAGE, DirectoryRoot, PartsWatch, Pending
+from ckpt.storage.links import refuse_link
 from ckpt.storage.names import SaveId, part_name, part_rank, parts_directory
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason, SaveOutcome, unknown_reason
 from ckpt.storage.pack_writers import PackWriter
@@ -124,7 +125,7 @@ class PendingSave(Pending):
         StorageError if the save does not exist any more.
         """
         data = encode_document(document)
-        directories.make_directories(self.path, parts_directory(rank))
+        directories.make_directories(refuse_link(self.path), parts_directory(rank))
         files.write_durable(os.path.join(self.path, part_name(rank)), data)
         return crc32c(data)
 
@@ -163,6 +164,7 @@ class PendingSave(Pending):
 
     def write_documents(self, documents: Mapping[str, bytes]) -> None:
         """See `Pending.write_documents`. Documents of recycled files that hold the same are not written."""
+        refuse_link(self.path)
         for name, data in documents.items():
             path = os.path.join(self.path, name)
             if not files.holds(path, data):
@@ -177,7 +179,7 @@ class PendingSave(Pending):
 
     def write_file(self, name: str, data: memoryview) -> None:
         """See `Pending.write_file`."""
-        made = directories.make_directories(self.path, os.path.dirname(name))
+        made = directories.make_directories(refuse_link(self.path), os.path.dirname(name))
         files.write_durable(os.path.join(self.path, name), data)
         for path in made[:-1]:
             directories.fsync_directory(path)
@@ -197,6 +199,7 @@ class PendingSave(Pending):
         the step, NotDurableError if this one is published but perhaps not durable.
         """
         self.check_token()
+        refuse_link(self.path)
         if not self.has_begun():
             return self.outcome() or Abandoned(unknown_reason(self.save))
         try:
@@ -235,7 +238,7 @@ class PendingSave(Pending):
         """
         path = self.root.step_path(self.save.step)
         with contextlib.suppress(OSError, StorageError):
-            for name in os.listdir(path):
+            for name in os.listdir(refuse_link(path)):
                 if name == _REASON or name.startswith(f".{_REASON}."):
                     files.remove(os.path.join(path, name))
 
@@ -246,7 +249,7 @@ class PendingSave(Pending):
         """
         self.check_token()
         self.root.make()
-        if not os.path.isdir(self.path):
+        if not os.path.isdir(refuse_link(self.path)):
             if (outcome := self._outcome_with_reason()) is not None:
                 return outcome
             directories.make_directories(self.root.pending_path, self.save.name)  # the record of it stops `begin`

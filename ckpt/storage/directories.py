@@ -17,6 +17,7 @@ from enum import Enum
 
 from ckpt.errors import StorageError
 from ckpt.storage.files import fsync, rename_no_replace, storage_errors, under
+from ckpt.storage.links import is_link_error, open_directory, parent_of, refuse_link
 
 __all__ = [
     "DirectoryLock",
@@ -57,12 +58,22 @@ def server_time(path: str) -> float:
 
 
 def names_in(path: str) -> list[str]:
-    """Return the names in a directory, sorted, without hidden ones; none if it does not exist."""
+    """Return the names in a directory, sorted, without hidden ones; none if it does not exist.
+
+    StorageError if it is a symbolic link.
+    """
     with storage_errors("list", path):
         try:
-            return sorted(name for name in os.listdir(path) if not name.startswith("."))
-        except (FileNotFoundError, NotADirectoryError):
+            fd = open_directory(path)
+        except OSError as error:
+            if error.errno != errno.ENOENT and not is_link_error(error):
+                raise
+            refuse_link(path)
             return []
+        try:
+            return sorted(name for name in os.listdir(fd) if not name.startswith("."))
+        finally:
+            os.close(fd)
 
 
 def fresh_names(path: str) -> list[str]:
@@ -91,7 +102,7 @@ def make_directories(root: str, relative: str, made: Container[str] = ()) -> lis
     """Make directory `relative` below `root`, which exists, and return the paths from `root` to it, both included.
 
     Never makes `root`: the directory of an abandoned save must not come back. Paths in `made` are known to exist. The
-    directory is durable after a sync of all returned paths.
+    directory is durable after a sync of all returned paths. StorageError if one of them but `root` is a symbolic link.
     """
     paths = [root]
     if relative:
@@ -99,8 +110,11 @@ def make_directories(root: str, relative: str, made: Container[str] = ()) -> lis
         for part in relative.split("/"):
             paths.append(os.path.join(paths[-1], part))
             if paths[-1] not in made:
-                with storage_errors("make directory", paths[-1]), suppress(FileExistsError):
-                    os.mkdir(paths[-1])
+                with storage_errors("make directory", paths[-1]):
+                    try:
+                        os.mkdir(paths[-1])
+                    except FileExistsError:
+                        refuse_link(paths[-1])
     return paths
 
 
@@ -147,11 +161,14 @@ def rename_directory(source: str, target: str) -> Rename:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory tree, without following links, even while other processes remove it or write to it."""
+    """Remove a directory tree, or only the link if it is one, even while other processes remove it or write to it."""
     for attempt in range(_REMOVE_ATTEMPTS):
         with storage_errors("remove", path):
             try:
-                shutil.rmtree(path)
+                if os.path.islink(path):
+                    os.unlink(path)
+                else:
+                    shutil.rmtree(path)
             except OSError as error:
                 if not os.path.lexists(path):
                     return
@@ -162,7 +179,10 @@ def remove_tree(path: str) -> None:
 
 
 def remove_subdirectories(path: str) -> None:
-    """Remove all directories in `path`, even if a process still writes there."""
+    """Remove all directories in `path`, even if a process still writes there; or `path` itself if it is a link."""
+    if os.path.islink(path):
+        remove_tree(path)
+        return
     with storage_errors("clean up", path), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -170,10 +190,10 @@ def remove_subdirectories(path: str) -> None:
 
 
 def _probe(path: str) -> None:
-    """Make and remove a hidden file in directory `path`."""
-    probe = os.path.join(path, f".probe.{secrets.token_hex(8)}.tmp")
-    os.close(os.open(probe, _NEW_FILE, 0o666))
-    os.unlink(probe)
+    """Make and remove a hidden file in directory `path`. OSError also if that is a symbolic link."""
+    with parent_of(path, f".probe.{secrets.token_hex(8)}.tmp") as (folder, probe):
+        os.close(os.open(probe, _NEW_FILE, 0o666, dir_fd=folder))
+        os.unlink(probe, dir_fd=folder)
 
 
 class DirectoryLock:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from ckpt.errors import StorageError
+from ckpt.storage.links import is_link_error, parent_of
 
 __all__ = [
     "append",
@@ -133,17 +134,20 @@ def append(path: str, data: bytes) -> None:
 def touch(path: str) -> None:
     """Set the time of an existing file to now, by the clock of its file system."""
     with storage_errors("renew", path):
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
 
 
 def holds(path: str, data: bytes) -> bool:
-    """Return whether `path` is a file with exactly this content."""
+    """Return whether `path` is a regular file with exactly this content."""
     with storage_errors("read", path):
         try:
-            with open(path, "rb") as stream:
-                return stream.read(len(data) + 1) == data
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+                return False
+            raise
+        with open(fd, "rb") as stream:
+            return stat.S_ISREG(os.fstat(fd).st_mode) and stream.read(len(data) + 1) == data
 
 
 def write_pages(path: str, pages: memoryview, size: int, *, direct: bool = True, overwrite: bool = False) -> bool:
@@ -174,22 +178,26 @@ def sync_files(files: Iterable[str], directories: Iterable[str], *, threads: int
                 pass
 
 
-def take(source: str, target: str) -> bool:
-    """Rename a file to a new name, if it is a regular file without another name; return whether it has been taken.
+def take(folder: str, name: str, target: str) -> bool:
+    """Move a file from one directory to another, if it is a regular file without another name; return whether it was.
 
-    Anything else that has been renamed is unlinked: it must not be written to.
+    `name` is its path below `folder`, and then below `target`. Anything else that was moved is unlinked: it must not be
+    written to. Nothing is moved through a symbolic link.
     """
-    with storage_errors("take", source):
+    with storage_errors("take", os.path.join(folder, name)), parent_of(target, name) as (to, last):
         try:
-            os.rename(source, target)
-        except FileNotFoundError:
-            return False
-        about = os.lstat(target)
+            with parent_of(folder, name) as (fro, _):
+                os.rename(last, last, src_dir_fd=fro, dst_dir_fd=to)
+        except OSError as error:
+            if error.errno == errno.ENOENT or is_link_error(error):
+                return False
+            raise
+        about = os.stat(last, dir_fd=to, follow_symlinks=False)
         if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
             return True
         if stat.S_ISDIR(about.st_mode):
-            raise StorageError(f"{source} is a directory; remove it (it was made by hand)")
-        os.unlink(target)
+            raise StorageError(f"{os.path.join(folder, name)} is a directory; remove it (it was made by hand)")
+        os.unlink(last, dir_fd=to)
         return False
 
 

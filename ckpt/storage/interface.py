@@ -410,8 +410,12 @@ class Root(ABC):
         """Have `pending` list what was begun before a claim that this process has made."""
 
     @abstractmethod
+    def check_links(self) -> None:
+        """Raise StorageError if one of the directories of the root, other than a step, is a symbolic link."""
+
+    @abstractmethod
     def make(self) -> None:
-        """Make the root, durably, unless it is there."""
+        """Make the root, durably, unless it is there. Raises what `check_links` raises."""
 
     @abstractmethod
     def check_writable(self) -> None:

@@ -39,12 +39,12 @@ def find_moved(moved: list[MovedStep], name: str, where: str) -> MovedStep:
 
 
 def moved_to(folder: str, why: Aside) -> list[MovedStep]:
-    """Return the steps that were moved to a directory, by step and name. Links are left out."""
+    """Return the steps that were moved to a directory, by step and name. Of one that was a link, the link was moved."""
     found = []
     for name in directories.names_in(folder):
         path = os.path.join(folder, name)
         match = _NAME.fullmatch(name)
-        if match is not None and os.path.isdir(path) and not os.path.islink(path):
+        if match is not None and (os.path.isdir(path) or os.path.islink(path)):
             found.append(MovedStep(int(match[1]), name, why, LocalStep(path)))
     return sorted(found, key=lambda each: (each.step, each.name))
 

@@ -35,6 +35,7 @@ from ckpt.storage import directories, files
 from ckpt.storage.documents import encode_document
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.links import refuse_link
 from ckpt.storage.names import SaveId, pack_rank, parse_save_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.pack_writers import PackWriter
@@ -57,7 +58,7 @@ class NodePacks:
     """The directory of this node with pack files of the saves of `root`, copies of which are in `mirror`."""
 
     def __init__(self, path: str, root: Root, mirror: Root | None = None) -> None:
-        self.path = path
+        self.path = os.path.realpath(path)  # it may be a link, but nothing in it
         self._root = root
         self._mirror = mirror
 
@@ -82,16 +83,14 @@ class NodePacks:
 
     def writer(self, save: SaveId, rank: int, *, threads: int) -> PackWriter:
         """Return what writes the pack of a rank. StorageError if that is not possible here."""
-        path = self._path(save)
-        with storage_errors("make directory", path), contextlib.suppress(FileExistsError):
-            os.mkdir(path)
+        path = directories.make_directories(self.path, save.name)[-1]
         directories.fsync_directory(self.path)
         return PackWriter(path, rank, threads=threads)
 
     def note_decided(self, save: SaveId) -> None:
         """Record that a save, of which there are files here, is decided."""
         with contextlib.suppress(StorageError):  # then a later owner of the root removes the files
-            files.append(os.path.join(self._path(save), _DECIDED), b"")
+            files.append(os.path.join(refuse_link(self._path(save)), _DECIDED), b"")
 
     def _path(self, save: SaveId) -> str:
         return os.path.join(self.path, save.name)

@@ -274,6 +274,9 @@ class ObjectRoot(Root):
     def refresh(self) -> None:
         """See `Root.refresh`: a list shows what was put before it."""
 
+    def check_links(self) -> None:
+        """See `Root.check_links`: there are none."""
+
     def make(self) -> None:
         """See `Root.make`: a prefix exists with its first object, and no bucket is made."""
 

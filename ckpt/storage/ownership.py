@@ -28,6 +28,7 @@ from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.documents import decode_document, encode_document
 from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, is_fresh
+from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
@@ -127,16 +128,15 @@ class Ownership:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._path = os.path.join(root, ".owner")
 
     @property
     def path(self) -> str:
-        """The directory of the claims."""
-        return self._path
+        """The directory of the claims. StorageError if it is a symbolic link."""
+        return refuse_link(os.path.join(self._root, ".owner"))
 
     def leases(self, token: int) -> Leases:
         """Return the leases of the owner that has, or had, this token."""
-        return Leases(os.path.join(self._path, f"{token:08d}"))
+        return Leases(os.path.join(self.path, f"{token:08d}"))
 
     def newest(self) -> int:
         """Return the token of the owner; 0 if there is none."""
@@ -144,7 +144,7 @@ class Ownership:
 
     def _claimed(self) -> list[int]:
         """Return the tokens of all claims that are there."""
-        return tokens_in(directories.fresh_names(self._path))
+        return tokens_in(directories.fresh_names(self.path))
 
     def has(self, token: int) -> bool:
         """Return whether this process sees the claim with this token, or a later one."""
@@ -250,7 +250,7 @@ class Ownership:
         `now` is the time of this host, by which processes of others count as alive or dead: it may be off by the
         difference of the clocks, which `state` is not.
         """
-        token = max(tokens_in(directories.names_in(self._path)), default=0)
+        token = max(tokens_in(directories.names_in(self.path)), default=0)
         if token == 0:
             return None
         leases = self.leases(token)
@@ -285,11 +285,11 @@ class Ownership:
 
     def _is_renewed(self, token: int) -> bool:
         """Return whether a claim was renewed within `EXPIRY_S`."""
-        return is_fresh(self._file(token), directories.server_time(self._path))
+        return is_fresh(self._file(token), directories.server_time(self.path))
 
     def _make_leases(self, token: int) -> None:
         """Make the directory of the leases of an owner, unless it is there."""
-        directories.make_directories(self._path, f"{token:08d}")
+        directories.make_directories(self.path, f"{token:08d}")
 
     def _make(self, token: int, temporary: bool = False) -> bool:
         """Make a claim, durably, and return whether this call made it.
@@ -309,16 +309,16 @@ class Ownership:
 
     def _remove_old_claims(self, token: int) -> None:
         """Remove the claims and leases older than those of the owner before this one."""
-        before = sorted(number for number in tokens_in(directories.names_in(self._path)) if number < token)
-        for name in directories.names_in(self._path):
+        before = sorted(number for number in tokens_in(directories.names_in(self.path)) if number < token)
+        for name in directories.names_in(self.path):
             number = re.match(r"\d{8,18}", name)
             if before and number is not None and int(number[0]) < before[-1]:
-                path = os.path.join(self._path, name)
+                path = os.path.join(self.path, name)
                 with contextlib.suppress(StorageError):
                     files.remove(path) if name.endswith(".json") else directories.remove_tree(path)
 
     def _file(self, token: int) -> str:
-        return os.path.join(self._path, f"{token:08d}.json")
+        return os.path.join(self.path, f"{token:08d}.json")
 
     def _read(self, token: int) -> Claim | None:
         """Return a claim; None if it does not exist or is damaged."""

@@ -8,12 +8,11 @@ branch that is published under the same number later is pinned as well.
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.storage import files
-from ckpt.storage.directories import fsync_directory, names_in
+from ckpt.storage.directories import fsync_directory, make_directories, names_in
 from ckpt.storage.names import PUBLISHED_STEP, step_name
 from ckpt.storage.step_reader import StepReader
 
@@ -23,7 +22,7 @@ _PINNED = ".pinned"
 
 
 def pinned_steps(root: str) -> set[int]:
-    """Return the numbers of the pinned steps of a root. StorageError if that cannot be read."""
+    """Return the numbers of the pinned steps of a root. StorageError if that cannot be read, or is a symbolic link."""
     names = names_in(os.path.join(root, _PINNED))
     return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
 
@@ -34,9 +33,8 @@ def pin_step(root: str, step: int) -> None:
     directory = os.path.join(root, _PINNED)
     reader = StepReader(path, root)  # it is not removed meanwhile, as far as leases and locks reach
     try:
-        with files.storage_errors("make directory", directory), contextlib.suppress(FileExistsError):
-            os.mkdir(directory)
-            fsync_directory(root)
+        for made in make_directories(root, _PINNED)[:-1]:
+            fsync_directory(made)
         files.create_exclusive(os.path.join(directory, step_name(step)), b"")
         try:
             reader.check()

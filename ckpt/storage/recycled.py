@@ -23,14 +23,15 @@ from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import DirectoryRoot, Pending
+from ckpt.storage.links import refuse_link
 from ckpt.storage.step_documents import intent_of_step
 
 __all__ = ["discard_recycled", "recycle_step", "recycled_path", "take_recycled"]
 
 
 def recycled_path(root: DirectoryRoot) -> str:
-    """Return the directory of recycled steps."""
-    return os.path.join(root.path, ".retired")
+    """Return the directory of recycled steps. StorageError if it is a symbolic link."""
+    return refuse_link(os.path.join(root.path, ".retired"))
 
 
 def recycle_step(root: DirectoryRoot, step: int, plan: str, token: int | None = None) -> bool:
@@ -67,7 +68,7 @@ def take_recycled(pending: Pending, root: DirectoryRoot, plan: str, names: Itera
     made: set[str] = set()
     for name in names:
         made.update(directories.make_directories(pending.path, os.path.dirname(name), made))
-        files.take(os.path.join(source, name), os.path.join(pending.path, name))
+        files.take(source, name, pending.path)
 
 
 def discard_recycled(root: DirectoryRoot, keep: str | None = None) -> list[str]:
@@ -95,6 +96,8 @@ def _names(path: str) -> list[str]:
 
 def _is_plain(path: str) -> bool:
     """Return whether all directories in a tree are directories, and not links."""
+    if os.path.islink(path):
+        return False
     with storage_errors("look at", path), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

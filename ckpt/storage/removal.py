@@ -8,11 +8,10 @@ import os
 from collections.abc import Callable
 
 from ckpt.storage.files import storage_errors
+from ckpt.storage.links import is_link_error, parent_of
 from ckpt.storage.names import pack_file, part_name
 
 __all__ = ["remove_contents", "remove_share"]
-
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_share(path: str, rank: int, before_each: Callable[[], None]) -> None:
@@ -26,40 +25,53 @@ def remove_share(path: str, rank: int, before_each: Callable[[], None]) -> None:
 def _remove(path: str, name: str, before_each: Callable[[], None]) -> bool:
     """Delete a file if every directory on the way is one, not a link; return whether it was there."""
     before_each()
-    *parents, last = name.split("/")
     with storage_errors("remove", os.path.join(path, name)):
-        opened: list[int] = []
         try:
-            opened.append(os.open(path, _DIRECTORY))
-            for parent in parents:
-                opened.append(os.open(parent, _DIRECTORY, dir_fd=opened[-1]))
-            os.unlink(last, dir_fd=opened[-1])
+            with parent_of(path, name) as (folder, last):
+                os.unlink(last, dir_fd=folder)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            if error.errno == errno.ENOENT or is_link_error(error):
                 return False
             raise
-        finally:
-            for descriptor in opened:
-                os.close(descriptor)
     return True
 
 
 def remove_contents(path: str, before_each: Callable[[], None], *, keep_files: bool = False) -> None:
-    """Delete a directory; with `keep_files` only the directories in it. Other processes may delete it, too."""
-    with storage_errors("remove", path):
-        try:
-            with os.scandir(path) as entries:
-                found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        except FileNotFoundError:
-            return
+    """Delete a directory; with `keep_files` only the directories in it. Other processes may delete it, too.
+
+    Of what is no directory, such as a symbolic link, only its name is deleted.
+    """
+    parent, name = os.path.split(path)
+    with storage_errors("remove", path), contextlib.suppress(FileNotFoundError), parent_of(parent, name) as (folder, _):
+        _remove_tree(name, folder, before_each, keep_files=keep_files)
+
+
+def _remove_tree(name: str, folder: int, before_each: Callable[[], None], *, keep_files: bool = False) -> None:
+    """Delete what has this name in the directory with the descriptor `folder`."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if not is_link_error(error):
+            raise
+        _call(os.unlink, name, folder, before_each)
+        return
+    try:
+        with os.scandir(fd) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for entry, is_directory in found:
             if is_directory:
-                remove_contents(entry, before_each)
+                _remove_tree(entry, fd, before_each)
             elif not keep_files:
-                before_each()
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(entry)
-        if not keep_files:
-            before_each()
-            with contextlib.suppress(FileNotFoundError):
-                os.rmdir(path)
+                _call(os.unlink, entry, fd, before_each)
+    finally:
+        os.close(fd)
+    if not keep_files:
+        _call(os.rmdir, name, folder, before_each)
+
+
+def _call(remove: Callable[..., None], name: str, folder: int, before_each: Callable[[], None]) -> None:
+    before_each()
+    with contextlib.suppress(FileNotFoundError):
+        remove(name, dir_fd=folder)

@@ -28,6 +28,7 @@ from ckpt.storage.commit import PendingSave
 from ckpt.storage.directories import Rename, try_lock_exclusive
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Aside, DirectoryRoot
+from ckpt.storage.links import refuse_link, refuse_links
 from ckpt.storage.moved_steps import MovedStep, find_moved, moved_to, rename_back
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.node_lock import NodeLock
@@ -90,19 +91,19 @@ class CheckpointRoot(DirectoryRoot):
 
     @property
     def pending_path(self) -> str:
-        return os.path.join(self.path, ".pending")
+        return refuse_link(os.path.join(self.path, ".pending"))
 
     @property
     def abandoned_path(self) -> str:
-        return os.path.join(self.path, ".abandoned")
+        return refuse_link(os.path.join(self.path, ".abandoned"))
 
     @property
     def superseded_path(self) -> str:
-        return os.path.join(self.path, ".superseded")
+        return refuse_link(os.path.join(self.path, ".superseded"))
 
     @property
     def damaged_path(self) -> str:
-        return os.path.join(self.path, ".damaged")
+        return refuse_link(os.path.join(self.path, ".damaged"))
 
     def step_path(self, step: int) -> str:
         """Return the directory of `step` once it is published."""
@@ -113,8 +114,9 @@ class CheckpointRoot(DirectoryRoot):
         return sorted(int(match[1]) for name in self._names(self.path) if (match := PUBLISHED_STEP.fullmatch(name)))
 
     def pending(self) -> list[SaveId]:
-        """Return the saves that are neither published nor abandoned, lowest step first."""
-        return _saves(self._names(self.pending_path))
+        """Return the saves that are neither published nor abandoned, lowest step first. A link is none."""
+        path = self.pending_path
+        return _saves([name for name in self._names(path) if not os.path.islink(os.path.join(path, name))])
 
     def abandoned(self) -> list[SaveId]:
         """Return the abandoned saves that are not removed yet."""
@@ -124,7 +126,7 @@ class CheckpointRoot(DirectoryRoot):
         """See `Root.abandoned_s`."""
         path = os.path.join(self.abandoned_path, save.name)
         with storage_errors("find", path):
-            return os.stat(path).st_mtime
+            return os.lstat(path).st_mtime
 
     def moved_aside(self) -> list[MovedStep]:
         """See `Root.moved_aside`."""
@@ -169,8 +171,13 @@ class CheckpointRoot(DirectoryRoot):
 
     def make(self) -> None:
         """Make the root and its directories for pending and abandoned saves, durably."""
+        self.check_links()
         for path in (self.path, self.pending_path, self.abandoned_path):
             directories.make_with_parents(path)
+
+    def check_links(self) -> None:
+        """See `Root.check_links`."""
+        refuse_links(self.path)
 
     def _names(self, path: str) -> list[str]:
         try:
@@ -310,8 +317,7 @@ class CheckpointRoot(DirectoryRoot):
         None if it does not exist. Nothing is removed. For the owner.
         """
         path = self.step_path(step)
-        with storage_errors("make directory", where), contextlib.suppress(FileExistsError):
-            os.mkdir(where)
+        directories.make_directories(self.path, os.path.basename(where))
         directories.fsync_directory(self.path)
         name = str((intent_of_step(path) or {}).get("save", ""))
         if parse_save_name(name) is None:
@@ -348,7 +354,7 @@ class CheckpointRoot(DirectoryRoot):
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
             with contextlib.suppress(OSError, StorageError):
-                is_old = time.time() - os.stat(path).st_mtime > _KEEP_RECORDS_S
+                is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
                 if not self.undo_move(path) and is_old and parse_save_name(name) is not None:
                     directories.remove_tree(path)
         self._set_aside_late()
@@ -357,8 +363,9 @@ class CheckpointRoot(DirectoryRoot):
         with contextlib.suppress(OSError):
             for name in self._names(self.pending_path):
                 path = os.path.join(self.pending_path, name)
-                if name.startswith(".") and time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S:
-                    files.remove(path)  # a temporary file whose writer died
+                is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
+                if os.path.islink(path) or (name.startswith(".") and is_old):
+                    files.remove(path)  # made by hand, or a temporary file whose writer died
 
     def _set_aside_late(self) -> None:
         """Let directories be deleted that late writers have made for saves which were decided, or never began."""

@@ -21,6 +21,7 @@ from ckpt.storage.directories import DirectoryLock, lock_shared
 from ckpt.storage.documents import decode_document
 from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import RENEW_S, is_fresh
+from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.process import Process
@@ -122,8 +123,9 @@ class StepReader(HeldStep):
 
 def remove_stale_readers(root: str) -> None:
     """Remove the leases of readers that have ended. For the owner."""
-    for save in directories.names_in(os.path.join(root, _READERS)):
-        directory = os.path.join(root, _READERS, save)
+    folder = _readers(root)
+    for save in directories.names_in(folder):
+        directory = os.path.join(folder, save)
         if not _has_reader(directory):
             directories.remove_tree(directory)
 
@@ -133,10 +135,17 @@ def has_readers(root: str, path: str) -> bool:
     save = _save_of(path)
     if save is None:
         return False
-    return _has_reader(os.path.join(root, _READERS, save))
+    return _has_reader(os.path.join(_readers(root), save))
+
+
+def _readers(root: str) -> str:
+    """Return the directory of the leases. StorageError if it is a symbolic link."""
+    return refuse_link(os.path.join(root, _READERS))
 
 
 def _has_reader(directory: str) -> bool:
+    if os.path.islink(directory):  # no reader makes a lease there
+        return False
     names = directories.names_in(directory)
     now = directories.server_time(directory) if names else 0.0
     return any(_is_alive(os.path.join(directory, name), now) for name in names)
@@ -155,9 +164,8 @@ def _is_alive(lease: str, now: float) -> bool:
 def _make_lease(root: str, save: str) -> str | None:
     """Make a lease and return its file; None if it cannot be made."""
     own = Process.here()
-    directory = os.path.join(root, _READERS, save)
     try:
-        os.makedirs(directory, exist_ok=True)
+        directory = directories.make_directories(root, f"{_READERS}/{save}")[-1]
         path = os.path.join(directory, f"{own.host}-{own.pid}-{own.start}-{secrets.token_hex(4)}")
         files.append(path, b"")
     except (OSError, StorageError):

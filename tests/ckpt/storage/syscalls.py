@@ -84,7 +84,8 @@ class Syscalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._hook is None or threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
-            return self._hook(Call(name, args), lambda *given: function(*given, **kwargs))
+            call = Call(name, _with_directories(args, kwargs))
+            return self._hook(call, lambda *given: function(*(args if given == call.args else given), **kwargs))
 
         return call
 
@@ -135,6 +136,16 @@ class _InThisThread:
 
     def map(self, function: Callable[..., Any], *values: Iterable[Any]) -> Iterable[Any]:
         return [function(*args) for args in zip(*values, strict=False)]
+
+
+def _with_directories(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call with whole paths in place of those relative to a descriptor."""
+    folders = [kwargs.get("src_dir_fd", kwargs.get("dir_fd")), kwargs.get("dst_dir_fd")]
+    whole = list(args)
+    for position, folder in enumerate(folders):
+        if folder is not None:
+            whole[position] = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), args[position])
+    return tuple(whole)
 
 
 def _remove_tree(proxy: Any, path: str) -> None:
