@@ -13,7 +13,8 @@ killed, its trainer gives the save up on all ranks, unless it is published. If b
                                                                        coordinator or the next start; else abandoned
     before the rename          every part, and the step's documents    published by the next start
     after the rename           the step                                published
-    while steps are removed    .abandoned/<step>-removed-..            deleted by the next removal of this or a new job
+    while steps are removed    .abandoned/<step>-moving-..             published again by the next start
+                               .abandoned/<step>-removed-..            deleted by the next removal of this or a new job
 """
 
 from __future__ import annotations
@@ -307,13 +308,15 @@ class ShareWriter:
         for _ in self._waiting(_EVERYONE, lambda: parts.missing, schedule):
             schedule.operations = 1 + parts.directories_left
             if parts.look():
-                return publish(
+                published = publish(
                     pending,
                     self._progress,
                     {COORDINATOR: part},
                     warn=lambda names, mixed: self._report(ReplicasDiffer(tuple(names), mixed)),
                     before_commit=self._supersede,
                 )
+                self._supersede()  # an earlier owner that was about to move a step may have put it back just now
+                return published
             if (outcome := pending.decided()) is not None:
                 return self._confirmed(outcome)
         raise AssertionError("unreachable")

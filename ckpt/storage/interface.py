@@ -489,7 +489,3 @@ class DirectoryRoot(Root):
     @abstractmethod
     def move_step(self, step: int, where: str, token: int | None = None) -> str | None:
         """Move a published step to directory `where`, if it exists, and return its new path."""
-
-    @abstractmethod
-    def undo_move(self, path: str) -> bool:
-        """Publish a step of a later owner again that was moved to `path`; return whether that was so."""

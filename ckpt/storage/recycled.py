@@ -80,8 +80,6 @@ def discard_recycled(root: DirectoryRoot, keep: str | None = None) -> list[str]:
 
 def _discard(root: DirectoryRoot, path: str) -> str | None:
     """Give a directory a name that no save takes, and return it; None if it is not there any more."""
-    if root.undo_move(path):
-        return None
     target = os.path.join(root.abandoned_path, f"{os.path.basename(path)}-retired-{secrets.token_hex(4)}")
     return target if directories.rename_directory(path, target) is Rename.DONE else None
 

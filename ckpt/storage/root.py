@@ -7,6 +7,9 @@
 <root>/step_00000100/       published: the same directory under its final name
 <root>/.abandoned/<save>/   abandoned: the same directory; its files will never be read
     reason.json                 why, for all ranks; kept for a while after the rest is removed
+<root>/.abandoned/step_00000100-moving-<token>-..   a published step that the owner with this token is about to remove,
+                                                    or to move aside, if it still is the owner; else published again
+<root>/.abandoned/step_00000100-removed-<token>-..  a removed step, whose files are being deleted
 <root>/.superseded/<save>/  a published step of another branch, moved here by the owner; only a person removes it
 <root>/.damaged/<save>/     a published step that was found damaged; likewise
 """
@@ -22,7 +25,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 
-from ckpt.errors import StorageError
+from ckpt.errors import FencedError, StorageError
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.directories import Rename, try_lock_exclusive
@@ -61,8 +64,7 @@ __all__ = [
 
 _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
-_REMOVED_STEP = re.compile(r"(step_\d{8,18})-removed-(\d+)-[0-9a-f]+")
-_ANY_OWNER = 10**18  # as the token of a process that may move any owner's step
+_MOVING = re.compile(r"step_(\d{8,18})-moving-(\d+)-[0-9a-f]+")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
@@ -138,6 +140,11 @@ class CheckpointRoot(DirectoryRoot):
         moved = find_moved(self.moved_aside(), name, self.path)
         self.ownership.check(token)
         rename_back(moved.source.path, self.step_path(moved.step))
+        try:
+            self.ownership.check(token)
+        except FencedError:  # the later owner has not seen it
+            directories.rename_directory(self.step_path(moved.step), moved.source.path)
+            raise
 
     def remove_moved(self, name: str) -> None:
         """See `Root.remove_moved`."""
@@ -152,19 +159,19 @@ class CheckpointRoot(DirectoryRoot):
         looks: list[Callable[[], bool]] = [
             lambda: os.path.lexists(os.path.join(self.pending_path, save.name)),
             lambda: self.save_of(save.step) == save.name,
-            lambda: any(map(_is_of_later_owner, self._removed_as(save))),
+            lambda: bool(self._moved_as(save, "moving")),
             lambda: any(name.startswith(save.name) for name in self.superseded()),
             lambda: any(name.startswith(save.name) for name in self._names(self.damaged_path)),
         ]
         if any(look() for look in (*looks, *reversed(looks))):
             return False
-        is_recorded = os.path.lexists(os.path.join(self.abandoned_path, save.name)) or self._removed_as(save)
+        is_recorded = os.path.lexists(os.path.join(self.abandoned_path, save.name)) or self._moved_as(save, "removed")
         return True if is_recorded else None
 
-    def _removed_as(self, save: SaveId) -> list[str]:
-        """Return the directories of a removed step that was published as this save."""
+    def _moved_as(self, save: SaveId, what: str) -> list[str]:
+        """Return the directories of a removed step, or of one that is just being moved, published as this save."""
         names = (
-            name for name in self._names(self.abandoned_path) if name.startswith(f"{step_name(save.step)}-removed-")
+            name for name in self._names(self.abandoned_path) if name.startswith(f"{step_name(save.step)}-{what}-")
         )
         paths = (os.path.join(self.abandoned_path, name) for name in names)
         return [path for path in paths if (intent_of_step(path) or {}).get("save") == save.name]
@@ -251,14 +258,13 @@ class CheckpointRoot(DirectoryRoot):
         remove_contents(path, before_each, keep_files=is_record)
 
     def move_aside(self, step: int, token: int, why: Aside) -> str | None:
-        """See `Root.move_aside`. A step of a later owner is moved back."""
+        """See `Root.move_aside`."""
         self.ownership.check(token)
-        target = self.set_aside(step, self.superseded_path if why == "superseded" else self.damaged_path)
-        if target is not None and owner_of_step(target) > token:
-            directories.rename_directory(target, self.step_path(step))
-            self.ownership.check(token)
+        moving = self._moving(step, token)
+        if directories.rename_directory(self.step_path(step), moving) is not Rename.DONE:
             return None
-        return target
+        self._check_after(moving, token)
+        return self._to_aside(moving, step, self.superseded_path if why == "superseded" else self.damaged_path)
 
     def remove_step(self, step: int, token: int | None = None) -> bool:
         """See `Root.remove_step`."""
@@ -269,31 +275,67 @@ class CheckpointRoot(DirectoryRoot):
         return True
 
     def move_step(self, step: int, where: str, token: int | None = None) -> str | None:
-        """Move a published step to directory `where`, if it exists, and return its new path.
+        """Move a published step to directory `where`, if it exists, and return its new path. Deletes nothing.
 
-        None if it is being read or pinned.
-
-        Another job may have claimed the root and saved the same step since the caller checked its token. So the moved
-        step is inspected: if its owner's token is larger than `token`, it is moved back and FencedError is raised.
+        None if it is being read or pinned. FencedError, with the step where it was, if `token` is not the owner's.
         """
-        mover = _ANY_OWNER if token is None else token
-        target = os.path.join(where, f"{step_name(step)}-removed-{mover}-{secrets.token_hex(4)}")
-        if not self._rename_step(step, target):
+        target = os.path.join(where, f"{step_name(step)}-removed-{token or 0}-{secrets.token_hex(4)}")
+        if token is None:
+            return target if self._rename_step(step, target) else None
+        moving = self._moving(step, token)
+        if not self._rename_step(step, moving):
             return None
-        if self.undo_move(target):
-            self.ownership.check(mover)
+        self._check_after(moving, token)
+        if directories.rename_directory(moving, target) is not Rename.DONE:
+            self.ownership.check(token)  # a later owner has published it again
         return target
 
-    def undo_move(self, path: str) -> bool:
-        """Publish a step again that `move_step` has moved to `path` although it is of a later owner.
+    # A process may be stopped between its look at the token and a rename, while a later owner claims the root and
+    # continues the very step that is renamed then. So it is renamed to a name from which nothing deletes, and the token
+    # is looked at again, before the second rename. Either that look finds the claim of the later owner; or that owner,
+    # who looks for such names after its claim, finds this one, publishes the step again, and the second rename fails.
 
-        Returns whether that was so. The process that moved it may have died before it could do this.
+    def _moving(self, step: int, token: int) -> str:
+        """Return a name for a step that the owner with `token` is about to remove or to move aside."""
+        return os.path.join(self.abandoned_path, f"{step_name(step)}-moving-{token}-{secrets.token_hex(4)}")
+
+    def _check_after(self, moving: str, token: int) -> None:
+        """Raise FencedError, and publish the moved step again, unless `token` is the owner's."""
+        try:
+            self.ownership.check(token)
+        except FencedError:
+            self._move_back(moving)
+            raise
+
+    def _move_back(self, moving: str) -> None:
+        """Publish a step again that an earlier owner has moved; or move it aside if a later owner has left its branch.
+
+        Looks at the branch before and after: a later owner, that moves aside what it finds when it has published its
+        first step, may just publish that.
         """
-        if not _is_of_later_owner(path):
-            return False
-        step = os.path.basename(path).partition("-removed-")[0]
-        directories.rename_directory(path, os.path.join(self.path, step))
-        return True
+        match = _MOVING.fullmatch(os.path.basename(moving))
+        assert match is not None
+        step, token = int(match[1]), max(int(match[2]), owner_of_step(moving))
+        if not self._is_left(step, token):
+            result = directories.rename_directory(moving, self.step_path(step))
+            if result is Rename.SOURCE_GONE or (result is Rename.DONE and not self._is_left(step, token)):
+                return
+            if result is Rename.DONE:
+                moving = self.step_path(step)
+        self._to_aside(moving, step, self.superseded_path)
+
+    def _is_left(self, step: int, token: int) -> bool:
+        """Return whether an owner after that with `token` has published steps of a branch without this step."""
+        for other in self.steps():
+            intent = intent_of_step(self.step_path(other)) or {}
+            save = parse_save_name(str(intent.get("save")))
+            if save is None or save.owner <= token:
+                continue
+            continues = intent.get("continues")
+            before = parse_save_name(str(continues.get("save"))) if isinstance(continues, dict) else None
+            if other <= step or (before is not None and before.owner <= token and before.step < step):
+                return True
+        return False
 
     def _rename_step(self, step: int, target: str) -> bool:
         path = self.step_path(step)
@@ -314,9 +356,12 @@ class CheckpointRoot(DirectoryRoot):
     def set_aside(self, step: int, where: str) -> str | None:
         """Move a published step to directory `where`, durably, even if it is being read, and return its new path.
 
-        None if it does not exist. Nothing is removed. For the owner.
+        None if it does not exist. Nothing is removed.
         """
-        path = self.step_path(step)
+        return self._to_aside(self.step_path(step), step, where)
+
+    def _to_aside(self, path: str, step: int, where: str) -> str | None:
+        """Move the directory of a step to `where`, and return its new path; None if it does not exist."""
         directories.make_directories(self.path, os.path.basename(where))
         directories.fsync_directory(self.path)
         name = str((intent_of_step(path) or {}).get("save", ""))
@@ -328,14 +373,14 @@ class CheckpointRoot(DirectoryRoot):
         return target if result is Rename.DONE else None
 
     def removed(self) -> list[tuple[str, bool]]:
-        """See `Root.removed`. Steps of a later owner are left out: they are about to be published again (`move_step`).
+        """See `Root.removed`. Steps that are being moved are left out: they may be published again (`move_step`).
 
         Ranks learn from the files in the directory of an abandoned save that it was abandoned, and why.
         """
         found = []
         for name in sorted(self._names(self.abandoned_path)):
             path = os.path.join(self.abandoned_path, name)
-            if not _is_of_later_owner(path):
+            if _MOVING.fullmatch(name) is None:
                 found.append((path, parse_save_name(name) is not None))
         return found
 
@@ -351,11 +396,15 @@ class CheckpointRoot(DirectoryRoot):
 
     def clean_records(self) -> None:
         """See `Root.clean_records`. Ranks learn from records what was abandoned: they stay for `_KEEP_RECORDS_S`."""
+        newest = self.ownership.newest()
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
             with contextlib.suppress(OSError, StorageError):
+                moving = _MOVING.fullmatch(name)
+                if moving is not None and int(moving[2]) < newest:
+                    self._move_back(path)
                 is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
-                if not self.undo_move(path) and is_old and parse_save_name(name) is not None:
+                if is_old and parse_save_name(name) is not None:
                     directories.remove_tree(path)
         self._set_aside_late()
         with contextlib.suppress(StorageError):
@@ -404,12 +453,6 @@ class CheckpointRoot(DirectoryRoot):
                 directories.check_writable(self.pending_path)
             finally:
                 probe.release()
-
-
-def _is_of_later_owner(path: str) -> bool:
-    """Return whether the step at `path`, if it is one that was moved, is of a later owner than the one that did."""
-    taken = _REMOVED_STEP.fullmatch(os.path.basename(path))
-    return taken is not None and owner_of_step(path) > int(taken[2])
 
 
 def _saves(names: list[str]) -> list[SaveId]:

@@ -157,7 +157,7 @@ def test_a_step_of_a_later_owner_is_not_touched(tmp_path: Path) -> None:
     later = root.ownership.claim(token)
     step = _publish(root, 3, later)
     content = _files(str(step))
-    moved = Path(root.abandoned_path, f"step_00000003-removed-{token}-0123abcd")
+    moved = Path(root.abandoned_path, f"step_00000003-moving-{token}-0123abcd")
     step.rename(moved)
     assert root.removed() == []
     _run(Remover(root, 1, 2))

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -136,6 +137,17 @@ class _InThisThread:
 
     def map(self, function: Callable[..., Any], *values: Iterable[Any]) -> Iterable[Any]:
         return [function(*args) for args in zip(*values, strict=False)]
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, *_: object, **__: object) -> None:
+        pass
 
 
 def _with_directories(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -70,3 +70,176 @@ def test_retention_of_an_earlier_owner_leaves_the_steps_of_the_later_one(tmp_pat
         assert assert_whole(tmp_path) == [2]
         save(later, 3)
         assert assert_whole(tmp_path) == [3]
+
+
+class _Died(BaseException):
+    """Raised in place of a death; nothing handles it."""
+
+
+def _renames_of(step: int) -> Callable[[Call], bool]:
+    """Return whether a call moves a published step, or goes on with that."""
+    name = f"step_{step:08d}"
+
+    def matches(call: Call) -> bool:
+        if call.name != "renameat2":
+            return False
+        source = os.path.basename(call.args[0])
+        return source == name or source.startswith(f"{name}-moving-")
+
+    return matches
+
+
+def _stopped(matches: Callable[[Call], bool], number: int, meanwhile: Callable[[], None], died: bool = False) -> Any:
+    """Return a hook that lets another job act before the call with this number that matches, or dies instead of it."""
+    seen = 0
+
+    def hook(call: Call, perform: Callable[..., Any]) -> Any:
+        nonlocal seen
+        if matches(call):
+            seen += 1
+            if seen == number + 1:
+                if died:
+                    raise _Died
+                meanwhile()
+        return perform(*call.args)
+
+    return hook
+
+
+def _assert_continued(root: Path, steps: list[int]) -> None:
+    assert set(steps) <= set(assert_whole(root))
+    assert _restore(root) == steps[-1]
+    assert not [name for name in os.listdir(root / ".abandoned") if "-moving-" in name]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"keep_last": 1, "reuse_files": False}, {"keep_last": 1, "reuse_files": True}])
+def test_the_step_that_a_later_owner_continues_is_not_removed(
+    tmp_path: Path, options: dict[str, Any], number: int
+) -> None:
+    """The earlier one is stopped between its look at the token and a rename, in `delete` or after a save."""
+    acted = False
+
+    def continues() -> None:
+        nonlocal acted
+        acted = True
+        if number == 1:  # step 10 has another name now
+            assert later.restore(state_of(-1.0)) == (20 if options else 5)
+        save(later, 30)
+
+    with opened(tmp_path, **options) as earlier, opened(tmp_path) as later:
+        if not options:
+            save(earlier, 5)
+        save(earlier, 10)
+        if number == 0:
+            assert later.restore(state_of(-1.0)) == 10
+        with pytest.raises(ckpt.FencedError), Syscalls().hooked(_stopped(_renames_of(10), number, continues)):
+            save(earlier, 20) if options else earlier.delete(10)
+        assert acted
+        _assert_continued(tmp_path, [10, 30] if options or number == 0 else [5, 30])
+        save(later, 40)
+        assert CheckpointRoot(str(tmp_path)).steps()[-2:] == [30, 40]
+
+
+@pytest.mark.parametrize("reuse_files", [False, True], ids=["remove", "reuse"])
+def test_a_step_that_a_dead_owner_was_about_to_remove_is_there_again(tmp_path: Path, reuse_files: bool) -> None:
+    with opened(tmp_path, keep_last=1, reuse_files=reuse_files) as earlier, opened(tmp_path) as later:
+        save(earlier, 10)
+        try:
+            with Syscalls().hooked(_stopped(_renames_of(10), 1, lambda: None, died=True)):
+                save(earlier, 20)
+        except _Died:
+            pass
+        assert CheckpointRoot(str(tmp_path)).steps() == [20]
+        assert later.restore(state_of(-1.0)) == 20
+        save(later, 30)
+        _assert_continued(tmp_path, [10, 20, 30])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_step_that_a_later_owner_continues_is_not_superseded(tmp_path: Path, number: int) -> None:
+    with opened(tmp_path) as first:
+        save(first, 10)
+        save(first, 20)
+
+    def continues() -> None:
+        assert later.restore(state_of(-1.0), 20 if number == 0 else None) in (10, 11, 20)
+        save(later, 30)
+
+    with opened(tmp_path) as earlier, opened(tmp_path) as later:
+        assert earlier.restore(state_of(-1.0), 10) == 10
+        with pytest.raises(ckpt.FencedError), Syscalls().hooked(_stopped(_renames_of(20), number, continues)):
+            save(earlier, 11)
+        _assert_continued(tmp_path, [10, 20, 30] if number == 0 else [10, 30])
+
+
+def test_a_step_of_a_later_owner_is_not_moved_to_the_damaged_ones(tmp_path: Path) -> None:
+    """It was damaged when the earlier one restored, and saved anew by the later one."""
+    with opened(tmp_path) as first:
+        save(first, 10)
+        save(first, 20)
+    (tmp_path / "step_00000020" / "state.json").unlink()
+
+    def continues() -> None:
+        assert later.restore(state_of(-1.0)) == 10
+        save(later, 20)
+
+    with opened(tmp_path) as earlier, opened(tmp_path) as later:
+        assert earlier.restore(state_of(-1.0)) == 10
+        with pytest.raises(ckpt.FencedError), Syscalls().hooked(_stopped(_renames_of(20), 0, continues)):
+            save(earlier, 11)
+        _assert_continued(tmp_path, [10, 20])
+
+
+def test_a_step_that_was_moved_aside_is_not_published_again_under_a_later_owner(tmp_path: Path) -> None:
+    with opened(tmp_path) as first:
+        save(first, 10)
+        save(first, 20)
+        first.restore(state_of(-1.0), 10)
+        save(first, 11)
+    root = CheckpointRoot(str(tmp_path))
+    token = root.ownership.claim(root.ownership.newest())
+    root.ownership.release(token)
+    (name,) = root.superseded()
+
+    with opened(tmp_path) as later:
+
+        def continues() -> None:
+            assert later.restore(state_of(-1.0)) == 11
+            save(later, 12)
+
+        def publishes(call: Call) -> bool:
+            return call.name == "renameat2" and call.args[1].endswith("step_00000020")
+
+        with pytest.raises(ckpt.FencedError), Syscalls().hooked(_stopped(publishes, 0, continues)):
+            root.publish_again(name, token)
+        _assert_continued(tmp_path, [10, 11, 12])
+        assert root.steps() == [10, 11, 12]
+        assert root.superseded() == [name]
+
+
+def test_a_step_that_comes_back_late_is_of_the_branch_that_was_left(tmp_path: Path) -> None:
+    """The later owner has restored an older step, and published, before the earlier one moves this one back."""
+    with opened(tmp_path, keep_last=2) as earlier, opened(tmp_path) as later:
+        save(earlier, 5)
+        save(earlier, 10)
+        moved = False
+
+        def before_it_moves_back(call: Call, perform: Callable[..., Any]) -> Any:
+            nonlocal moved
+            source = os.path.basename(call.args[0]) if call.name == "renameat2" else ""
+            if source == "step_00000010" and not moved:
+                moved = True
+                later._saver.own()  # claims the root, and has not looked at it yet
+                assert later.restore(state_of(-1.0), 5) == 5
+                perform(*call.args)
+                save(later, 6)
+                return None
+            return perform(*call.args)
+
+        with pytest.raises(ckpt.FencedError), Syscalls().hooked(before_it_moves_back):
+            earlier.delete(10)
+        assert moved
+        assert CheckpointRoot(str(tmp_path)).steps() == [5, 6]
+        _assert_continued(tmp_path, [5, 6])
+        assert len(CheckpointRoot(str(tmp_path)).superseded()) == 1
