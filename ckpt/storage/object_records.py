@@ -4,8 +4,9 @@
 
 The first put of a record wins, because it is conditional on that there is none; so a save is published or abandoned,
 and that never changes. The owner replaces the record of a published step when it is moved aside or removed, on the
-condition that the record is the one it has read. A record stays for an hour after the objects of its save are deleted,
-so that no late process finds none and decides anew.
+condition that the record is the one it has read: first by one with its token, and once more when it has seen that it
+still is the owner (see `object_root`). A record stays for an hour after the objects of its save are deleted, so that no
+late process finds none and decides anew.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _READERS = 16
 class Record:
     """What was decided about a save, and when (seconds since 1970, by the clock of the process that decided).
 
-    `about` describes the object that it was read from.
+    `about` describes the object that it was read from. `by` is the token of the owner that has moved the step aside or
+    removed it, and has not looked yet whether it still is the owner.
     """
 
     save: SaveId
@@ -44,6 +46,7 @@ class Record:
     reason: Reason | None = None
     time: float = field(default_factory=time.time)
     about: ObjectAbout | None = None
+    by: int | None = None
 
     @classmethod
     def published(cls, save: SaveId) -> Record:
@@ -66,6 +69,8 @@ class Record:
         """Return the record as a document. Each has other bytes, so that its writer can tell it from others."""
         document: dict[str, Any] = {"save": self.save.name, "step": self.save.step, "owner": self.save.owner}
         document |= {"state": self.state, "time": self.time, "nonce": secrets.token_hex(8)}
+        if self.by is not None:
+            document["by"] = self.by
         if self.reason is not None:
             document["reason"] = self.reason.to_document()
         return encode_document(document)
@@ -123,22 +128,23 @@ class Records:
 
     def create(self, record: Record) -> bool:
         """Put a record, unless there is one of this save; return whether this call has put it."""
-        return self._remembered(record, self._store.create(_key(record.save), record.encoded()))
+        return self._remembered(record, self._store.create(_key(record.save), record.encoded())) is not None
 
-    def change(self, record: Record, state: State) -> bool:
-        """Replace a record that was read by one with another state; False if it was replaced meanwhile."""
+    def change(self, record: Record, state: State, by: int | None = None) -> Record | None:
+        """Replace a record that was read by one with another state, and return that; None if it was replaced before."""
         assert record.about is not None
-        changed = replace(record, state=state)
+        changed = replace(record, state=state, by=by)
         return self._remembered(changed, self._store.replace(record.about, changed.encoded()))
 
-    def _remembered(self, record: Record, about: ObjectAbout | None) -> bool:
-        """Remember a record if this process has put it: the next list needs no read of it. Return whether it has."""
+    def _remembered(self, record: Record, about: ObjectAbout | None) -> Record | None:
+        """Remember a record if this process has put it, and return it: the next list needs no read of it."""
         if about is None:
-            return False
+            return None
+        put = replace(record, about=about)
         with self._lock:
             known = {place: each for place, each in self._known.items() if place[0] != about.key}
-            self._known = known | {(about.key, about.etag): replace(record, about=about)}
-        return True
+            self._known = known | {(about.key, about.etag): put}
+        return put
 
     def delete(self, records: list[Record]) -> None:
         """Delete records."""
@@ -158,7 +164,8 @@ class Records:
             if save is None or state not in _STATES or _key(save) != key:
                 raise ValueError(f"it is of save {document['save']!r:.80}, in state {state!r:.40}")
             reason = Reason.from_document(document["reason"]) if "reason" in document else None
-            return Record(save, state, reason, float(document["time"]), found.about)
+            by = document.get("by")
+            return Record(save, state, reason, float(document["time"]), found.about, None if by is None else int(by))
 
 
 def _listed(record: Record | None, about: ObjectAbout) -> Record | None:

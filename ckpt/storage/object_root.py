@@ -21,17 +21,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Aside, MovedStep, Root
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.object_owner import ObjectOwnership
-from ckpt.storage.object_records import Record, Records
+from ckpt.storage.object_records import Record, Records, State
 from ckpt.storage.object_save import ObjectSave
 from ckpt.storage.object_step import HeldObjects, ObjectStep, readers, remove_stale_readers
 from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
+from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_documents import INTENT
 
 __all__ = ["ObjectRoot", "object_root"]
@@ -128,7 +130,7 @@ class ObjectRoot(Root):
     def _hold(self, save: SaveId, lease: bool, renewing: bool) -> HeldObjects:
         def is_published() -> bool:
             record = self._records.of(save)
-            return record is not None and record.state not in ("abandoned", "removed")
+            return record is not None and (record.by is not None or record.state not in ("abandoned", "removed"))
 
         return HeldObjects(self._store, save.name, is_published, lease=lease, renewing=renewing)
 
@@ -137,7 +139,7 @@ class ObjectRoot(Root):
         return [
             MovedStep(record.save.step, record.save.name, record.state, self._source(record))
             for record in self._records.all()
-            if record.state in ("superseded", "damaged")
+            if record.state in ("superseded", "damaged") and record.by is None
         ]
 
     def publish_again(self, name: str, token: int) -> None:
@@ -165,7 +167,7 @@ class ObjectRoot(Root):
 
     def _moved(self, name: str) -> Record:
         for record in self._records.all():
-            if record.save.name == name and record.state in ("superseded", "damaged"):
+            if record.save.name == name and record.state in ("superseded", "damaged") and record.by is None:
                 return record
         raise CheckpointNotFoundError(f"{self.path} has no step {name} that was moved aside")
 
@@ -173,7 +175,7 @@ class ObjectRoot(Root):
         """See `Root.move_aside`. Its objects stay where they are."""
         self.ownership.check(token)
         record = self._record(step)
-        if record is None or record.save.owner > token or not self._records.change(record, why):
+        if record is None or not self._change([record], why, token):
             self.ownership.check(token)
             return None
         return self._store.place(f"saves/{record.save.name}")
@@ -198,21 +200,71 @@ class ObjectRoot(Root):
         read = readers(self._store)
         pinned = self.pinned_steps()  # after the readers: whoever pins a step reads it until it is pinned
         chosen = [records[step] for step in steps if step in records and step not in pinned]
-        return [each.save.step for each in chosen if each.save.name not in read and self._remove(each, token)]
+        return self._remove([each for each in chosen if each.save.name not in read], token)
 
     def _retire(self, record: Record, token: int | None) -> bool:
         if record.save.name in readers(self._store, record.save.name) or record.save.step in self.pinned_steps():
             return False
-        return self._remove(record, token)
-
-    def _remove(self, record: Record, token: int | None) -> bool:
-        if token is not None and record.save.owner > token:
-            self.ownership.check(token)
-        if self._records.change(record, "removed"):
-            self._removed_here.add(record.save.name)
-        elif token is not None:
-            self.ownership.check(token)  # else another process of this owner has changed it
+        self._remove([record], token)
         return True
+
+    def _remove(self, records: list[Record], token: int | None) -> list[int]:
+        """Remove steps, and return their numbers; without those that another process has changed meanwhile."""
+        changed = self._change(records, "removed", token)
+        self._removed_here.update(record.save.name for record in changed)
+        if token is not None and len(changed) < len(records):
+            self.ownership.check(token)  # else another process of this owner has changed it
+        return [record.save.step for record in changed]
+
+    # A process may be stopped between its look at the token and a put, while a later owner claims the root and
+    # continues the very step whose record is replaced then. So the record tells the token first, and no object is
+    # deleted; then the token is looked at again, before the second put. Either that look finds the claim of the later
+    # owner; or that owner, who looks for such records after its claim, finds this one, publishes the step again, and
+    # the second put fails.
+
+    def _change(self, records: list[Record], state: State, token: int | None) -> list[Record]:
+        """Change the state of published steps, and return the new records, without those that were changed meanwhile.
+
+        FencedError, with the steps as they were, if `token` is not the owner's.
+        """
+        if token is None:
+            return [changed for each in records if (changed := self._records.change(each, state)) is not None]
+        begun = [changed for each in records if (changed := self._records.change(each, state, token)) is not None]
+        if not begun:
+            return []
+        try:
+            self.ownership.check(token)
+        except FencedError:
+            for each in begun:
+                self._change_back(each)
+            raise
+        return [changed for each in begun if (changed := self._records.change(each, state)) is not None]
+
+    def _change_back(self, record: Record) -> None:
+        """Publish a step again that an earlier owner has changed; supersede it if a later owner has left its branch.
+
+        Looks at the branch before and after: a later owner, that moves aside what it finds when it has published its
+        first step, may just publish that.
+        """
+        step, token = record.save.step, max(record.save.owner, record.by or 0)
+        if self._is_left(step, token):
+            self._records.change(record, "superseded")
+        elif (published := self._records.change(record, "published")) is not None and self._is_left(step, token):
+            self._records.change(published, "superseded")
+
+    def _is_left(self, step: int, token: int) -> bool:
+        """Return whether an owner after that with `token` has published steps of a branch without this step."""
+        for number, other in self._published().items():
+            if other.save.owner <= token:
+                continue
+            with contextlib.suppress(CheckpointError, DamagedFileError, OSError, AttributeError):
+                intent = decode_document(self._source(other).read(INTENT, MAX_DOCUMENT_BYTES), INTENT)
+                before = parse_save_name(str((intent.get("continues") or {}).get("save")))
+                if before is not None and before.owner <= token and before.step < step:
+                    return True
+            if number <= step:
+                return True
+        return False
 
     def pinned_steps(self) -> set[int]:
         """See `Root.pinned_steps`."""
@@ -260,7 +312,7 @@ class ObjectRoot(Root):
         """See `Root.is_gone`."""
         record = self._records.of(save)
         if record is not None:
-            return record.state in ("abandoned", "removed")
+            return record.by is None and record.state in ("abandoned", "removed")
         return False if any(True for _ in self._store.below(f"saves/{save.name}/")) else None
 
     def _saves(self) -> list[SaveId]:
@@ -298,7 +350,7 @@ class ObjectRoot(Root):
     def removed(self) -> list[tuple[str, bool]]:
         """See `Root.removed`. The places are names of saves."""
         left = {save.name for save in self._saves()}
-        gone = [record for record in self._records.all() if record.state in ("abandoned", "removed")]
+        gone = [each for each in self._records.all() if each.state in ("abandoned", "removed") and each.by is None]
         return [(each.save.name, each.state == "abandoned") for each in gone if each.save.name in left]
 
     def source_at(self, place: str) -> ObjectStep:
@@ -329,14 +381,26 @@ class ObjectRoot(Root):
         """See `Root.clean_records`. Also of an earlier owner: what this decides and deletes can never be published."""
         saves = self._saves()  # before the records: one that is decided meanwhile has its record then
         records = {record.save.name: record for record in self._records.all()}
+        self._undo([each for each in records.values() if each.by is not None])
         self._abandon_late([save for save in saves if save.name not in records])
         left = {save.name for save in saves}
-        gone = [each for name, each in records.items() if each.state in ("abandoned", "removed") and name not in left]
+        gone = [
+            each
+            for name, each in records.items()
+            if each.state in ("abandoned", "removed") and each.by is None and name not in left
+        ]
         if gone:
             before = self._store.now() - _KEEP_RECORDS_S
             self._records.delete([each for each in gone if each.about and each.about.modified_s < before])
         with contextlib.suppress(StorageError):
             remove_stale_readers(self._store)
+
+    def _undo(self, begun: list[Record]) -> None:
+        """Undo changes that earlier owners have begun."""
+        newest = self.ownership.newest() if begun else 0
+        for each in begun:
+            if each.by is not None and each.by < newest:
+                self._change_back(each)
 
     def _abandon_late(self, undecided: list[SaveId]) -> None:
         """Abandon what late writers of earlier owners have put of saves that never began: those without an intent."""

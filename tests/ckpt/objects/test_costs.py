@@ -61,7 +61,7 @@ _LOOKS = {"LIST parts", "GET record"}  # in a wait: more of them if the other ra
 _STEADY = [
     {
         "PUT intent.json": 1,
-        "LIST owner": 3,  # the token: before the save begins, before it is published, before a step is removed
+        "LIST owner": 4,  # the token: before the save begins and is published, before and while a step is removed
         "PUT packs": 3,
         "PUT index.json": 1,
         "PUT references.json": 1,
@@ -74,7 +74,7 @@ _STEADY = [
         "HEAD intent.json": 1,
         "LIST readers": 1,
         "LIST pins": 1,
-        "PUT another record": 1,  # of the step that is removed
+        "PUT another record": 2,  # of the step that is removed: before and after the look at the token
         "LIST saves": 1,  # its objects
         "POST": 1,  # which deletes them
     },

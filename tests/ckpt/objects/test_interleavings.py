@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, FencedError
 from ckpt.saving.publish import publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.storage.documents import encode_document
@@ -185,5 +185,8 @@ def _play(seed: int) -> None:
     assert root.steps() in ([1, 2], [2]), why
     for step in root.steps():
         assert {"zarr.json", "state.json", INDEX} <= root.source_of(step).scan()[0].keys(), why
+    if isinstance(outcomes[0], FencedError):
+        assert root.steps() == [1, 2], why
     roots[1].clean()
+    assert not [record for record in root._records.all() if record.by is not None], why
     assert [save.step for save in root.pending()] == [], why

@@ -1,6 +1,8 @@
 """Two jobs on one root in a bucket: the second must never lose a step, whatever request of the first is late."""
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -131,3 +133,88 @@ def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(any_bucket
         earlier.close()
         assert later.all_steps() == [4]
         assert later.restore(_state(0)) == 4
+
+
+_EARLIER = {"user_agent": "earlier"}
+
+
+class _Stopped:
+    """Holds a request of the earlier owner that changes this record, and its repetitions, until `release`.
+
+    `number` is that of the change, counted from 0.
+    """
+
+    def __init__(self, bucket: Bucket, step: int, number: int) -> None:
+        self.arrived = threading.Event()
+        self._released = threading.Event()
+        self._text = f"/records/step_{step:08d}-"
+        self._before = number
+        self._seen: set[str | None] = set()
+        bucket.proxy.rule = self
+
+    def __call__(self, request: Request) -> None:
+        is_mine = request.headers.get("user-agent") == _EARLIER["user_agent"]
+        if request.method != "PUT" or self._text not in request.path or not is_mine:
+            return
+        self._seen.add(request.headers.get("if-match"))
+        if len(self._seen) > self._before:
+            self.arrived.set()
+            assert self._released.wait(40), "the test did not release the request"
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("how", ["retention", "delete"])
+def test_the_step_that_a_later_owner_continues_is_not_removed(bucket: Bucket, how: str, number: int) -> None:
+    """The earlier one has looked at the token, and its request to remove step 10 is late."""
+    keep_last = 1 if how == "retention" else None
+    earlier = ckpt.Checkpointer(bucket.url, keep_last=keep_last, storage_options=_EARLIER)
+    with ckpt.Checkpointer(bucket.url) as later, ThreadPoolExecutor(1) as pool:
+        earlier.save(_state(5), 5)
+        earlier.save(_state(10), 10)
+        assert later.restore(_state(0)) == 10
+        held = _Stopped(bucket, 10, number)
+        if how == "retention":
+            earlier.async_save(_state(20), 20)
+            act: Callable[[], Any] = lambda: earlier.maybe_finalize(blocking=True)  # noqa: E731
+        else:
+            act = lambda: earlier.delete(10)  # noqa: E731
+        acting = pool.submit(act)
+        assert held.arrived.wait(20)
+        later.save(_state(30), 30)
+        held.release()
+        if how == "retention":
+            assert acting.result(30) == [20]  # it is published; that it cannot remove another one is logged
+        else:
+            with pytest.raises(ckpt.FencedError):
+                acting.result(30)
+        earlier.close()
+        assert later.all_steps() == [10, 30] if how == "retention" else [5, 10, 30]
+        for step in (10, 30):
+            assert ckpt.load(bucket.url, step)["value"] == step
+        later.save(_state(40), 40)
+        assert ckpt.load(bucket.url, 10)["value"] == 10
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_step_that_a_later_owner_continues_is_not_superseded(bucket: Bucket, number: int) -> None:
+    with ckpt.Checkpointer(bucket.url) as first:
+        first.save(_state(10), 10)
+        first.save(_state(20), 20)
+    earlier = ckpt.Checkpointer(bucket.url, storage_options=_EARLIER)
+    with ckpt.Checkpointer(bucket.url) as later:
+        assert earlier.restore(_state(0), 10) == 10
+        held = _Stopped(bucket, 20, number)
+        earlier.async_save(_state(11), 11)
+        assert held.arrived.wait(20)
+        continued = later.restore(_state(0))
+        assert continued == (20 if number == 0 else 10)
+        later.save(_state(30), 30)
+        held.release()
+        assert earlier.maybe_finalize(blocking=True) == [11]  # complete, it was published by the later owner
+        earlier.close()
+        assert set(later.all_steps()) >= {10, continued, 30}
+        assert later.restore(_state(0)) == 30
+        assert ckpt.load(bucket.url, continued)["value"] == continued
