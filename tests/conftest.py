@@ -2,15 +2,13 @@ import os
 import signal
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 
 from tests.support import LeakCheck
+from tests.support.seeds import use_hypothesis_profile
 from tests.support.template import rank_template
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # how busy the machine is decides nothing
-hypothesis.settings.load_profile("untimed")
-
+use_hypothesis_profile()
 
 # Torch asks a name server for the name of each address it connects to. One that drops a question must not cost more
 # than a second: time limits of tests are short.

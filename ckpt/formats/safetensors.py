@@ -26,6 +26,7 @@ import numpy as np
 from ckpt.errors import CheckpointCorruptError, ConversionError
 from ckpt.formats.files import NewDirectory, file_in, file_size, read_box, read_bytes
 from ckpt.formats.state import LazyState, LazyTensor, NewTensor
+from ckpt.storage.array_metadata import MAX_DIMENSIONS
 from ckpt.storage.dtypes import stored
 from ckpt.storage.files import storage_errors
 
@@ -174,7 +175,11 @@ def _entry(path: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int,
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    )
 
 
 def _check_spans(path: str, spans: list[tuple[int, int, str]], data_bytes: int) -> None:

@@ -135,7 +135,13 @@ def _read_packs(source: StepSource, summary: dict[str, Any]) -> PackIndex:
     if isinstance(source, MemoryStep):
         return source.index
     document = read_vouched(source, INDEX, summary["index"])
-    return PackIndex.from_document(document, summary["world_size"], _Tables(source, summary["parts"]).of_rank)
+    tables = _Tables(source, summary["parts"])
+    return PackIndex.from_document(document, summary["world_size"], tables.of_rank, lambda: _pack_bytes(source))
+
+
+def _pack_bytes(source: StepSource) -> int:
+    sizes, _ = source.scan()
+    return sum(nbytes for nbytes in sizes.values() if nbytes > 0)
 
 
 class _Tables:

@@ -316,7 +316,6 @@ class StepCopy:
 
     def _read(self, name: str, nbytes: int) -> memoryview:
         where = os.path.join(self._source.path, name)
-        memory: Array = np.empty(nbytes, np.uint8)
         at = 0
         try:
             with storage_errors("read", where):
@@ -324,6 +323,7 @@ class StepCopy:
                 try:
                     if file.size != nbytes:
                         raise DamagedFileError(f"has {file.size} bytes instead of {nbytes}")
+                    memory: Array = np.empty(nbytes, np.uint8)
                     while at < nbytes:
                         piece = memory[at : at + _PIECE_BYTES].data
                         self._throttle.take(len(piece))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckpt.storage.step_documents import FORMAT_VERSION
 
 __all__ = ["Branch", "adopt", "recover_for_restore", "supersede", "superseded", "take_over"]
 
+_SHOWN = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -146,12 +147,13 @@ def _decide_pending(root: Root, token: int, timeout_s: float, warn: Callable[[st
 def adopt(pending: Pending, warn: Callable[[str], None]) -> None:
     """Publish a complete save; abandon one that is not."""
     world_size = _world_size(pending)
-    missing: Iterable[int] = ()
+    missing: list[int] = []
     problem = None
     if world_size is None:
         problem = "it has no intent"
     elif missing := sorted(set(range(world_size)) - pending.parts_present()):
-        problem = f"the parts of ranks {missing} are missing"
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        problem = f"the parts of ranks {missing[:_SHOWN]}{more} are missing"
     else:
         try:
             publish(pending, lambda: None)

@@ -58,9 +58,12 @@ def check_chunk(meta: ArrayMeta, index: tuple[int, ...], nbytes: int, read: Read
     if meta.compression is not None:
         places = inner_chunk_places(meta, index, nbytes, read)
         return b"".join(_check_one(read, start, size) for _, start, size in sorted(places, key=lambda place: place[1]))
+    index_offset = nbytes - meta.index_bytes
+    _check_one(
+        read, index_offset, meta.index_bytes
+    )  # first: then the file has as many inner chunks as are listed below
     layout = meta.layout(index)
-    _check_one(read, layout.index_offset, meta.index_bytes)
-    if bytes(_exactly(read, layout.index_offset, meta.index_bytes)) != layout.index:
+    if bytes(_exactly(read, index_offset, meta.index_bytes)) != layout.index:
         raise DamagedFileError("has another index of inner chunks than this package writes")
     pitch = layout.inner_chunk_bytes + CHECKSUM_BYTES
     if pitch > READ_BYTES:

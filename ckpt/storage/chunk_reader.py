@@ -25,7 +25,7 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import corrupt, verify_chunk
 from ckpt.storage.chunk_layout import indices
 from ckpt.storage.compressed_reads import read_compressed
-from ckpt.storage.direct_reads import Record, records_of_box, records_of_whole
+from ckpt.storage.direct_reads import Record, address_of, records_of_box, records_of_whole
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
@@ -105,6 +105,8 @@ class ChunkReader:
             self._run(jobs)
         except _JobError as failed:
             self._raise(failed, reads)
+        for shard in plan.shards.values():
+            shard.check(self._source)
 
     def files(self, name: str, array: StoredArray, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
         """Return the files that have something of a box of an array. Raises as `read` does."""
@@ -188,6 +190,7 @@ class _Plan:
         self._numbers: dict[tuple[int, int], int] = {}
         self.records: list[Record] = []
         self.chunks: list[_CompressedChunk] = []
+        self.shards: dict[tuple[int, _Index], _Shard] = {}
 
     @property
     def files(self) -> list[str]:
@@ -206,6 +209,11 @@ class _Plan:
             file = self._numbers.setdefault((rank, number), len(self._numbers))
             whole = records_of_whole(meta, file, base, destination)
             self.records += whole or records_of_box(meta, index, file, base, read.offset, destination)
+            if meta.sharded and (array.number, index) not in self.shards:
+                place = ChunkPlace(pack_file(rank, number), base, meta.encoded_bytes(index))
+                shard = _Shard(read.name, meta, index, place)
+                self.shards[array.number, index] = shard
+                self.records.append(shard.record(file))
 
 
 def _chunks(meta: ArrayMeta, offset: _Index, shape: _Index) -> Iterable[_Index]:
@@ -225,6 +233,32 @@ def _place(step: str, packs: PackIndex, name: str, array: StoredArray, index: _I
         raise CheckpointCorruptError(
             f"{step}: tensor {name}, chunk {index}: no part says where it is; restore from another step or copy"
         ) from None
+
+
+class _Shard:
+    """The index of a shard of which inner chunks are read. It is read with them, and compared.
+
+    The places of inner chunks are computed from the shapes that the step records. The index says how many there are:
+    without it, wrong shapes with correct checksums would give other elements than the step has.
+    """
+
+    def __init__(self, name: str, meta: ArrayMeta, index: _Index, place: ChunkPlace) -> None:
+        self._name = name
+        self._meta = meta
+        self._index = index
+        self._place = place
+        self._found = np.empty(meta.index_bytes - CHECKSUM_BYTES, np.uint8)
+
+    def record(self, file: int) -> Record:
+        """Return the record that reads the index."""
+        nbytes = self._found.nbytes
+        base = self._place.offset + self._place.nbytes - self._meta.index_bytes
+        return (file, base, nbytes, 0, address_of(self._found), nbytes, 1, 0, 0)
+
+    def check(self, source: StepSource) -> None:
+        """Raise CheckpointCorruptError if the index that was read is another one than the shapes give."""
+        if self._found.tobytes() != self._meta.layout(self._index).index[:-CHECKSUM_BYTES]:
+            verify_chunk(source, self._place, self._meta, self._index, self._name)
 
 
 class _JobError(Exception):

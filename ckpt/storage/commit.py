@@ -25,7 +25,7 @@ from ckpt.storage.names import SaveId, part_name, part_rank, parts_directory
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason, SaveOutcome, unknown_reason
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.recycled import take_recycled
-from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, read_bytes, read_json
+from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent, read_bytes, read_json
 from ckpt.storage.step_source import LocalStep
 
 __all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "Reason", "SaveOutcome"]
@@ -117,7 +117,8 @@ class PendingSave(Pending):
 
     def intent(self) -> dict[str, Any] | None:
         """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""
-        return self._read(INTENT)
+        document = self._read(INTENT)
+        return None if document is None else checked_intent(document, os.path.join(self.path, INTENT))
 
     def write_part(self, rank: int, document: dict[str, Any]) -> int:
         """Record that this rank's part is complete and durable, and return the checksum of the manifest.

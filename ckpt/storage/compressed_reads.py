@@ -21,6 +21,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Read = Callable[[int, int], bytes | memoryview]
 """``read(offset, size)`` returns bytes of a chunk, fewer at its end. They are used before the next call."""
 
+_LEFT_OUT = np.uint64(2**64 - 1)  # the offset and the size of an inner chunk outside of the array
 _FRAME = b"\x28\xb5\x2f\xfd"
 _CONTENT_SIZE_BYTES = (0, 2, 4, 8)
 _DICTIONARY_BYTES = (0, 1, 2, 4)
@@ -69,7 +70,10 @@ def inner_chunk_places(
     ):
         where = f"the {meta.index_bytes} bytes at offset {index_offset} of the chunk"
         raise DamagedFileError(f"has a wrong checksum in {where}, its index")
-    entries = np.frombuffer(data, "<u8", layout.index_entries * 2).reshape(-1, 2).tolist()
+    table = np.frombuffer(data, "<u8", layout.index_entries * 2).reshape(-1, 2)
+    if int((table != _LEFT_OUT).any(axis=1).sum()) != len(layout.inner_chunks):
+        raise DamagedFileError("has an index with more or fewer inner chunks than the shape of its array gives")
+    entries = table.tolist()
     places = [(inner, *entries[inner.position]) for inner in layout.inner_chunks]
     end = 0
     for _, start, size in sorted(places, key=lambda place: place[1]):

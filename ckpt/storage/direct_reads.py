@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt.storage.array_metadata import ArrayMeta
 
-__all__ = ["PIECE_BYTES", "Record", "records_of_box", "records_of_whole"]
+__all__ = ["PIECE_BYTES", "Record", "address_of", "records_of_box", "records_of_whole"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

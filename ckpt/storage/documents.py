@@ -8,6 +8,7 @@ ignore it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ __all__ = [
     "canonical_json",
     "encode_document",
     "encode_root",
+    "parse_json",
     "decode_document",
     "decode_root",
     "readable",
@@ -119,19 +121,28 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_DOCUMENT_BYTES:
         _corrupt(where, f"it has {len(data)} bytes")
     try:
-        text = data.decode("ascii")
-        if _depth(data) > _MAX_DEPTH:
-            _corrupt(where, f"it is nested deeper than {_MAX_DEPTH}")
-        document = json.loads(text, parse_constant=_refuse_constant)
+        document = parse_json(data)
         if _SURROGATE.search(data):
             json.dumps(
                 document, ensure_ascii=False
             ).encode()  # ValueError for a lone surrogate, which cannot be printed
         if isinstance(document, dict):
             return document
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         _corrupt(where, f"it is not JSON ({error}), perhaps truncated", error)
     _corrupt(where, "it is not a JSON object")
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON in ASCII, in time and memory in proportion to its size. ValueError for anything else.
+
+    Refuses what Python parses but cannot use safely: lists and objects nested hundreds deep, numbers that are not
+    finite, integers of more than 4,300 digits.
+    """
+    text = data.decode("ascii")
+    if _depth(data) > _MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {_MAX_DEPTH}")
+    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _depth(data: bytes) -> int:
@@ -143,6 +154,13 @@ def _depth(data: bytes) -> int:
         brackets = _STRING.sub(b"", brackets)
     steps = np.where(np.frombuffer(brackets, np.uint8) & _CLOSES, np.int8(-1), np.int8(1))
     return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):  # JSON allows 1e999
+        raise ValueError(f"{text:.40} is too large for a float")
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -30,6 +30,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import directories, files
+from ckpt.storage.documents import parse_json
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
@@ -147,7 +148,7 @@ class Leases:
         lines = []
         for line in data.split(b"\n")[:-1]:
             try:
-                document = json.loads(line)
+                document = parse_json(line)
             except ValueError:
                 continue
             if isinstance(document, dict) and _well_formed(document):

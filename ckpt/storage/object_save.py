@@ -17,7 +17,7 @@ from ckpt.storage.object_step import ObjectStep
 from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.outcomes import Abandoned, Published, Reason, SaveOutcome
 from ckpt.storage.pack_writers import PackWriter
-from ckpt.storage.step_documents import FORMAT_VERSION, INTENT
+from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent
 
 __all__ = ["ObjectPackWriter", "ObjectSave"]
 
@@ -150,7 +150,8 @@ class ObjectSave(Pending):
     def intent(self) -> dict[str, Any] | None:
         """See `Pending.intent`."""
         data = self._own.get(INTENT) or self._read(INTENT)
-        return None if data is None else decode_document(data, self._place(INTENT))
+        where = self._place(INTENT)
+        return None if data is None else checked_intent(decode_document(data, where), where)
 
     def write_part(self, rank: int, document: dict[str, Any]) -> int:
         """See `Pending.write_part`. One of a save that was abandoned meanwhile is deleted with the rest of it."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import directories, files
-from ckpt.storage.documents import decode_document, encode_document
+from ckpt.storage.documents import ILL_FORMED, decode_document, encode_document
 from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, is_fresh
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import read_document_at
@@ -37,6 +37,7 @@ __all__ = ["Claim", "ClaimLease", "MAX_CLAIM_BYTES", "OwnerOverview", "OwnerStat
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 MAX_CLAIM_BYTES = 1 << 16
 _ATTEMPTS = 100
+_LATEST_S = 253402300799.0  # the end of the year 9999: later times cannot be printed
 _TEMPORARY_S = 60.0  # the longest wait for a restore or a tool with a temporary claim
 _PAUSE_S = 0.05
 
@@ -330,10 +331,10 @@ class Ownership:
                 token,
                 Process(str(host), int(pid), int(start)),
                 str(document["node"]),
-                document["time"],
+                min(max(float(document["time"]), 0.0), _LATEST_S),
                 bool(document["temporary"]),
             )
-        except (CheckpointCorruptError, KeyError, TypeError, ValueError):
+        except (CheckpointCorruptError, *ILL_FORMED):
             return None
 
     def _data(self, token: int) -> bytes | None:

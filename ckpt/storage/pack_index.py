@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 1 << 60
+_MAX_PADDING = 2  # the elements of a chunk, divided by those of its array
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +116,22 @@ class PackIndex:
 
     @classmethod
     def from_document(
-        cls, document: Mapping[str, Any], world_size: int, table: Callable[[int], Table] | None = None
+        cls,
+        document: Mapping[str, Any],
+        world_size: int,
+        table: Callable[[int], Table] | None = None,
+        stored_bytes: Callable[[], int] | None = None,
     ) -> PackIndex:
         """Return the index that a document describes, after checking it; it may come from anywhere.
+
+        `stored_bytes` returns the size of all files that it may describe; see `regions_from_documents`.
 
         ValueError, or another error of a wrong structure, unless it is one that `to_document` may have made: all
         numbers are possible, each region has a copy for every chunk of its arrays, and no two chunks overlap.
         """
         if type(document["arrays"]) is not list or type(document["regions"]) is not list:
             raise ValueError("the arrays or regions are no list")
-        regions = regions_from_documents(document["regions"], world_size)
+        regions = regions_from_documents(document["regions"], world_size, stored_bytes)
         arrays = tuple(_array(number, entry, world_size) for number, entry in enumerate(document["arrays"]))
         index = cls(arrays, regions, table)
         index._check_regions()
@@ -272,6 +279,8 @@ def _check_shapes(
         itemsize = stored(dtype).itemsize
     except StateError:
         raise ValueError(f"{dtype!r:.80} is not a dtype that can be stored") from None
+    if 0 not in shape and math.prod(chunk) > _MAX_PADDING * math.prod(shape):
+        raise ValueError(f"chunks {list(chunk)!r:.80} are mostly outside of an array of shape {list(shape)!r:.80}")
     for sizes in (shape, chunk, tensor_shape):
         if math.prod(filter(None, sizes)) * itemsize >= _MAX_BYTES:
             raise ValueError(f"{list(sizes)!r:.80} is an impossible shape")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,7 +20,8 @@ ALIGNMENT = 16
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 _COLUMNS = ("ranks", "files", "starts")
-_MAX_COPIES = 1 << 24  # of all regions together; these take 400 MB of memory
+_MAX_COPIES = 1 << 24  # of all regions together; these take 3 GB of memory while they are checked
+_FREE_COPIES = 1 << 18  # so many need no file that justifies them
 _MAX_FILES = 1 << 20  # of a rank
 _MAX_BYTES = 1 << 60
 
@@ -38,17 +39,23 @@ class Region:
         return {"ranks": _runs(self.ranks), "files": _runs(self.files), "starts": _runs(self.starts)}
 
 
-def regions_from_documents(documents: Sequence[Any], world_size: int) -> tuple[Region, ...]:
+def regions_from_documents(
+    documents: Sequence[Any], world_size: int, stored_bytes: Callable[[], int] | None = None
+) -> tuple[Region, ...]:
     """Return the regions that documents describe, all made at once.
 
     ValueError, or another error of a wrong structure, unless each has copies, which are in packs of ranks below
-    `world_size` and start at multiples of `ALIGNMENT`.
+    `world_size` and start at multiples of `ALIGNMENT`. A few bytes can describe millions of copies: `stored_bytes`
+    returns the size of the files that have them, and is called if there are very many.
     """
     if not documents:
         return ()
     for document in documents:
         if document.keys() != set(_COLUMNS):
             raise ValueError(f"a region has the members {sorted(document)!r:.80}")
+    copies = sum(count for document in documents for _, count, _ in document["ranks"])
+    if copies > _FREE_COPIES and stored_bytes is not None and copies * CHECKSUM_BYTES > (there := stored_bytes()):
+        raise ValueError(f"the regions have {copies} copies, and all files together {there} bytes")
     columns, lengths = zip(*(_expanded([document[name] for document in documents]) for name in _COLUMNS), strict=True)
     if not np.array_equal(lengths[0], lengths[1]) or not np.array_equal(lengths[0], lengths[2]):
         raise ValueError("the columns of a region differ in length")

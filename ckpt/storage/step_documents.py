@@ -6,13 +6,14 @@ import os
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
 from ckpt.storage.names import parse_save_name, part_name
 from ckpt.storage.regular_files import read_document_at
 
 __all__ = [
     "FORMAT_VERSION",
     "INTENT",
+    "checked_intent",
     "intent_of_step",
     "owner_of_step",
     "read_bytes",
@@ -22,6 +23,7 @@ __all__ = [
 
 FORMAT_VERSION = 2
 INTENT = "intent.json"
+_MAX_RANKS = 1 << 20
 
 
 def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
@@ -29,6 +31,19 @@ def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
     document = read_json(os.path.join(path, part_name(rank)))
     if document is None:
         raise CheckpointCorruptError(f"{path}/{part_name(rank)} is missing")
+    return document
+
+
+def checked_intent(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the intent of a save, after checking what a reader relies on; one of another format as it is.
+
+    CheckpointCorruptError if it is invalid: nothing else says how many ranks to look for.
+    """
+    if document.get("format") == FORMAT_VERSION:
+        with well_formed(where):
+            world_size = document["world_size"]
+            if type(world_size) is not int or not 0 < world_size <= _MAX_RANKS:
+                raise ValueError(f"{world_size!r:.40} is not a number of ranks from 1 to {_MAX_RANKS}")
     return document
 
 

@@ -23,6 +23,9 @@ __all__ = ["LocalStep", "OpenFile", "StepSource", "step_source"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+_UNCHECKED_BYTES = 1 << 20
+
+
 class OpenFile(ABC):
     """A file of a step that is open for reading. Any thread, several at once."""
 
@@ -164,6 +167,8 @@ class _LocalFile(OpenFile):
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        if nbytes > _UNCHECKED_BYTES:  # the memory for it is allocated first
+            nbytes = max(0, min(nbytes, self.size - offset))
         return os.pread(self._fd, nbytes, offset)
 
     def read_into(self, memory: memoryview, offset: int) -> int:

@@ -23,6 +23,7 @@ from ckpt.values.tensor_subclasses import class_named
 __all__ = ["Container", "rebuild"]
 
 _MAX_KEYS = 101  # of a path
+_MAX_DIMENSIONS = 64  # of a tensor
 _OUTER_SHAPE = Unregistered("ckpt.OuterShape", None)  # in a context, for the shape of the tensor itself
 
 Kind = Literal["list", "tuple", "namedtuple", "deque", "Namespace", "OrderedDict", "Counter", "tensor"]
@@ -102,7 +103,11 @@ class Container:
             raise ValueError(f"{document!r:.80} is not a container: its type or its fields are invalid")
         if maxlen is not None and (type(maxlen) is not int or not 0 <= maxlen < 1 << 63):
             raise ValueError(f"{document!r:.80} is not a container: its maxlen is invalid")
-        if type(shape) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        if (
+            type(shape) is not list
+            or len(shape) > _MAX_DIMENSIONS
+            or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+        ):
             raise ValueError(f"{document!r:.80} is not a container: its shape is invalid")
         context = json.dumps(document["context"]) if "context" in document else ""
         container = cls(kind, name, tuple(fields), maxlen, tuple(shape), context)

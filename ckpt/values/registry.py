@@ -39,6 +39,9 @@ __all__ = [
 ]
 
 
+_MAX_DIMENSIONS = 64  # of a tensor or an array
+
+
 @dataclass(frozen=True, slots=True)
 class Standard:
     """A type stored as ``{"$": name, "value": ...}``. The functions convert to and from a value with a JSON form."""
@@ -103,12 +106,29 @@ class ArrayValue:
         return f"<{self.library} {self.dtype}{list(self.shape)}>"
 
 
+def _to_fraction(value: list[int]) -> Fraction:
+    numerator, denominator = value
+    if type(numerator) is not int or type(denominator) is not int:
+        raise TypeError("not made of two integers")  # Fraction("1e3000000000") would take hours
+    return Fraction(numerator, denominator)
+
+
+def _to_decimal(value: str) -> Decimal:
+    if type(value) is not str:
+        raise TypeError("not made of a string")
+    return Decimal(value)
+
+
 def _to_array(value: list[Any]) -> ArrayValue:
     library, dtype, shape, data = value
-    sizes = type(shape) is list and all(type(size) is int and size >= 0 for size in shape)
+    sizes = type(shape) is list and len(shape) <= _MAX_DIMENSIONS and all(_is_size(size) for size in shape)
     if library not in ("torch", "numpy") or type(dtype) is not str or not sizes or type(data) is not bytes:
         raise ValueError("not an array")
     return ArrayValue(library, dtype, tuple(shape), data)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 STANDARD: Mapping[type[Any], Standard] = MappingProxyType(
@@ -127,10 +147,8 @@ STANDARD: Mapping[type[Any], Standard] = MappingProxyType(
             "timedelta", lambda value: [value.days, value.seconds, value.microseconds], lambda value: timedelta(*value)
         ),
         timezone: Standard("timezone", _timezone, _to_timezone),
-        Decimal: Standard("Decimal", str, Decimal),
-        Fraction: Standard(
-            "Fraction", lambda value: [value.numerator, value.denominator], lambda value: Fraction(*value)
-        ),
+        Decimal: Standard("Decimal", str, _to_decimal),
+        Fraction: Standard("Fraction", lambda value: [value.numerator, value.denominator], _to_fraction),
         UUID: Standard("UUID", str, UUID),
         range: Standard("range", lambda value: [value.start, value.stop, value.step], lambda value: range(*value)),
         slice: Standard("slice", lambda value: [value.start, value.stop, value.step], lambda value: slice(*value)),
@@ -185,8 +203,11 @@ class Unregistered:
     form: Form = "registered"
 
     def __hash__(self) -> int:
-        """Hash the name only: `data` need not be hashable."""
-        return hash(self.name)
+        """Hash the name only if `data` is not hashable."""
+        try:
+            return hash((self.name, self.data))
+        except TypeError:
+            return hash(self.name)
 
 
 @dataclass(frozen=True, slots=True)

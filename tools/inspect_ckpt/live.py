@@ -204,8 +204,8 @@ class RootWatch:
         if plan in self._sizes:
             return
         try:
-            data = source.read(INDEX, _MAX_INDEX_BYTES)
-            files = PackIndex.from_document(decode_document(data, os.path.join(source.path, INDEX)), world_size).files()
+            document = decode_document(source.read(INDEX, _MAX_INDEX_BYTES), os.path.join(source.path, INDEX))
+            files = PackIndex.from_document(document, world_size, stored_bytes=lambda: source.usage()[0]).files()
         except (CheckpointError, DamagedFileError, OSError, *ILL_FORMED):
             return  # not written yet, or only in part; or too large
         sizes: dict[int, list[int]] = {}

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_MAX_PRINTED_BITS = 14_000  # of an integer in decimal; Python refuses somewhat more
+
+
 class Exit(IntEnum):
     """Exit codes of the process."""
 
@@ -200,7 +203,10 @@ def first_few(names: Sequence[str]) -> str:
 
 def short_repr(value: Any, most: int = 80) -> str:
     """Return `repr` of a value, cut to `most` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than some thousand digits
+        text = f"a {type(value).__name__} with an integer of very many digits"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -271,7 +277,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_text(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    if isinstance(value, int) and value.bit_length() > _MAX_PRINTED_BITS:
+        return hex(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:
+        return short_repr(value)

@@ -27,7 +27,7 @@ from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import is_object_url, open_root
-from ckpt.storage.step_documents import INTENT
+from ckpt.storage.step_documents import FORMAT_VERSION, INTENT
 from ckpt.storage.step_source import StepSource
 
 from .output import CannotReadError, Output, duration, plural
@@ -183,8 +183,10 @@ def _pending(root: Root, id_: SaveId) -> UnpublishedSave | None:
     except CheckpointError:
         note = "its intent is damaged"
     complete, world_size = False, None
-    if intent is not None:
-        world_size = int(intent["world_size"])
+    if intent is not None and intent.get("format") != FORMAT_VERSION:
+        note = "is of another format"
+    elif intent is not None:
+        world_size = intent["world_size"]
         missing = sorted(set(range(world_size)) - pending.parts_present())
         complete = not missing
         ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")

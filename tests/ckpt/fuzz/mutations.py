@@ -18,7 +18,7 @@ from typing import Any
 from ckpt.native import crc32c
 from ckpt.storage.documents import canonical_json
 
-__all__ = ["mutate"]
+__all__ = ["mutate", "put", "without_checksum"]
 
 _PLACEHOLDER = "here goes what json cannot write"
 _STRANGE = (
@@ -46,25 +46,26 @@ def _document(step: Path, rng: random.Random) -> str:
         ("zarr.json", "index.json", "index.json", "state.json", rng.choice(checksummed), rng.choice(names))
     )
     document = json.loads((step / name).read_bytes())
-    _without_checksum(document)
+    without_checksum(document)
     what = [_change(document, rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
     raw = rng.choice(_RAW)
     data = canonical_json(document).replace(json.dumps(_PLACEHOLDER).encode(), raw)
     if name not in checksummed or rng.random() < 0.1:
         (step / name).write_bytes(data)
         return f"{name} without a correct checksum: {'; '.join(what)}"
-    _put(step, name, data)
+    put(step, name, data)
     return f"{name}: {'; '.join(what)}"
 
 
-def _without_checksum(document: Any) -> None:
+def without_checksum(document: Any) -> None:
+    """Remove the checksum from a parsed document."""
     document.pop("crc32c", None)
     about = document.get("attributes", {})
     if isinstance(about, dict) and isinstance(about.get("ckpt"), dict):
         about["ckpt"].pop("crc32c", None)
 
 
-def _put(step: Path, name: str, data: bytes) -> None:
+def put(step: Path, name: str, data: bytes) -> None:
     """Write a document with its checksum, and record it in the root."""
     member = b'"crc32c":%d,' % crc32c(data)
     at = data.find(b'"ckpt":{') + len(b'"ckpt":{') if name == "zarr.json" else 1
@@ -72,14 +73,14 @@ def _put(step: Path, name: str, data: bytes) -> None:
     if name == "zarr.json":
         return
     root = json.loads((step / "zarr.json").read_bytes())
-    _without_checksum(root)
+    without_checksum(root)
     summary, data = root["attributes"]["ckpt"], (step / name).read_bytes()
     kind = name.removesuffix(".json")
     if kind in summary:
         summary[kind] = {"bytes": len(data), "crc32c": crc32c(data)}
     elif name.startswith("parts/"):
         summary["parts"][int(name[-10:-5])] = crc32c(data)
-    _put(step, "zarr.json", canonical_json(root))
+    put(step, "zarr.json", canonical_json(root))
 
 
 def _places(node: Any) -> list[tuple[Any, Any]]:

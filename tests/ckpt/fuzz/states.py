@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import Checkpointer, PerRank
+from tests.ckpt.interop import states
 
-__all__ = ["LAYOUTS", "save_all", "state"]
+__all__ = ["LAYOUTS", "every_type", "save_all", "state"]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "small files": {"file_bytes": 2048},
@@ -45,6 +46,25 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
         "keys": {1: "a", 2: {"b": 3j}},
         "own": PerRank(torch.arange(70) + rank),
         "position": PerRank(rank),
+    }
+
+
+def every_type() -> dict[str, Any]:
+    """Return a small state of one process with every type of value and container, and tensors of each layout."""
+    weight = torch.arange(600.0).view(40, 15)
+    return {
+        "weight": weight,
+        "tied": weight,
+        "zeros": torch.zeros(600),
+        "empty": torch.zeros(0, 4),
+        "own": PerRank(torch.arange(7)),
+        "blocks": [torch.ones(3), torch.ones(2)],
+        "recent": deque([torch.ones(1)], 4),
+        "ordered": OrderedDict(b=torch.ones(1), a=1),
+        "values": states.values() | {"ordered": OrderedDict(a=1, b=[2]), "empty": []},
+        "types": {name: value for name, (value, _) in states.of_types().items()},
+        "loader": {"seen": [torch.arange(4), np.arange(3)]},
+        "position": PerRank(7),
     }
 
 

@@ -2,14 +2,14 @@
 
 An error is one of the package, raised soon and without using much memory.
 
-`TESTS=full` (see `make test-faults`) tries 4,500 changes instead of some hundred. `FUZZ_SEED` sets the seed.
+`TESTS=full` (see `make test-faults`) tries 4,500 changes by a random seed instead of some hundred by a fixed one.
+`FUZZ_SEED` sets the seed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +18,10 @@ import pytest
 
 from tests.ckpt.fuzz.states import LAYOUTS, save_all
 from tests.support import run_ranks
+from tests.support.seeds import seed_of
 from tests.support.selection import FULL
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-SEED = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 32)))
 CASES = 1500 if FULL else 120
 
 
@@ -35,7 +35,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900 if FULL else 120)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mutations(saved: Path, layout: str) -> None:
-    command = [sys.executable, "-m", "tests.ckpt.fuzz.worker", str(saved / layout / "step_00000004"), str(SEED), "0"]
+    seed = seed_of("FUZZ_SEED")
+    command = [sys.executable, "-m", "tests.ckpt.fuzz.worker", str(saved / layout / "step_00000004"), str(seed), "0"]
     done = subprocess.run(
         [*command, str(CASES)],
         cwd=REPOSITORY,
@@ -46,6 +47,6 @@ def test_mutations(saved: Path, layout: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout)
-    print(f"{CASES} cases, seed {SEED}: {answer['outcomes']}")
-    assert not answer["failures"], f"seed {SEED}:\n" + "\n".join(map(ascii, answer["failures"]))
+    print(f"{CASES} cases, seed {seed}: {answer['outcomes']}")
+    assert not answer["failures"], f"seed {seed}:\n" + "\n".join(map(ascii, answer["failures"]))
     assert sum(answer["outcomes"].values()) == CASES

@@ -1,13 +1,12 @@
 """The tests of the C code, and random tables, with AddressSanitizer and UndefinedBehaviorSanitizer.
 
-`TESTS=full` (see `make test-faults`) runs all of them; otherwise only some tables, and `FUZZ_SEED` sets the
-seed, which is printed.
+`TESTS=full` (see `make test-faults`) runs all of them; otherwise only some tables. `FUZZ_SEED` sets
+the seed, which is printed.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -15,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.seeds import seed_of
 from tests.support.selection import FULL, full_only
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SOURCES = sorted((REPOSITORY / "ckpt" / "native").glob("*.c"))
-SEED = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 32)))
 TABLES = 10_000 if FULL else 300
 
 _TESTS = """
@@ -27,8 +26,9 @@ import sys
 from tests.ckpt.native.fuzz import instead_of_the_installed
 instead_of_the_installed(sys.argv[1])
 import hypothesis
-hypothesis.settings.register_profile("untimed", deadline=None)  # as in the conftest, which would import torch
-hypothesis.settings.load_profile("untimed")
+# As in the conftest, which would import torch.
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("random")
 import pytest
 options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist"]
 options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported already
@@ -65,8 +65,8 @@ def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> s
 @pytest.mark.timeout(180)
 def test_random_tables(sanitized: tuple[str, dict[str, str]]) -> None:
     library, environment = sanitized
-    print(f"seed {SEED}")
-    done = _run(["-m", "tests.ckpt.native.fuzz", library, str(SEED), str(TABLES)], environment, 170)
+    seed = seed_of("FUZZ_SEED")
+    done = _run(["-m", "tests.ckpt.native.fuzz", library, str(seed), str(TABLES)], environment, 170)
     assert done.returncode == 0, done.stderr[-4000:]
     print(done.stdout)
 

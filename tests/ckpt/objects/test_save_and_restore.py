@@ -16,6 +16,7 @@ from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from tests.support import run_ranks
 from tests.support.object_server import Bucket, S3Server, bucket_of
+from tests.support.seeds import random_bytes
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -246,7 +247,7 @@ def test_a_put_copies_nothing(s3_server: S3Server) -> None:
         options = made.options | {"endpoint_url": f"http://127.0.0.1:{s3_server.port}"}
         store = object_store(made.url, StorageOptions.of(options, 60.0))
         store.put("first", bytes(1 << 20))
-        memory = memoryview(bytearray(os.urandom(64 << 20)))
+        memory = memoryview(bytearray(random_bytes(64 << 20)))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _peak_bytes()
         store.put("large", memory)

@@ -13,12 +13,13 @@ from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename, lock_shared, try_lock_exclusive
 from tests.ckpt.storage.conftest import Mount
 from tests.support import LeakCheck
+from tests.support.seeds import random_bytes
 
 
 def image(size: int) -> memoryview:
     pages = max(1, -(-size // 4096))
     view = memoryview(mmap.mmap(-1, pages * 4096))
-    view[:] = os.urandom(len(view))
+    view[:] = random_bytes(len(view))
     return view
 
 
@@ -61,7 +62,7 @@ def test_file_systems_that_refuse_o_direct_when_opening(mount: Mount) -> None:
 
 def test_file_systems_that_refuse_o_direct_when_writing(tmp_path: Path) -> None:
     misaligned = memoryview(mmap.mmap(-1, 3 * 4096))[1 : 1 + 2 * 4096]
-    misaligned[:] = os.urandom(len(misaligned))
+    misaligned[:] = random_bytes(len(misaligned))
     files.write_pages(str(tmp_path / "c"), misaligned, 5000)
     assert (tmp_path / "c").read_bytes() == misaligned[:5000]
 

@@ -161,6 +161,7 @@ CHANGES: dict[str, Change] = {
     "an inner chunk that does not divide": array(0, inner=[3, 6]),
     "an inner chunk that is none": array(0, inner=None),
     "inner chunks so small that the index of a shard is huge": array(2, shape=[1 << 58], chunk=[1 << 57], inner=[1]),
+    "a chunk that is mostly outside": array(5, chunk=[5]),
     "a rank of 4": array(5, rank=4),
     "a rank of -1": array(5, rank=-1),
     "a rank of true": array(5, rank=True),
@@ -204,16 +205,38 @@ def test_what_is_accepted_is_consistent(data: st.DataObject, changes: int) -> No
         index = parsed(changed)
     except ILL_FORMED:
         return
-    sizes, used = index.files(), set[tuple[str, int]]()
-    for one in index.arrays:
-        for number in one.meta.chunk_indices():
-            place = index.place(one, number)
-            assert place.offset % ALIGNMENT == 0
-            taken = {(place.file, at) for at in range(place.offset, place.offset + place.nbytes)}
-            assert not taken & used
-            used |= taken
-    ends = {name: max(at for file, at in used if file == name) + 1 for name, _ in used}
+    sizes, ends = index.files(), dict[str, int]()
+    all_places = sorted(index.place(one, number) for one in index.arrays for number in one.meta.chunk_indices())
+    for place in all_places:
+        assert place.offset % ALIGNMENT == 0
+        assert place.nbytes > 0
+        assert place.offset >= ends.get(place.file, 0), "two chunks overlap"
+        ends[place.file] = place.offset + place.nbytes
     assert ends == {pack_file(*key): size for key, size in sizes.items()}
+
+
+def many_copies(count: int) -> dict[str, Any]:
+    """An index of some hundred bytes that describes very many chunks."""
+    many = {"path": ["a"], "dtype": "int8", "shape": [count], "chunk": [1], "region": 0, "offset": 0}
+    return {"arrays": [many], "regions": [columns([[0, count, 0]], [[0, count, 0]], [[0, count, 16]])]}
+
+
+def test_an_index_describes_no_more_than_the_files_can_have() -> None:
+    def peak(count: int, stored_bytes: int) -> int:
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match="copies"):
+                PackIndex.from_document(many_copies(count), 1, stored_bytes=lambda: stored_bytes)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    for count in (1 << 20, 1 << 24, 1 << 40, 1 << 62):
+        assert peak(count, 4096) < 1 << 20
+    few = PackIndex.from_document(many_copies(1 << 16), 1, stored_bytes=lambda: 0)
+    assert len(few.regions[0].ranks) == 1 << 16
+    many = PackIndex.from_document(many_copies(1 << 19), 1, stored_bytes=lambda: 16 << 19)
+    assert len(many.regions[0].ranks) == 1 << 19
 
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=20), max_size=8))

@@ -21,6 +21,7 @@ from tests.inprocess.nodes.lab import Lab
 from tests.inprocess.nodes.names import NETNS_FOLDER, remove_stale
 from tests.inprocess.nodes.play import play
 from tests.inprocess.nodes.program import Options
+from tests.support.seeds import random_bytes
 
 _COUNT = "tests.inprocess.nodes.misbehaving:count"
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -142,7 +143,7 @@ def test_delay(network: Endpoints) -> None:
     assert network.arrives(0, 2)
     assert network.arrives(2, 0)
     assert 0.2 <= time.monotonic() - begin < 1.0
-    data = os.urandom(1 << 20)
+    data = random_bytes(1 << 20)
     with network.open(2, socket.SOCK_STREAM) as server, network.open(0, socket.SOCK_STREAM) as client:
         server.listen()
         client.settimeout(20.0)

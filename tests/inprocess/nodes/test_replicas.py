@@ -14,6 +14,7 @@ import pytest
 from tests.inprocess.nodes.job import Job
 from tests.inprocess.nodes.lab import Lab
 from tests.inprocess.nodes.replicas_program import Began, began
+from tests.support.seeds import seed_of
 from tests.support.selection import FULL
 
 MakeLab = Callable[[int], Lab]
@@ -159,9 +160,7 @@ def _training(job: Job, iteration: int, lost: set[int]) -> list[int]:
 @pytest.mark.parametrize("number", range(100 if FULL else 2))
 def test_a_random_schedule_of_faults(make_lab: MakeLab, number: int) -> None:
     """Ranks raise and are killed, and one node loses its power, at any time, also while replicas are sent."""
-    seed = int(os.environ.get("REPLICAS_SEED", random.SystemRandom().randrange(1 << 30)))
-    print(f"REPLICAS_SEED={seed}")
-    chosen = random.Random(seed)
+    chosen = random.Random(seed_of("REPLICAS_SEED", number))
     lab = make_lab(4)
     job = _start(lab, 6, replica_bandwidth=chosen.choice([None, 3e6]), save_every=chosen.choice([None, 7]))
     lost: set[int] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.root import FORMAT_VERSION, CheckpointRoot
 from ckpt.validation import validate
 from tests.ckpt.validation.forgery import array_of, reseal_index, reseal_part, reseal_root
+from tests.support.seeds import random_bytes
 from tools.inspect_ckpt.__main__ import main
 
 READERS: dict[str, Callable[[str], list[str]]] = {
@@ -79,7 +79,7 @@ def with_null(root: Path) -> Path:
 def begun(root: Path) -> PendingSave:
     checkpoints = CheckpointRoot(str(root))
     token = checkpoints.ownership.claim(checkpoints.ownership.newest())
-    pending = PendingSave(checkpoints, SaveId(9, token, secrets.token_hex(8)))
+    pending = PendingSave(checkpoints, SaveId(9, token, "0123456789abcdef"))
     pending.begin(1, "plan")
     checkpoints.ownership.release(token)
     return pending
@@ -129,7 +129,7 @@ def empty_manifest(root: Path) -> Path:
 
 
 def junk_manifest(root: Path) -> Path:
-    return _with_root(root, os.urandom(10_000_000))
+    return _with_root(root, random_bytes(10_000_000))
 
 
 def json_junk_manifest(root: Path) -> Path:
