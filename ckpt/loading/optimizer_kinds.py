@@ -15,7 +15,7 @@ __all__ = ["groups_problem", "other_kind"]
 _SHOWN = 8
 
 
-def other_kind(classes: Collection[str], options: Collection[Any], owner: torch.optim.Optimizer) -> str | None:
+def other_kind(classes: Collection[str], options: Collection[Any], owner: Any) -> str | None:
     """Return how an optimizer differs in kind from the one that was saved; None if it does not.
 
     `classes` are the recorded names of the class that was saved and of its base classes, `options` the names in its
@@ -23,10 +23,11 @@ def other_kind(classes: Collection[str], options: Collection[Any], owner: torch.
     without a record of the class is of another kind if options that the class cannot do without are not in it, and
     others are.
     """
-    own = set(owner.param_groups[0]) - {"params"} if owner.param_groups else set()
+    groups = getattr(owner, "param_groups", ())
+    own = set(groups[0]) - {"params"} if groups else set()
     only_stored = sorted(map(str, set(options) - own - {"params"}))
     names = class_names(owner)
-    if classes:
+    if classes and names:
         stored = next(iter(classes))
         if stored in names or names[0] in classes:
             return None
@@ -61,10 +62,10 @@ def _options(stored: str, only_stored: list[str], own: str, only_own: list[str])
     return f"{stored} has {', '.join(only_stored) or 'no more options'}, {own} {', '.join(only_own) or 'no more'}"
 
 
-def _lacking(options: Collection[Any], owner: torch.optim.Optimizer) -> list[str]:
+def _lacking(options: Collection[Any], owner: Any) -> list[str]:
     """Return the options of the class that are not among `options` and that it does not add when it loads."""
-    lacking = set(owner.defaults) - set(options)
-    if not lacking:
+    lacking = set(getattr(owner, "defaults", ())) - set(options)
+    if not lacking or not isinstance(owner, torch.optim.Optimizer):
         return []
     group: dict[str, Any] = {name: owner.param_groups[0].get(name) for name in options}
     group["params"] = []

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ckpt.values.containers import Container
 
-__all__ = ["class_names", "recorded_class"]
+__all__ = ["class_names", "is_optimizer", "recorded_class"]
 
 
-def class_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def is_optimizer(stateful: Any) -> bool:
+    """Return whether an object is an optimizer, or like one: a wrapper that is no `torch.optim.Optimizer`."""
+    return isinstance(stateful, torch.optim.Optimizer) or isinstance(getattr(stateful, "param_groups", None), list)
+
+
+def class_names(optimizer: Any) -> tuple[str, ...]:
     """Return the name of the class of an optimizer, and those of its base classes below `torch.optim.Optimizer`.
 
-    Of an optimizer that wraps another one as its attribute `optimizer`, as accelerate does, those of the inner one.
+    Of one that wraps another optimizer as its attribute `optimizer`, as accelerate's does, those of the inner one.
+    Empty if it is none of PyTorch's kind.
     """
-    seen = {id(optimizer)}
-    while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer) and id(inner) not in seen:
-        optimizer = inner
+    seen: set[int] = set()
+    while id(optimizer) not in seen:
         seen.add(id(optimizer))
-    # Without the module: a class of the program's own script is in `__main__`, or not, as the program was started.
+        inner = getattr(optimizer, "__dict__", {}).get("optimizer")
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    # Without the module: a class of the program's own script is in `__main__` or not, as the program was started.
     return tuple(
         kind.__name__
         for kind in type(optimizer).__mro__
@@ -26,8 +35,7 @@ def class_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     )
 
 
-def recorded_class(stateful: object, state_dict: object) -> Container | None:
+def recorded_class(stateful: Any, state_dict: object) -> Container | None:
     """Return what a save records of an optimizer whose state dict is a plain dict; None for anything else."""
-    if not isinstance(stateful, torch.optim.Optimizer) or type(state_dict) is not dict:
-        return None
-    return Container("optimizer", fields=class_names(stateful))
+    names = class_names(stateful) if type(state_dict) is dict and is_optimizer(stateful) else ()
+    return Container("optimizer", fields=names) if names else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,18 +74,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def same(a: Any, b: Any) -> bool:
     """Return whether two state dicts are equal in types, dtypes and bits."""
     if isinstance(a, torch.Tensor):
-        return (
-            isinstance(b, torch.Tensor)
-            and (a.dtype, a.shape) == (b.dtype, b.shape)
-            and a.detach().contiguous().reshape(-1).view(torch.uint8).equal(
-                b.detach().contiguous().reshape(-1).view(torch.uint8)
-            )
-        )
+        return isinstance(b, torch.Tensor) and (a.dtype, a.shape, _bits(a)) == (b.dtype, b.shape, _bits(b))
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
+    if isinstance(a, list | tuple | deque):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and bool(a == b or (a != a and b != b))
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copied.copy_(tensor.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _optimizers() -> Iterator[tuple[str, Make]]:
@@ -106,6 +106,8 @@ def _make_of(package: str, name: str, kind: Any) -> Make:
         parameters = inspect.signature(kind.__init__).parameters
         options: dict[str, Any] = {"lr": 0.01} if "lr" in parameters else {}
         trained = list(model.parameters())
+        if name == "WSAM":
+            return kind(model, trained, base_optimizer=torch.optim.AdamW, lr=0.01)
         if "model" in parameters or "named_parameters" in parameters:
             return kind(model.named_parameters() if "named_parameters" in parameters else model, **options)
         made: Any = trained
@@ -128,8 +130,6 @@ def _make_of(package: str, name: str, kind: Any) -> Make:
             options["relative_step"] = False
         if name == "SpectralSphere":
             options["solver_max_iterations"] = 2
-        if name == "WSAM":
-            return kind(model, made, base_optimizer=torch.optim.AdamW, lr=0.01)
         if name == "BSAM":
             options["num_data"] = 5
         if name == "Ranger21":
