@@ -88,7 +88,7 @@ def select(index: CheckpointIndex, form: ExportForm) -> Selection:
     containers = {
         below: container
         for path, container in index.containers.items()
-        if (below := path if not prefix else _below(path, prefix)) is not None
+        if container.kind != "optimizer" and (below := path if not prefix else _below(path, prefix)) is not None
     }
     ranked = [leaf.label for leaf in (*tensors, *values) if leaf.rank is not None]
     return Selection(new_tensors, new_values, containers, [leaf.label for leaf in tied], ranked, changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,13 +79,11 @@ def match_state(
     flat: FlatState,
     rank: int,
     ignored: Collection[Path] = (),
-    unit: Callable[[Path], Hashable | None] = lambda path: None,
     options: RestoreOptions = _DEFAULT,
 ) -> Match:
     """Compare names, shapes, dtypes and types. Changes nothing.
 
-    Paths in or below `ignored`, and those that `options` do not select, are skipped. Leaves with the same `unit`, if it
-    is not None, are restored together or not at all.
+    Paths in or below `ignored`, and those that `options` do not select, are skipped.
     """
     match = Match()
 
@@ -118,7 +116,6 @@ def match_state(
         if container.kind == "tensor" and not skipped(path):
             stored = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
             _match_subclass(match, index, path, container, stored)
-    _leave_out(match, {unit(problem.path) for problem in match.problems} - {None}, unit)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
     match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
     match.known = bytes(path in known or skipped(path) for path in match.names)
@@ -266,12 +263,3 @@ def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLe
 def _form(encoded: Any) -> str:
     """Return a form that differs even for values that compare equal, such as 1 and True."""
     return json.dumps(encoded, sort_keys=True)
-
-
-def _leave_out(match: Match, spoiled: set[Hashable], unit: Callable[[Path], Hashable | None]) -> None:
-    if not spoiled:
-        return
-    match.left_out += [path for path, _, _ in match.reads if unit(path) in spoiled]
-    match.left_out += [assignment.path for assignment in match.assignments if unit(assignment.path) in spoiled]
-    match.reads = [read for read in match.reads if unit(read[0]) not in spoiled]
-    match.assignments = [item for item in match.assignments if unit(item.path) not in spoiled]

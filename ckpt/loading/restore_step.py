@@ -268,13 +268,12 @@ class _Attempt:
 
     def match(self, state: Any) -> bytes:
         """Flatten the state and pair every leaf with what is stored; return what the other ranks need, to `compare`."""
-        optimizers = Optimizers(self.index, self._ranks.rank, self._options.resize)
+        optimizers = Optimizers(self.index, self._ranks.rank, state, self._options)
         flat = flatten(state, expand=optimizers.expand, reaches=self._options.reaches)
         self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
-        self._match = match_state(
-            self.index, flat, self._ranks.rank, optimizers.ignored, optimizers.unit, self._options
-        )
-        self._match.problems += [each for each in optimizers.problems if self._options.selects(each.path)]
+        self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, self._options)
+        self._match.problems += optimizers.problems
+        self._match.left_out += optimizers.left_out
         if self._options.only is not None:
             self._check_selection(state, flat, self._options.only)
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]

@@ -25,6 +25,7 @@ from ckpt.errors import CheckpointError, StateError
 from ckpt.paths import Path, display
 from ckpt.planning.data_loaders import is_data_loader, loadable, storable
 from ckpt.planning.description import StateDescription
+from ckpt.planning.optimizer_classes import recorded_class
 from ckpt.planning.tensor_leaves import TensorLeaf, TensorLeaves
 from ckpt.planning.tensors import MetaTensorError, shares_elements, tensor_over
 from ckpt.values.codec import UnencodableError, encode_value
@@ -292,6 +293,9 @@ class _Walk:
         before = _state_dict_of(path, stateful)
         state_dict = before if self._expand is None else self._expand(path, stateful, before, per_rank)
         owner = Owner(path, stateful, before, state_dict)
+        recorded = recorded_class(stateful, state_dict)
+        if recorded is not None:
+            self._flat.containers[path] = recorded, per_rank
         try:
             self.visit(path, state_dict, per_rank, partial(setattr, owner, "state_dict"))
         except MetaTensorError as error:

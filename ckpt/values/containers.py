@@ -26,7 +26,7 @@ _MAX_KEYS = 101  # of a path
 _MAX_DIMENSIONS = 64  # of a tensor
 _OUTER_SHAPE = Unregistered("ckpt.OuterShape", None)  # in a context, for the shape of the tensor itself
 
-Kind = Literal["list", "tuple", "namedtuple", "deque", "Namespace", "OrderedDict", "Counter", "tensor"]
+Kind = Literal["list", "tuple", "namedtuple", "deque", "Namespace", "OrderedDict", "Counter", "tensor", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Container:
     `type` and `fields` are the name of the class of a named tuple, and those of its fields; `maxlen` is that of a
     deque. A "tensor" is a tensor subclass stored by its parts (`ckpt.values.tensor_subclasses`): `fields` are their
     names, `shape` is the global shape, and `context` the JSON text of what `__tensor_unflatten__` needs besides; it is
-    empty if that cannot be stored.
+    empty if that cannot be stored. An "optimizer" is a plain dict, the state dict of an optimizer; `fields` are the
+    names of its class and of the base classes of that.
     """
 
     kind: Kind
@@ -84,6 +85,8 @@ class Container:
         document: dict[str, Any] = {"kind": self.kind}
         if self.kind in ("namedtuple", "tensor"):
             document |= {"type": self.type, "fields": list(self.fields)}
+        if self.kind == "optimizer":
+            document["fields"] = list(self.fields)
         if self.kind == "tensor":
             document["shape"] = list(self.shape)
         if self.context:
@@ -122,6 +125,8 @@ class Container:
         as a dict of its fields by name. ValueError if these cannot be its items.
         """
         match self.kind:
+            case "optimizer":
+                return dict(items)
             case "Namespace":
                 namespace = Namespace()
                 vars(namespace).update({_attribute(key): item for key, item in items.items()})

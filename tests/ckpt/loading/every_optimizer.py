@@ -1,0 +1,143 @@
+"""Every optimizer of torch.optim and of the packages that are installed, and one training loop for all of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["OPTIMIZERS", "Make", "model_of", "same", "train"]
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+"""Makes the optimizer of a model."""
+
+_PACKAGES = (
+    "torch.optim",
+    "pytorch_optimizer",
+    "schedulefree",
+    "prodigyopt",
+    "prodigyplus",
+    "dadaptation",
+    "lion_pytorch",
+    "madgrad",
+    "optimi",
+    "came_pytorch",
+    "galore_torch",
+    "adam_mini",
+    "bitsandbytes.optim",
+)
+_NOT_ONE_PROCESS = {"DeMo", "DistributedMuon"}
+_FUSED_WITH_BACKWARD = {"LOMO", "AdaLOMO"}
+_SPARSE = {"SparseAdam"}
+_CUDA = {"GaLoreAdamW8bit"}
+_BROKEN = {"PytorchLARS", "AdEMAMix32bit", "PagedAdEMAMix32bit", "GSAM"}  # they cannot step a small model on a CPU
+_ABSTRACT = {"Optimizer", "BaseOptimizer", "CoreOptimiser", "OptimiOptimizer", "Optimizer2State", "Optimizer1State"}
+_BY_USE = {"AdaGO", "Muon", "MuonClip", "NorMuon", "AdaMuon"}  # of pytorch_optimizer: a flag in each group
+_WRAPPERS = {"Lookahead", "TRAC", "OrthoGrad", "ScheduleFreeWrapper"}
+_SAMS = {"SAM", "LookSAM", "FriendlySAM"}
+_SECOND_ORDER = ("AdaHessian", "SophiaH")
+
+
+def model_of(seed: int) -> nn.Module:
+    """Return a model with matrices, vectors, and a parameter that is frozen."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Train with inputs and random numbers that depend on the number of the step alone."""
+    second_order = type(optimizer).__name__ in _SECOND_ORDER
+    for step in steps:
+        torch.manual_seed(step)
+        x = torch.randn(5, 9)
+
+        @torch.enable_grad()
+        def closure(x: torch.Tensor = x) -> Any:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward(create_graph=second_order)
+            return loss.detach()
+
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        closure()
+        optimizer.step(closure)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two state dicts are equal in types, dtypes and bits."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and (a.dtype, a.shape, _bits(a)) == (b.dtype, b.shape, _bits(b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copied.copy_(tensor.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _optimizers() -> Iterator[tuple[str, Make]]:
+    for package in _PACKAGES:
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            continue
+        for name in dir(module):
+            kind = getattr(module, name)
+            is_one = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+            if not is_one or name in _ABSTRACT | _NOT_ONE_PROCESS | _FUSED_WITH_BACKWARD | _SPARSE | _CUDA | _BROKEN:
+                continue
+            yield f"{package}.{name}", _make_of(package, name, kind)
+
+
+def _make_of(package: str, name: str, kind: Any) -> Make:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        parameters = inspect.signature(kind.__init__).parameters
+        options: dict[str, Any] = {"lr": 0.01} if "lr" in parameters else {}
+        trained = list(model.parameters())
+        if name == "WSAM":
+            return kind(model, trained, base_optimizer=torch.optim.AdamW, lr=0.01)
+        if "model" in parameters or "named_parameters" in parameters:
+            return kind(model.named_parameters() if "named_parameters" in parameters else model, **options)
+        made: Any = trained
+        if package == "pytorch_optimizer" and name in _BY_USE:
+            matrices = [parameter for parameter in trained if parameter.dim() > 1]
+            others = [parameter for parameter in trained if parameter.dim() <= 1]
+            made = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+        elif name in ("Muon", "SpectralSphere"):
+            made = [parameter for parameter in trained if parameter.dim() > 1]
+        elif name == "LBFGS":
+            options["max_iter"] = 3
+            made = [parameter for parameter in trained if parameter.requires_grad]
+        if name in _WRAPPERS or name in ("ScheduleFreeWrapperReference", "SafeFP16Optimizer", "PCGrad"):
+            return kind(torch.optim.SGD(trained, lr=0.01, momentum=0.9))
+        if name in _SAMS:
+            return kind(made, base_optimizer=torch.optim.AdamW, lr=0.01)
+        if "momentum" in parameters and package == "bitsandbytes.optim":
+            options["momentum"] = 0.9
+        if name == "GaLoreAdafactor":
+            options["relative_step"] = False
+        if name == "SpectralSphere":
+            options["solver_max_iterations"] = 2
+        if name == "BSAM":
+            options["num_data"] = 5
+        if name == "Ranger21":
+            options["num_iterations"] = 20
+        return kind(made, **options)
+
+    return make
+
+
+OPTIMIZERS: dict[str, Make] = dict(_optimizers())
+"""By package and class."""
