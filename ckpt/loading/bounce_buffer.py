@@ -18,7 +18,7 @@ from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored, torch_dtype, torch_dtype_name
 
-__all__ = ["BouncedRead", "as_numpy", "read_bounced"]
+__all__ = ["BouncedRead", "as_numpy", "overwrite", "read_bounced"]
 
 _HALF_BYTES = 32 << 20
 _ALIGNMENT = 64
@@ -97,7 +97,7 @@ class _Half:
             ]
         )
         for request, part in zip(group, parts, strict=True):
-            request.target.copy_(part, non_blocking=request.target.is_cuda)
+            overwrite(request.target, part, non_blocking=request.target.is_cuda)
         for device in {request.target.device for request in group if request.target.is_cuda}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -108,6 +108,12 @@ class _Half:
         while self._copied:
             self._copied[-1].synchronize()
             self._copied.pop()
+
+
+def overwrite(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy the elements of a tensor to another one, also to one that was made in inference mode."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(source, non_blocking=non_blocking)
 
 
 def _batches(parts: Iterable[BouncedRead], nbytes: int) -> Iterator[list[BouncedRead]]:

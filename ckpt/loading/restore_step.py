@@ -31,6 +31,7 @@ from ckpt.loading.index import CheckpointIndex
 from ckpt.loading.match import Match, Read, known_names, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
+from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.state_update import StateUpdate
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
@@ -277,6 +278,7 @@ class _Attempt:
         if self._options.only is not None:
             self._check_selection(state, flat, self._options.only)
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
+        check_inference_tensors(owners)
         update = self._update = StateUpdate(self._match, owners)
         flags = _FLAGS.pack(bool(self._match.problems), update.tries, update.finishes)
         return flags + known_names(self._match, str(self.index.summary["save"]))

@@ -5,8 +5,8 @@
     finish: all objects load, in the order of the state
 
 An object's own `load_state_dict` may raise. So objects that may refuse are tried before the large tensors, of which
-there is no second copy, are overwritten. Modules and optimizers that do not override PyTorch's code for loading cannot
-refuse: names and shapes fit by then. Runs in the trainer.
+there is no second copy, are overwritten. Modules and optimizers that load by PyTorch's code alone cannot refuse: names
+and shapes fit by then (`own_loading`). Runs in the trainer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ckpt.errors import StateError
+from ckpt.loading.bounce_buffer import overwrite
 from ckpt.loading.match import Assignment, Match, Read, is_below
 from ckpt.loading.optimizers import keep_dtypes
+from ckpt.loading.own_loading import may_refuse
 from ckpt.paths import display
-from ckpt.planning.data_loaders import is_data_loader
 from ckpt.planning.state_dict import Owner, RngState
 
 __all__ = ["StateUpdate"]
@@ -38,7 +39,7 @@ class StateUpdate:
     def __init__(self, match: Match, owners: list[Owner]) -> None:
         self._match = match
         self._owners = sorted(owners, key=lambda owner: isinstance(owner.stateful, RngState))
-        self._may_refuse = [owner for owner in self._owners if _may_refuse(owner.stateful)]
+        self._may_refuse = [owner for owner in self._owners if may_refuse(owner.stateful)]
         below = {owner.path for owner in self._may_refuse}
         reads = [read for read in match.reads if is_below(read[0], below)]
         self._early = reads if sum(_nbytes(read) for read in reads) <= _KEPT_BYTES else []
@@ -75,9 +76,8 @@ class StateUpdate:
 
     def roll_back(self) -> list[str]:
         """Undo the trial, and return messages about what could not be undone."""
-        with torch.no_grad():
-            for (_, _, leaf), kept in self._kept:
-                leaf.local.copy_(kept)
+        for (_, _, leaf), kept in self._kept:
+            overwrite(leaf.local, kept)
         _written([early for early, _ in self._kept])
         failed = []
         for assignment in reversed(self._assigned):
@@ -126,38 +126,6 @@ def _assign(assignment: Assignment, value: Any) -> None:
         raise StateError(
             f"{display(assignment.path)}: the container does not accept {value!r:.100}: {error!r}"
         ) from error
-
-
-def _may_refuse(stateful: Any) -> bool:
-    """Return whether `load_state_dict` of an object runs code other than PyTorch's own."""
-    if isinstance(stateful, torch.nn.Module):
-        return not all(map(_is_plain_module, stateful.modules()))
-    if isinstance(stateful, torch.optim.Optimizer):
-        return not _is_plain_optimizer(stateful)
-    return not isinstance(stateful, RngState) and not is_data_loader(type(stateful))
-
-
-def _is_plain_module(module: torch.nn.Module) -> bool:
-    kind, plain = type(module), torch.nn.Module
-    return (
-        kind.load_state_dict is plain.load_state_dict
-        and kind.set_extra_state is plain.set_extra_state
-        and (kind._load_from_state_dict is plain._load_from_state_dict or kind.__module__.startswith("torch.nn."))
-        and not module._load_state_dict_pre_hooks
-        and not module._load_state_dict_post_hooks
-        and "load_state_dict" not in vars(module)
-    )
-
-
-def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    kind, plain = type(optimizer), torch.optim.Optimizer
-    return (
-        kind.load_state_dict is plain.load_state_dict
-        and (kind.__setstate__ is plain.__setstate__ or kind.__module__.startswith("torch.optim."))
-        and not optimizer._optimizer_load_state_dict_pre_hooks
-        and not optimizer._optimizer_load_state_dict_post_hooks
-        and "load_state_dict" not in vars(optimizer)
-    )
 
 
 def _copied(node: Any) -> Any:

@@ -27,7 +27,7 @@ from ckpt.planning.data_loaders import is_data_loader, loadable, storable
 from ckpt.planning.description import StateDescription
 from ckpt.planning.optimizer_classes import recorded_class
 from ckpt.planning.tensor_leaves import TensorLeaf, TensorLeaves
-from ckpt.planning.tensors import MetaTensorError, shares_elements, tensor_over
+from ckpt.planning.tensors import MetaTensorError, check_initialized, shares_elements, tensor_over
 from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.containers import Container
 from ckpt.values.registry import encoder_of, form_of
@@ -290,6 +290,9 @@ class _Walk:
         self._flat.owners.append(owner)
 
     def _stateful(self, path: Path, stateful: Any, per_rank: bool) -> None:
+        if isinstance(stateful, torch.optim.Optimizer) and self._expand is not None:
+            for number, parameter in enumerate(_parameters(stateful)):
+                check_initialized((*path, "state", number), parameter)
         before = _state_dict_of(path, stateful)
         state_dict = before if self._expand is None else self._expand(path, stateful, before, per_rank)
         owner = Owner(path, stateful, before, state_dict)
@@ -323,6 +326,10 @@ class _Walk:
             leaf = self._flat.tensors[path]
             leaf.after = lambda: np.copyto(array, contiguous)
             leaf.writeable = array.flags.writeable and not shares_elements(array.shape, array.strides)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in getattr(optimizer, "param_groups", ()))
 
 
 def _how_to_allocate(path: Path, stateful: Any, error: MetaTensorError) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ckpt.paths import Path
+from ckpt.errors import CheckpointError, StateError
+from ckpt.paths import Path, display
 from ckpt.planning.boxes import Sharding
 from ckpt.planning.description import TensorSpec
 from ckpt.planning.subclasses import is_storable_subclass, parts_of
@@ -25,6 +26,7 @@ from ckpt.planning.tensors import (
     DTensors,
     Known,
     LocalBox,
+    check_initialized,
     check_storable,
     local_tensor,
     shares_elements,
@@ -33,6 +35,7 @@ from ckpt.planning.tensors import (
     without_graph,
 )
 from ckpt.values.containers import Container
+from ckpt.values.registry import name_of
 
 __all__ = ["TensorLeaf", "TensorLeaves"]
 
@@ -77,9 +80,22 @@ class TensorLeaves:
         self._kinds = Known(partial(_kind_of, self._dtensors))
 
     def add(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
-        """Add a tensor. StateError if it cannot be stored."""
+        """Add a tensor. StateError, naming the path, if it cannot be stored."""
+        try:
+            self._add(path, tensor, per_rank)
+        except CheckpointError:
+            raise
+        except Exception as error:  # some kinds of tensors have no shape, no address, or no detach()
+            raise StateError(
+                f"{display(path)}: this {name_of(type(tensor))} cannot be stored: {error}; save a plain tensor"
+            ) from error
+
+    def _add(self, path: Path, tensor: torch.Tensor, per_rank: bool) -> None:
         # Looking up a missing attribute takes a microsecond.
-        sharding = None if type(tensor) in PLAIN_TENSORS else self._dtensors.sharding(path, tensor)
+        sharding = None
+        if type(tensor) not in PLAIN_TENSORS:
+            check_initialized(path, tensor)
+            sharding = self._dtensors.sharding(path, tensor)
         local = without_graph(tensor) if sharding is None else local_tensor(tensor)
         if not per_rank and self._add_common(path, local, () if sharding is None else (tensor.shape, sharding)):
             return

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
@@ -22,6 +23,7 @@ __all__ = [
     "Known",
     "LocalBox",
     "MetaTensorError",
+    "check_initialized",
     "check_storable",
     "local_tensor",
     "shares_elements",
@@ -159,6 +161,15 @@ def shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
 
 
+def check_initialized(path: Path, tensor: torch.Tensor) -> None:
+    """Raise StateError for a parameter or a buffer of a lazy module that has no shape yet."""
+    if is_lazy(tensor):
+        raise StateError(
+            f"{display(path)}: this {type(tensor).__name__} of a lazy module has no shape yet; call the module with a "
+            f"batch, which initializes it, before a save or a restore"
+        )
+
+
 def check_storable(path: Path, tensor: torch.Tensor) -> None:
     """Raise StateError for a tensor that cannot be stored."""
     if tensor.is_meta:
@@ -176,6 +187,8 @@ def check_storable(path: Path, tensor: torch.Tensor) -> None:
             f"is a {name_of(type(tensor))}; of tensor subclasses DTensor, some of torchao and those given to "
             f"ckpt.register_tensor_subclass can be stored"
         )
+    elif tensor.numel() and not tensor.data_ptr():
+        problem = "has no memory: its storage was freed; save it while it has its elements"
     if problem:
         raise StateError(f"{display(path)}: this tensor {problem}")
 

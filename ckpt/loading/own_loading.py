@@ -1,0 +1,103 @@
+"""Which objects load by code of their own, and which by PyTorch's alone.
+
+PyTorch's code cannot refuse a state dict whose names and shapes fit; any other code may raise, in the middle of its
+work, so it is tried before anything that cannot be undone (`ckpt.loading.state_update`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ckpt.errors import StateError
+from ckpt.paths import display
+from ckpt.planning.data_loaders import is_data_loader
+from ckpt.planning.state_dict import Owner, RngState
+from ckpt.planning.tensors import PLAIN_TENSORS
+
+__all__ = ["check_inference_tensors", "may_refuse"]
+
+_MODULE_METHODS = (
+    "load_state_dict",
+    "_load_from_state_dict",
+    "set_extra_state",
+    # What these return or change may be more or less than PyTorch's load_state_dict accepts.
+    "state_dict",
+    "_save_to_state_dict",
+    "get_extra_state",
+)
+_MODULE_HOOKS = (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+)
+_OPTIMIZER_METHODS = ("load_state_dict", "__setstate__", "state_dict")
+_OPTIMIZER_HOOKS = (
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+)
+_SHOWN = 8
+
+
+def may_refuse(stateful: Any) -> bool:
+    """Return whether `load_state_dict` of an object may raise although names and shapes fit."""
+    if isinstance(stateful, torch.nn.Module):
+        # With this setting, load_state_dict exchanges parameters, which fails for those that are referenced elsewhere.
+        if torch.__future__.get_swap_module_params_on_conversion():
+            return True
+        return not all(map(_is_plain_module, stateful.modules()))
+    if isinstance(stateful, torch.optim.Optimizer):
+        return not _is_plain(stateful, torch.optim.Optimizer, "torch.optim.", _OPTIMIZER_METHODS, _OPTIMIZER_HOOKS)
+    return not isinstance(stateful, RngState) and not is_data_loader(type(stateful))
+
+
+def check_inference_tensors(owners: Iterable[Owner]) -> None:
+    """Raise StateError if PyTorch's `load_state_dict` of a module would write to inference tensors, and cannot."""
+    if torch.is_inference_mode_enabled():
+        return
+    for owner in owners:
+        if not isinstance(owner.stateful, torch.nn.Module) or not isinstance(owner.before, dict):
+            continue
+        found = [key for key, item in owner.before.items() if _is_inference(item)]
+        if found and not may_refuse(owner.stateful):
+            names = [display((*owner.path, key)) for key in found]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise StateError(
+                f"{', '.join(names[:_SHOWN])}{more}: made in torch.inference_mode(); outside of it PyTorch does not "
+                f"change such tensors. Nothing was restored; replace them in the module by their clone(), or restore "
+                f"in torch.inference_mode()"
+            )
+
+
+def _is_inference(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and bool(getattr(item, "_local_tensor", item).is_inference())
+
+
+def _is_plain_module(module: torch.nn.Module) -> bool:
+    return _is_plain(module, torch.nn.Module, "torch.nn.", _MODULE_METHODS, _MODULE_HOOKS) and all(
+        type(getattr(tensor, "_local_tensor", tensor)) in PLAIN_TENSORS for tensor in _tensors(module)
+    )
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in chain(module._parameters.values(), module._buffers.values()) if tensor is not None)
+
+
+def _is_plain(thing: Any, plain: type[Any], package: str, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
+    """Return whether the methods of an object are those of PyTorch, and it has no hooks."""
+    kind, own = type(thing), vars(thing)
+    return not any(own.get(hook) for hook in hooks) and all(
+        name not in own and (getattr(kind, name) is getattr(plain, name) or _defined_in(kind, name, package))
+        for name in methods
+    )
+
+
+def _defined_in(kind: type[Any], name: str, package: str) -> bool:
+    """Return whether a class inherits a method from one of a package."""
+    return next(base.__module__.startswith(package) for base in kind.__mro__ if name in vars(base))

@@ -1,0 +1,231 @@
+"""Objects whose loading code raises or is their own: nothing is half overwritten, and they load what the step has."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import AsyncCallsQueue, Checkpointer, CheckpointError, StateError, register_tensor_subclass
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[AsyncCallsQueue]:
+    with AsyncCallsQueue() as queue:
+        yield queue
+
+
+# -- what cannot be stored, or cannot be loaded ------------------------------------------------------------------------
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+_ODD: dict[str, Callable[[], Any]] = {
+    "parameter without a shape": nn.UninitializedParameter,
+    "buffer without a shape": nn.UninitializedBuffer,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "mkldnn": lambda: torch.ones(4, 4).to_mkldnn(),
+    "freed": _freed,
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", _ODD)
+@pytest.mark.parametrize("count", [1, 9], ids=["alone", "among many"])
+def test_a_tensor_of_an_unusual_kind_is_refused_by_its_name(
+    queue: AsyncCallsQueue, tmp_path: Path, kind: str, count: int
+) -> None:
+    odd = _ODD[kind]()
+    state = {"other": torch.zeros(2), "m": {f"t{number}": odd for number in range(count)}}
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        with pytest.raises(StateError, match=r"^m/t0: "):
+            checkpointer.save(state, 1)
+        checkpointer.save({"other": torch.ones(2), "m": {f"t{number}": torch.ones(3) for number in range(count)}}, 2)
+        with pytest.raises(StateError, match=r"^m/t0: "):
+            checkpointer.restore(state)
+    assert not state["other"].any()
+
+
+def test_a_lazy_module_says_how_to_initialize_it(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+
+    trained, fresh = build(), build()
+    trained(torch.ones(2, 4))
+    other = torch.zeros(2)
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"other": torch.ones(2), "m": trained}, 1)
+        for call in (
+            lambda: checkpointer.save({"m": fresh}, 2),
+            lambda: checkpointer.restore({"other": other, "m": fresh}),
+        ):
+            with pytest.raises(StateError, match=r"m/0\.weight: .* lazy module .* call the module with a batch"):
+                call()
+        assert not other.any()
+        fresh(torch.zeros(2, 4))
+        assert checkpointer.restore({"other": other, "m": fresh}) == 1
+    assert torch.equal(fresh[0].weight, trained[0].weight)
+
+
+def test_an_optimizer_of_a_lazy_module(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"o": optimizer}, 1)
+        with pytest.raises(StateError, match=r"o/state/0: .* lazy module"):
+            checkpointer.restore({"o": torch.optim.Adam(nn.LazyLinear(3).parameters())})
+
+
+class _Partial(nn.Linear):
+    """A module whose state dict lacks what its `load_state_dict` needs."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        result = super().state_dict(*args, **options)
+        del result["bias"]
+        return result
+
+
+class _OnlyGets(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+
+class _NotCopied(torch.Tensor):
+    """A tensor subclass that can be stored, but not be copied to."""
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor) -> _NotCopied:
+        made: _NotCopied = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+        return made
+
+    def __init__(self, wrapped: torch.Tensor) -> None:
+        self.wrapped = wrapped
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["wrapped"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: Any, size: Any, stride: Any) -> _NotCopied:
+        return _NotCopied(parts["wrapped"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, options: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return _NotCopied(args[0].wrapped)
+        raise NotImplementedError(str(function))
+
+
+def _fixed(fill: float) -> nn.Module:
+    register_tensor_subclass(_NotCopied, {"wrapped": "shape"})
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(_NotCopied(torch.full((2, 2), fill)), requires_grad=False)
+    return module
+
+
+def _hooked(fill: float) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(
+        lambda module, found, prefix, _: found.update({prefix + "more": torch.ones(1)})
+    )
+    return module
+
+
+def _patched(fill: float) -> nn.Module:
+    module = nn.Linear(2, 2)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("not today")
+
+    module._load_from_state_dict = refuse
+    return module
+
+
+def _of_inference(fill: float) -> nn.Module:
+    module = nn.BatchNorm1d(2)
+    with torch.inference_mode():
+        module.running_mean = torch.full((2,), fill)
+    return module
+
+
+def _hooked_optimizer(fill: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([torch.full((2,), fill)], fill)
+
+    def change(optimizer: Any, found: dict[str, Any]) -> dict[str, Any]:
+        return {**found, "param_groups": found["param_groups"] * 2}
+
+    optimizer.register_state_dict_post_hook(change)
+    return optimizer
+
+
+_REFUSING: dict[str, tuple[Callable[[float], Any], str]] = {
+    "state_dict lacks a name": (lambda fill: _Partial(2, 2), r'm: _Partial.*Missing key\(s\).*"bias"'),
+    "extra state without a setter": (lambda fill: _OnlyGets(2, 2), "m: _OnlyGets.*_extra_state"),
+    "a tensor subclass": (_fixed, "m: Linear.*weight"),
+    "a hook adds a name": (_hooked, "m: Linear.*more"),
+    "a method of the instance": (_patched, "m: Linear.*not today"),
+    "inference tensors": (_of_inference, r"m/running_mean: .*inference_mode\(\)"),
+    "hook of an optimizer": (_hooked_optimizer, "m: SGD.*parameter groups"),
+}
+
+
+def _bits(state: Any) -> str:
+    return str({key: getattr(item, "wrapped", item) for key, item in state.state_dict().items()})
+
+
+@pytest.mark.parametrize("case", _REFUSING)
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_object_that_refuses_is_found_before_anything_is_overwritten(
+    queue: AsyncCallsQueue, tmp_path: Path, case: str, strict: bool
+) -> None:
+    build, message = _REFUSING[case]
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"first": nn.Linear(3, 3), "m": build(1.0), "n": 1}, 1)
+        state = {"first": nn.Linear(3, 3), "m": build(2.0), "n": 2}
+        before = _bits(state["first"]), _bits(state["m"]), state["n"]
+        with pytest.raises(CheckpointError, match=f"(?s){message}"):
+            checkpointer.restore(state, strict=strict)
+        assert (_bits(state["first"]), _bits(state["m"]), state["n"]) == before
+
+
+def test_parameters_that_are_exchanged_when_they_are_loaded(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"m": module}, 1)
+        module = nn.Linear(2, 2)
+        before = _bits(module)
+        reference = weakref.ref(module.weight)  # tensors with weak references cannot be exchanged
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with pytest.raises(StateError, match="m: Linear"):
+                checkpointer.restore({"m": module})
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    assert _bits(module) == before
+    assert reference() is module.weight
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_inference_tensors_outside_of_modules_are_filled(queue: AsyncCallsQueue, tmp_path: Path, cast: bool) -> None:
+    with torch.inference_mode():
+        average = torch.zeros(3, dtype=torch.float64 if cast else torch.float32)
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"average": torch.ones(3), "m": _of_inference(3.0)}, 1)
+        module = _of_inference(2.0)
+        checkpointer.restore({"average": average}, only="average", cast=cast)
+        with torch.inference_mode():
+            checkpointer.restore({"average": average, "m": module}, cast=cast)
+    assert average.eq(1).all()
+    assert module.running_mean.eq(3).all()
