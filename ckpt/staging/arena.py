@@ -81,8 +81,8 @@ class Slot:
         """
         if deadline is not None and not wait([self._ready], deadline.left_s).done:
             raise CheckpointTimeoutError(
-                f"the memory of a staging slot, {self.region.size} bytes, was not ready after {deadline.timeout_s:g} s: "
-                "the system is short of memory or very busy; the next save goes on waiting for it"
+                f"the memory of a staging slot, {self.region.size} bytes, was not ready after {deadline.timeout_s:g} "
+                "s: the system is short of memory or very busy; the next save goes on waiting for it"
             )
         self._ready.result()
 
@@ -157,8 +157,8 @@ class Arena:
     def acquire(self, step: int, wait: Callable[[], None], deadline: Deadline | None = None) -> Slot:
         """Return a free slot, for `step` to be staged. While there is none, call `wait`, which may free one or raise.
 
-        CheckpointTimeoutError if its memory is not ready at the deadline. Raises OSError when the system has not enough memory; all slots but those that are held are closed then, and
-        the arena is to be resized again.
+        CheckpointTimeoutError if its memory is not ready at the deadline. OSError when the system has not enough
+        memory; all slots but those that are held are closed then, and the arena is to be resized again.
         """
         while True:
             self._close_outgrown()

@@ -39,7 +39,7 @@ class Deadline:
         return Deadline(max(0.0, self.left_s - reserve_s))
 
     def poll_ms(self, most_s: float = math.inf) -> int:
-        """Return the time that is left, at most `most_s`, as a timeout of `select.poll`: rounded up, and not endless."""
+        """Return the time that is left, at most `most_s`, as a timeout of `select.poll`: rounded up, and finite."""
         return math.ceil(1000 * min(self.left_s, max(0.0, most_s), _LONGEST_POLL_S))
 
 
