@@ -43,6 +43,7 @@ from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import local_path
 from ckpt.storage.roots import open_root
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import Origin
 from inprocess.ipc.restart_index import current_restart_index
 from inprocess.ipc.threads import finishes_within
 
@@ -85,7 +86,8 @@ class Checkpointer:
     """Saves the state of a training job without stopping it, and restores it on any number of ranks.
 
     Every rank makes one, with the same arguments, and calls the same methods in the same order. All methods are for the
-    thread that trains, unless they say otherwise. In the training loop::
+    thread that trains, unless they say otherwise; in a fork of the process they raise CheckpointError, and leaving it
+    there has no effect. In the training loop::
 
         checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
         checkpointer.maybe_finalize()            # each iteration
@@ -243,6 +245,7 @@ class Checkpointer:
         self._restores_later = False
         self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
         self._closed = False
+        self._origin = Origin()
 
     @property
     def root(self) -> str:
@@ -659,9 +662,9 @@ class Checkpointer:
         Takes at most `timeout` in all, whatever writers and storage do. CheckpointTimeoutError names the steps that
         were not finalized in time: their writers are killed, and the saves abandoned unless all ranks had completed
         them. (A `queue` from outside keeps them.) Exports are killed then, and copies to the mirror left to a later
-        job. Idempotent.
+        job. Idempotent. Without effect in a fork of the process that made this.
         """
-        if self._closed:
+        if self._closed or not self._origin.is_here:
             return
         self._closed = True
         ending = Deadline(self._timeout_s)
@@ -711,7 +714,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; after an exception, without waiting: the writers finish what was scheduled by themselves."""
-        if error is None:
+        if error is None or not self._origin.is_here:
             self.close()
             return
         self._closed = True
@@ -727,6 +730,11 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed")
+        if not self._origin.is_here:
+            raise CheckpointError(
+                f"this Checkpointer belongs to process {self._origin.pid}; process {os.getpid()} is a fork of it, such "
+                "as a data loader worker, and can neither save nor restore with it"
+            )
 
     def _check_writable(self) -> None:
         self._check_open()

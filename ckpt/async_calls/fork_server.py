@@ -24,16 +24,15 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.messages import CODEC, Exited, MessageChannel, Spawn, Spawned
 from ckpt.async_calls.writer_main import run_writer
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import Origin, in_forked_children
 
-__all__ = ["ForkServer", "main", "release_in_forked_children"]
+__all__ = ["ForkServer", "main"]
 
 # The trainer's import path comes before any module of this package is imported; -P keeps the current directory from
 # shadowing the standard library until then.
@@ -49,24 +48,6 @@ _PREIMPORT = ("numpy", "cloudpickle", "psutil")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class _Releasable(Protocol):
-    def release(self) -> None: ...
-
-
-def release_in_forked_children(owner: _Releasable) -> None:
-    """Close the sockets of `owner` in every process that is forked from the trainer, such as data loader workers.
-
-    As long as any process holds one, no writer can see that the trainer died.
-    """
-    reference = weakref.ref(owner)
-
-    def after_fork() -> None:
-        if (alive := reference()) is not None:
-            alive.release()
-
-    os.register_at_fork(after_in_child=after_fork)
-
-
 class ForkServer:
     """The trainer's end: starts the server when it is first needed, and again if it died.
 
@@ -76,14 +57,14 @@ class ForkServer:
 
     def __init__(self, config: WriterConfig) -> None:
         self._config = config
-        self._owner_pid = os.getpid()
+        self._origin = Origin()
         self._control: MessageChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_up = False  # whether it has sent anything
         self._next_writer_id = 0
         self._spawned: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_spawned`
         self._exits: dict[int, str] = {}
-        release_in_forked_children(self)
+        in_forked_children(self.release)
 
     @property
     def control(self) -> MessageChannel | None:
@@ -172,7 +153,7 @@ class ForkServer:
         for _, pidfd in self._spawned.values():
             os.close(pidfd)
         self._spawned.clear()
-        if process is not None and process.poll() is None and os.getpid() == self._owner_pid:
+        if process is not None and self._origin.is_here and process.poll() is None:
             try:  # so that it does not stay a zombie
                 threading.Thread(target=process.wait, name="ckpt-reap-server", daemon=True).start()
             except RuntimeError:  # the interpreter is shutting down, and init will reap it

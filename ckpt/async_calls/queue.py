@@ -13,7 +13,6 @@ all ranks, and then in the same way on all of them: finalized if it is done ever
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_an
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import Origin
 from inprocess.ipc.threads import finishes_within
 from inprocess.ipc.wakeup import Wakeup
 
@@ -79,7 +79,7 @@ class AsyncCallsQueue:
         self._config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
         self._agreement = Agreement(process_group)
         self._timeout_s = timeout_s
-        self._owner_pid = os.getpid()
+        self._origin = Origin()
         self._pending: deque[Call] = deque()  # in order of index, without gaps
         self._results: deque[CallOutcome | Event] = deque()  # of the writers, not yet passed to their calls
         self._next_index = 0
@@ -312,14 +312,17 @@ class AsyncCallsQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an exception, without waiting: the writers finish what was scheduled and end by themselves."""
-        if error is None:
+        """Close; after an exception, without waiting: the writers finish what was scheduled and end by themselves.
+
+        In a fork of the trainer this has no effect on the queue of the trainer.
+        """
+        if error is None and self._origin.is_here:
             self.close()
-        elif os.getpid() == self._owner_pid:
+        else:
             self._release()
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._owner_pid:
+        if not self._origin.is_here:
             raise RuntimeError("AsyncCallsQueue belongs to the process that created it; this is a fork of that process")
         if not self._release.alive:
             raise RuntimeError("AsyncCallsQueue is closed")

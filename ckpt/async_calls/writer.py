@@ -27,12 +27,13 @@ from typing import Self
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.fork_server import ForkServer, release_in_forked_children
+from ckpt.async_calls.fork_server import ForkServer
 from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, MessageChannel, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.distributed import own_rank
 from ckpt.errors import RemoteTraceback, WriterError
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
@@ -65,7 +66,7 @@ class Writer:
         self._results: list[CallOutcome | Event] = []  # for the next `poll`
         self._alive_at = time.monotonic()  # when the writer was last seen to make progress, or had nothing to do
         self._last_progress = 0
-        release_in_forked_children(self)
+        in_forked_children(self.release)
 
     @property
     def pid(self) -> int | None:

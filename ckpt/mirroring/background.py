@@ -23,6 +23,7 @@ from ckpt.saving.recover import Branch
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.process import end_process, start_module
 
 __all__ = ["BackgroundMirror"]
@@ -66,6 +67,7 @@ class BackgroundMirror:
         self._messages: IO[bytes] | None = None
         self._buffer = b""
         self._start_at, self._restart_s = 0.0, _RESTART_S
+        in_forked_children(self._close_pipes)
 
     def published(self, step: int, token: int, branch: Branch, rank: int, world_size: int) -> None:
         """Note a published step of the owner with `token`, and have it copied if it is due."""
@@ -237,12 +239,16 @@ class BackgroundMirror:
         end_process(process, Deadline(_GRACE_S if wait else 0.0))
         self._release(process)
 
+    def _close_pipes(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
     def _release(self, process: subprocess.Popen[bytes]) -> str:
         """Close the pipes, and return what the process has written to stderr."""
+        self._close_pipes()
         self._process = None
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
         if self._messages is None:
             return ""
         with self._messages as stream:
