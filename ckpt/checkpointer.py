@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import os
@@ -41,7 +42,10 @@ from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import local_path
 from ckpt.storage.roots import open_root
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import Origin
 from inprocess.ipc.restart_index import current_restart_index
+from inprocess.ipc.threads import finishes_within
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +57,7 @@ Phase = Callable[[str], AbstractContextManager[object]]
 _GRID = GridOptions()
 _MIRROR_S = 60.0  # for requests to the mirror, which are tried again later
 _ANSWER_S = 5.0  # for writers to report saves that are already decided
+_LEAVING_S = 5.0  # to leave the root and end processes, when nothing is waited for; an eighth of `timeout` at most
 _log = logging.getLogger("ckpt")
 
 
@@ -81,7 +86,8 @@ class Checkpointer:
     """Saves the state of a training job without stopping it, and restores it on any number of ranks.
 
     Every rank makes one, with the same arguments, and calls the same methods in the same order. All methods are for the
-    thread that trains, unless they say otherwise. In the training loop::
+    thread that trains, unless they say otherwise; in a fork of the process they raise CheckpointError, and leaving it
+    there has no effect. In the training loop::
 
         checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
         checkpointer.maybe_finalize()            # each iteration
@@ -239,6 +245,7 @@ class Checkpointer:
         self._restores_later = False
         self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
         self._closed = False
+        self._origin = Origin()
 
     @property
     def root(self) -> str:
@@ -652,38 +659,53 @@ class Checkpointer:
     def close(self) -> None:
         """Finalize what is pending, end the writers and exports, free the memory; then raise the first failure.
 
-        Idempotent.
+        Takes at most `timeout` in all, whatever writers and storage do. CheckpointTimeoutError names the steps that
+        were not finalized in time: their writers are killed, and the saves abandoned unless all ranks had completed
+        them. (A `queue` from outside keeps them.) Exports are killed then, and copies to the mirror left to a later
+        job. Idempotent. Without effect in a fork of the process that made this.
         """
-        if self._closed:
+        if self._closed or not self._origin.is_here:
             return
         self._closed = True
+        ending = Deadline(self._timeout_s)
+        waiting = ending.before_end(self._leaving_s)
         try:
-            if self._owns_queue:
-                self._queue.close()
-            else:
-                self._drain()
+            self._finalize_all(waiting)
         finally:
-            self._saver.close()
+            self._saver.close(ending)
             if self._exports is not None:
-                self._exports.close(self._timeout_s)
+                finishes_within(ending, functools.partial(self._exports.close, waiting), "ckpt-end-exports")
             if self._mirror is not None:
-                self._mirror.close()
-        if self._reuse_files and self._saver.last_rank == 0 and self._saver.is_owner:
+                self._mirror.close(waiting)
+        if self._reuse_files and self._saver.last_rank == 0:
+            finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
+
+    @property
+    def _leaving_s(self) -> float:
+        return min(_LEAVING_S, self._timeout_s / 8)
+
+    def _delete_recycled(self) -> None:
+        if self._saver.is_owner:
             for path in self._root.discard_recycled():
                 self._root.delete_contents(path, lambda: None, is_record=False)
 
-    def _drain(self) -> None:
-        """Finalize all calls of a queue that stays open."""
-        first: Exception | None = None
-        while self._queue.get_num_unfinalized_calls():
-            try:
-                self._queue.maybe_finalize_async_calls(blocking=True)
-            except CheckpointTimeoutError as error:
-                raise first or error from None
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
+    def _finalize_all(self, deadline: Deadline) -> None:
+        """Finalize all calls, and close the queue unless it is shared."""
+        steps = self._saver.steps_in_flight
+        try:
+            if self._owns_queue:
+                self._queue.close(timeout_s=deadline.left_s)
+            else:
+                self._queue.finalize_all(deadline)
+        except CheckpointTimeoutError as error:
+            left = sorted(steps - set(self._finalized))
+            if not left:
+                raise
+            raise CheckpointTimeoutError(
+                f"close: the saves of steps {left} were not finalized in {self._timeout_s:g} s: {error}",
+                rank=self._saver.last_rank,
+                step=left[0],
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -692,21 +714,27 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; after an exception, without waiting: the writers finish what was scheduled by themselves."""
-        if error is None:
+        if error is None or not self._origin.is_here:
             self.close()
             return
         self._closed = True
         if self._owns_queue:
             self._queue.__exit__(kind, error, trace)
-        self._saver.close(linger=True)
+        ending = Deadline(self._leaving_s)
+        self._saver.close(ending, linger=True)
         if self._exports is not None:
-            self._exports.abort()
+            finishes_within(ending, self._exports.abort, "ckpt-end-exports")
         if self._mirror is not None:
             self._mirror.abort()
 
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed")
+        if not self._origin.is_here:
+            raise CheckpointError(
+                f"this Checkpointer belongs to process {self._origin.pid}; process {os.getpid()} is a fork of it, such "
+                "as a data loader worker, and can neither save nor restore with it"
+            )
 
     def _check_writable(self) -> None:
         self._check_open()

@@ -10,9 +10,10 @@ and `writer_main` are the two ends of a writer process.
 """
 
 from ckpt.async_calls.call import AsyncRequest, CallTimer, RecoverableCall
+from ckpt.async_calls.caller import DistributedAsyncCaller
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.context import WriterContext, current
-from ckpt.async_calls.queue import AsyncCallsQueue, DistributedAsyncCaller
+from ckpt.async_calls.queue import AsyncCallsQueue
 
 __all__ = [
     "AsyncCallsQueue",

@@ -24,16 +24,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import weakref
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.messages import CODEC, Exited, MessageChannel, Spawn, Spawned
 from ckpt.async_calls.writer_main import run_writer
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import Origin, in_forked_children
 
-__all__ = ["ForkServer", "main", "release_in_forked_children"]
+__all__ = ["ForkServer", "main"]
 
 # The trainer's import path comes before any module of this package is imported; -P keeps the current directory from
 # shadowing the standard library until then.
@@ -43,28 +42,10 @@ sys.path[:] = json.loads(sys.argv[1])
 from ckpt.async_calls.fork_server import main
 main(int(sys.argv[2]))
 """
-_KILL_WAIT_S = 5.0
+_KILLED_WAIT_S = 0.5  # for the end of a killed process
 _PREIMPORT = ("numpy", "cloudpickle", "psutil")
 # No threads in a process that forks.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-class _Releasable(Protocol):
-    def release(self) -> None: ...
-
-
-def release_in_forked_children(owner: _Releasable) -> None:
-    """Close the sockets of `owner` in every process that is forked from the trainer, such as data loader workers.
-
-    As long as any process holds one, no writer can see that the trainer died.
-    """
-    reference = weakref.ref(owner)
-
-    def after_fork() -> None:
-        if (alive := reference()) is not None:
-            alive.release()
-
-    os.register_at_fork(after_in_child=after_fork)
 
 
 class ForkServer:
@@ -76,14 +57,14 @@ class ForkServer:
 
     def __init__(self, config: WriterConfig) -> None:
         self._config = config
-        self._owner_pid = os.getpid()
+        self._origin = Origin()
         self._control: MessageChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_up = False  # whether it has sent anything
         self._next_writer_id = 0
         self._spawned: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_spawned`
         self._exits: dict[int, str] = {}
-        release_in_forked_children(self)
+        in_forked_children(self.release)
 
     @property
     def control(self) -> MessageChannel | None:
@@ -135,34 +116,32 @@ class ForkServer:
         if self._process is None or self._control is None or self._is_up:
             return
         self._process.kill()
-        self._process.wait(_KILL_WAIT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_WAIT_S)
         with contextlib.suppress(EOFError):
             self._take_in(self._control)
 
     def wait_exit(self, writer_id: int, timeout_s: float) -> str:
         """Return how a writer that is known to be dead ended; wait for the server to report it, if need be."""
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while (how := self._exits.pop(writer_id, None)) is None:
-            remaining_s = deadline - time.monotonic()
-            if self._control is None or remaining_s <= 0:
+            if self._control is None or deadline.is_over:
                 return "died (exit status unknown)"
-            _poll(self._control, remaining_s)
+            _poll(self._control, deadline)
             self.pump()
         return how
 
-    def close(self) -> None:
-        """Wait until all writers and the server have exited, at most `close_timeout_s`, then kill the server.
-
-        Idempotent.
-        """
+    def close(self, ending: Deadline) -> None:
+        """Wait until all writers and the server have exited, until the deadline, then kill the server. Idempotent."""
         if (process := self._process) is None or self._control is None:
             return
         try:
             self._control.end_sending()
-            _wait_exit(process, self._config.close_timeout_s)
+            _wait_exit(process, ending.within(self._config.close_timeout_s))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(_KILL_WAIT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a thread of `release` waits for it
+                process.wait(_KILLED_WAIT_S)
         finally:
             self.release()
 
@@ -174,7 +153,7 @@ class ForkServer:
         for _, pidfd in self._spawned.values():
             os.close(pidfd)
         self._spawned.clear()
-        if process is not None and process.poll() is None and os.getpid() == self._owner_pid:
+        if process is not None and self._origin.is_here and process.poll() is None:
             try:  # so that it does not stay a zombie
                 threading.Thread(target=process.wait, name="ckpt-reap-server", daemon=True).start()
             except RuntimeError:  # the interpreter is shutting down, and init will reap it
@@ -198,8 +177,8 @@ class ForkServer:
         return control
 
 
-def _wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Wait for the end of a process; subprocess.TimeoutExpired if it takes longer.
+def _wait_exit(process: subprocess.Popen[bytes], deadline: Deadline) -> None:
+    """Wait for the end of a process; subprocess.TimeoutExpired at the deadline.
 
     With a timeout `Popen.wait` would look now and then, and notice the end up to 50 ms later.
     """
@@ -209,16 +188,16 @@ def _wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     try:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
-        ended = poll.poll(timeout_s * 1000)
+        ended = poll.poll(deadline.poll_ms())
     finally:
         os.close(pidfd)
     process.wait(None if ended else 0)
 
 
-def _poll(channel: MessageChannel, timeout_s: float) -> None:
+def _poll(channel: MessageChannel, deadline: Deadline) -> None:
     poll = select.poll()
     poll.register(channel, channel.poll_events)
-    poll.poll(max(0, int(timeout_s * 1000) + 1))
+    poll.poll(deadline.poll_ms())
 
 
 # -- the server process -----------------------------------------------------------------------------------------------

@@ -13,12 +13,10 @@ all ranks, and then in the same way on all of them: finalized if it is done ever
 from __future__ import annotations
 
 import logging
-import os
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, TracebackType
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ckpt.async_calls.agreement import Agreement
@@ -28,16 +26,20 @@ from ckpt.async_calls.messages import Event
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import Origin
+from inprocess.ipc.threads import finishes_within
 from inprocess.ipc.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AsyncCallsQueue", "DistributedAsyncCaller"]
+__all__ = ["AsyncCallsQueue"]
 
 _log = logging.getLogger("ckpt")
 _Error = TypeVar("_Error", bound=Exception)
 _NEVER = 2**62  # above the index of any call
+_ENDING_S = 10.0  # of the time for `close`, at most a quarter of it: to end processes, after the wait for calls
 
 
 class AsyncCallsQueue:
@@ -77,7 +79,7 @@ class AsyncCallsQueue:
         self._config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
         self._agreement = Agreement(process_group)
         self._timeout_s = timeout_s
-        self._owner_pid = os.getpid()
+        self._origin = Origin()
         self._pending: deque[Call] = deque()  # in order of index, without gaps
         self._results: deque[CallOutcome | Event] = deque()  # of the writers, not yet passed to their calls
         self._next_index = 0
@@ -144,12 +146,31 @@ class AsyncCallsQueue:
         CheckpointTimeoutError if the wait reached its deadline; the calls stay queued. An exception of a finalize
         function is raised after all others have run; its call counts as finalized.
         """
+        return self._finalize(Deadline(self._timeout_s), blocking, no_dist)
+
+    def finalize_all(self, deadline: Deadline) -> None:
+        """Wait for all calls, and finalize them, until `deadline`; then raise the first failure. No collective.
+
+        CheckpointTimeoutError at the deadline, unless a call had failed before; the calls that are left stay queued.
+        """
+        first: Exception | None = None
+        while self._pending:
+            try:
+                self._finalize(deadline, blocking=True)
+            except CheckpointTimeoutError as error:
+                raise first or error from None
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _finalize(self, deadline: Deadline, blocking: bool, no_dist: bool = True) -> list[int]:
         self._check_usable()
         self._call_listeners()
         self.pump()
         distributed = not no_dist and own_rank() is not None
         if blocking:
-            self._wait_until_settled(stop_at_failure=not distributed)
+            self._wait_until_settled(deadline, stop_at_failure=not distributed)
         settled, failed = self._leading()
         if distributed:
             settled, failed = self._agreement.minimum(settled, failed)
@@ -157,7 +178,7 @@ class AsyncCallsQueue:
         if failed < settled:
             error = self._drop_first(distributed, error)
         elif blocking and settled < self._next_index:
-            error = self._timeout_error(settled, error)
+            error = self._timeout_error(settled, deadline, error)
         if error is None:
             return finalized
         if isinstance(error, CheckpointError):
@@ -228,9 +249,9 @@ class AsyncCallsQueue:
         the finalized indices. Makes no collective and raises nothing. Indices go on from where they were.
         """
         self.repair()
-        deadline = time.monotonic() + timeout_s
-        while any(writer.busy for writer in self._writers) and (remaining_s := deadline - time.monotonic()) > 0:
-            self.wait_for_events(remaining_s)
+        deadline = Deadline(timeout_s)
+        while any(writer.busy for writer in self._writers) and not deadline.is_over:
+            self.wait_for_events(deadline.left_s)
         self.pump()
         while self._left:
             self._left[-1].discard()
@@ -257,22 +278,29 @@ class AsyncCallsQueue:
         """Wake a waiting method, so that it runs Python code before it goes on waiting. From any thread."""
         self._interrupted.set()
 
-    def close(self, abort: bool = False) -> None:
+    def close(self, abort: bool = False, *, timeout_s: float | None = None) -> None:
         """Wait for all calls and finalize them, end all processes, then raise the first failure. Idempotent.
 
-        With `abort` the writers are killed instead: no call that has not settled completes, `abandoned` is called for
-        every call still in the queue, no finalize function runs, and nothing is raised. Makes no collective: to
+        Takes at most `timeout_s` in all (None: that of the queue), whatever writers and storage do. The wait for calls
+        ends a little before: then, or with `abort` at once, the writers are killed, no call that has not settled
+        completes, `abandoned` is called for every call still in the queue (in another thread), and none of their
+        finalize functions runs. CheckpointTimeoutError says so; with `abort` nothing is raised. Makes no collective: to
         finalize together with other ranks, do so before.
         """
         if not self._release.alive:
             return
         self._check_usable()
+        ending = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+        failure: Exception | None = None
         try:
-            failure = None if abort else self._drain()
             if abort:
-                self._abort()
-            self._stop_writers()
-            self._pool.server.close()
+                ending = ending.within(self._config.close_timeout_s)
+            else:
+                failure = self._drain(ending)
+            if self._pending:
+                self._abort(ending)
+            self._stop_writers(ending)
+            self._pool.server.close(ending)
         finally:
             self._release()
         if failure is not None:
@@ -284,14 +312,17 @@ class AsyncCallsQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an exception, without waiting: the writers finish what was scheduled and end by themselves."""
-        if error is None:
+        """Close; after an exception, without waiting: the writers finish what was scheduled and end by themselves.
+
+        In a fork of the trainer this has no effect on the queue of the trainer.
+        """
+        if error is None and self._origin.is_here:
             self.close()
-        elif os.getpid() == self._owner_pid:
+        else:
             self._release()
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._owner_pid:
+        if not self._origin.is_here:
             raise RuntimeError("AsyncCallsQueue belongs to the process that created it; this is a fork of that process")
         if not self._release.alive:
             raise RuntimeError("AsyncCallsQueue is closed")
@@ -306,13 +337,12 @@ class AsyncCallsQueue:
                 failed = min(failed, call.index)
         return self._next_index, failed
 
-    def _wait_until_settled(self, stop_at_failure: bool) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while (remaining_s := deadline - time.monotonic()) > 0:
+    def _wait_until_settled(self, deadline: Deadline, stop_at_failure: bool) -> None:
+        while not deadline.is_over:
             settled, failed = self._leading()
             if settled == self._next_index or (stop_at_failure and failed < settled):
                 return
-            self.wait_for_events(min(remaining_s, self._call_listeners()))
+            self.wait_for_events(min(deadline.left_s, self._call_listeners()))
 
     def _call_listeners(self) -> float:
         """Return after how many seconds they are to be called again."""
@@ -336,77 +366,58 @@ class AsyncCallsQueue:
         assert call.error is not None
         return _with_note(call.error, finalize_error)
 
-    def _timeout_error(self, settled: int, finalize_error: Exception | None) -> CheckpointTimeoutError:
+    def _timeout_error(
+        self, settled: int, deadline: Deadline, finalize_error: Exception | None
+    ) -> CheckpointTimeoutError:
         error = CheckpointTimeoutError(
-            f"background calls {settled} to {self._next_index - 1} are not done after {self._timeout_s:g} s, "
+            f"background calls {settled} to {self._next_index - 1} are not done after {deadline.timeout_s:g} s, "
             "here or on another rank. They stay queued; wait again, or give them up with close(abort=True)",
             rank=own_rank(),
         )
         return _with_note(error, finalize_error)
 
-    def _drain(self) -> Exception | None:
-        first: Exception | None = None
-        while self._pending:
-            try:
-                self.maybe_finalize_async_calls(blocking=True)
-            except CheckpointTimeoutError as error:
-                self._abort()
-                return first or error
-            except Exception as error:
-                first = first or error
-        return first
+    def _drain(self, ending: Deadline) -> Exception | None:
+        """Finalize all calls that are done in time; return the first failure."""
+        try:
+            self.finalize_all(ending.before_end(min(_ENDING_S, ending.timeout_s / 4)))
+        except Exception as error:
+            failure = error
+        else:
+            return None
+        if not self._pending or not isinstance(failure, CheckpointTimeoutError):
+            return failure
+        first = self._pending[0].index
+        return CheckpointTimeoutError(
+            f"background calls {first} to {self._next_index - 1} are not done after {ending.timeout_s:g} s, the time "
+            "for closing their queue: they are given up, and their writers killed. Storage or a writer does not "
+            "answer, or needs longer: then raise the timeout",
+            rank=own_rank(),
+        )
 
-    def _abort(self) -> None:
+    def _abort(self, ending: Deadline) -> None:
+        """Kill the writers, wait until they have no effect any more, and give up all calls."""
         for writer in self._writers:
             writer.kill()
-        self._stop_writers()
-        while self._pending:
-            call = self._pending.popleft()
-            message = f"background call {call.index} was aborted: its queue was closed"
-            call.abandon(WriterError(message, rank=own_rank()))
+        self._stop_writers(ending.before_end(ending.left_s / 2))
+        calls = list(self._pending)
+        self._pending.clear()
 
-    def _stop_writers(self) -> None:
+        def abandon() -> None:
+            for call in calls:
+                message = f"background call {call.index} was aborted: its queue was closed"
+                call.abandon(WriterError(message, rank=own_rank()))
+
+        # The calls may use storage that does not answer.
+        if not finishes_within(ending, abandon, "ckpt-abandon"):
+            _log.warning("calls were given up without a record, as they do not answer: %s", [c.label for c in calls])
+
+    def _stop_writers(self, ending: Deadline) -> None:
         for writer in self._writers:
-            writer.close(self._config.close_timeout_s)
+            writer.close(ending.within(self._config.close_timeout_s))
 
     @property
     def _writers(self) -> list[Writer]:
         return self._pool.writers
-
-
-class DistributedAsyncCaller:
-    """Runs one function at a time in a background process. For one thread of the trainer."""
-
-    def __init__(
-        self, config: WriterConfig | None = None, process_group: ProcessGroup | None = None, timeout_s: float = 1800.0
-    ) -> None:
-        self._queue = AsyncCallsQueue(config=config, process_group=process_group, timeout_s=timeout_s)
-
-    def schedule_async_call(
-        self,
-        async_fn: Callable[..., Any] | None,
-        save_args: tuple[Any, ...],
-        save_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """Start the call in the background. Raises RuntimeError while the previous one is not known to be done."""
-        if self._queue.get_num_unfinalized_calls():
-            raise RuntimeError(
-                "the previous call is still running; wait with is_current_async_call_done(blocking=True)"
-            )
-        self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
-        """Return whether no call is running; with ``no_dist=False`` on any rank, and all ranks must call this.
-
-        Raises a CheckpointError when the call failed (once; the next call gets a new writer if need be),
-        CheckpointTimeoutError as `AsyncCallsQueue.maybe_finalize_async_calls` does.
-        """
-        self._queue.maybe_finalize_async_calls(blocking, no_dist)
-        return self._queue.get_num_unfinalized_calls() == 0
-
-    def close(self, abort: bool = False) -> None:
-        """Wait for the call, or kill it with `abort`, and end the process. Idempotent."""
-        self._queue.close(abort)
 
 
 def _release(pool: WriterPool, interrupted: Wakeup) -> None:

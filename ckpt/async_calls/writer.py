@@ -27,11 +27,13 @@ from typing import Self
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.fork_server import ForkServer, release_in_forked_children
+from ckpt.async_calls.fork_server import ForkServer
 from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, MessageChannel, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.distributed import own_rank
 from ckpt.errors import RemoteTraceback, WriterError
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
@@ -39,6 +41,7 @@ __all__ = ["CallOutcome", "Writer", "WriterPool", "wait_for_any"]
 
 _MAX_ATTEMPTS = 2
 _EXIT_WAIT_S = 2.0
+_KILLED_WAIT_S = 0.5  # for the end of a killed process; one that waits for storage in the kernel does not end
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Writer:
         self._results: list[CallOutcome | Event] = []  # for the next `poll`
         self._alive_at = time.monotonic()  # when the writer was last seen to make progress, or had nothing to do
         self._last_progress = 0
-        release_in_forked_children(self)
+        in_forked_children(self.release)
 
     @property
     def pid(self) -> int | None:
@@ -135,8 +138,8 @@ class Writer:
         self.kill()
         self.release()
 
-    def close(self, timeout_s: float) -> None:
-        """Let the process finish what it has, wait for its end at most `timeout_s`, then kill it.
+    def close(self, ending: Deadline) -> None:
+        """Let the process finish what it has, wait for its end until the deadline, then kill it.
 
         A process that has nothing to do and is still starting is not waited for. Outcomes are dropped. Idempotent.
         """
@@ -147,14 +150,13 @@ class Writer:
                 self._server.give_up_start()
                 process.take_spawned(self._server)
                 if process.pidfd is None:
-                    timeout_s = 0.0  # it was never forked
-            deadline = time.monotonic() + timeout_s
-            while not self._receive(process) and (remaining_s := deadline - time.monotonic()) > 0:
+                    ending = Deadline(0.0)  # it was never forked
+            while not self._receive(process) and not ending.is_over:
                 self._results.clear()
-                wait_for_any([self], remaining_s)
+                wait_for_any([self], ending.left_s)
                 self._server.pump()
             process.kill()
-            process.wait_dead(_EXIT_WAIT_S)
+            process.wait_dead(_KILLED_WAIT_S)
         self.release()
 
     def release(self) -> None:

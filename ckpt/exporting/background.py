@@ -23,13 +23,13 @@ from ckpt.exporting.options import ExportOptions
 from ckpt.formats.files import remove_left
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import HeldStep, Root
-from inprocess.ipc.process import start_module
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.process import end_process, start_module
 
 __all__ = ["BackgroundExports"]
 
 _log = logging.getLogger("ckpt")
 
-_KILL_WAIT_S = 5.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOGGED_CHARACTERS = 4000
 _RANK = 0  # which alone exports
@@ -97,13 +97,12 @@ class BackgroundExports:
             (step, held), self._waiting = self._waiting, None
             self._start(step, held)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Wait until all exports have ended, then kill what is left. Idempotent."""
-        deadline = time.monotonic() + timeout_s
         while self._running is not None or self._waiting is not None:
             if self._running is not None:
                 try:
-                    self._running.process.wait(max(0.0, deadline - time.monotonic()))
+                    self._running.process.wait(deadline.left_s)
                 except subprocess.TimeoutExpired:
                     self.abort()
             self.poll()
@@ -116,11 +115,7 @@ class BackgroundExports:
             self._forget("the Checkpointer was closed before")
         if running is None:
             return
-        running.process.kill()
-        try:
-            running.process.wait(_KILL_WAIT_S)
-        except subprocess.TimeoutExpired:  # it waits in the kernel for a file system, and ends with that
-            running.process.returncode = -9
+        end_process(running.process, Deadline(0.0))
         self._end(running)
         self._clean()
 

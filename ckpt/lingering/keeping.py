@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from ckpt.lingering.job import Address, Job
 from ckpt.lingering.messages import CONTROL, Control, Drop, Keep, Leave, Linger, Record, Serve, Settled
 from ckpt.lingering.takeover import Taken, take
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.packets import Channel
-from inprocess.ipc.process import start_module
+from inprocess.ipc.process import end_process, start_module
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import listen
 
@@ -71,16 +72,12 @@ class LingeringMemory:
         """The holder; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def close(self) -> None:
-        """Give up the memory, and wait for the end of the holder for a limited time. Idempotent."""
+    def close(self, ending: Deadline | None = None) -> None:
+        """Give up the memory, and wait for the end of the holder until the deadline, or some seconds. Idempotent."""
         with self._lock:
             process, address = self._end(Leave()), self._address
         if process is not None:
-            try:
-                process.wait(_EXIT_WAIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(_EXIT_WAIT_S)
+            end_process(process, (ending or Deadline(_EXIT_WAIT_S)).within(_EXIT_WAIT_S))
         if address is not None:  # if it could not do that itself
             address.remove()
 
@@ -162,7 +159,6 @@ class LingeringMemory:
         if channel is not None:
             channel.close()
         if process is not None and process.poll() is None:
-            process.kill()
-            process.wait(_EXIT_WAIT_S)
+            end_process(process, Deadline(0.0))
         if address is not None:
             address.remove()

@@ -22,13 +22,14 @@ from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.recover import Branch
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
-from inprocess.ipc.process import start_module
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import in_forked_children
+from inprocess.ipc.process import end_process, start_module
 
 __all__ = ["BackgroundMirror"]
 
 _log = logging.getLogger("ckpt")
 
-_KILL_WAIT_S = 5.0
 _GRACE_S = 10.0  # after the process should have ended by itself
 _FAILING_S = 10.0  # for a mirror that could not be reached before
 _POLL_S = 0.02
@@ -66,6 +67,7 @@ class BackgroundMirror:
         self._messages: IO[bytes] | None = None
         self._buffer = b""
         self._start_at, self._restart_s = 0.0, _RESTART_S
+        in_forked_children(self._close_pipes)
 
     def published(self, step: int, token: int, branch: Branch, rank: int, world_size: int) -> None:
         """Note a published step of the owner with `token`, and have it copied if it is due."""
@@ -93,13 +95,16 @@ class BackgroundMirror:
             self._start()
         self._send()
 
-    def close(self) -> None:
-        """Have the newest step copied, wait for what is not copied, for a limited time, and end. Idempotent."""
+    def close(self, ending: Deadline) -> None:
+        """Have the newest step copied, wait for what is not copied, for a limited time, and end. Idempotent.
+
+        At most until `ending`, however long `Mirror.close_timeout` is.
+        """
         newest = self._newest
         if newest is not None and (self._published - 1) % self._options.every != 0:
             self._newest = None
             self._want(newest)
-        begin, most_s = time.monotonic(), self._options.close_timeout.total_seconds()
+        begin, most_s = time.monotonic(), min(self._options.close_timeout.total_seconds(), ending.left_s)
         while self._due and time.monotonic() - begin < (min(most_s, _FAILING_S) if self._is_failing else most_s):
             self.poll()
             time.sleep(_POLL_S)
@@ -231,24 +236,19 @@ class BackgroundMirror:
             return
         if process.stdin is not None:
             process.stdin.close()
-        try:
-            if not wait:
-                process.kill()
-            process.wait(_GRACE_S if wait else _KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            try:
-                process.wait(_KILL_WAIT_S)
-            except subprocess.TimeoutExpired:  # it waits in the kernel for a file system, and ends with that
-                process.returncode = -9
+        end_process(process, Deadline(_GRACE_S if wait else 0.0))
         self._release(process)
+
+    def _close_pipes(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
     def _release(self, process: subprocess.Popen[bytes]) -> str:
         """Close the pipes, and return what the process has written to stderr."""
+        self._close_pipes()
         self._process = None
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
         if self._messages is None:
             return ""
         with self._messages as stream:

@@ -23,7 +23,7 @@ class Mirror:
     keep: which steps stay in the mirror; None keeps all. The first root's `keep` does not matter here
     bandwidth: at most so many bytes per second are read to be copied, by each rank; None: no limit
     storage_options: for this root, as those of `Checkpointer`; they are not shown
-    close_timeout: `close` waits so long for what is not copied yet
+    close_timeout: `close` waits so long for what is not copied yet, at most the `timeout` of the Checkpointer
     """
 
     root: str | os.PathLike[str]

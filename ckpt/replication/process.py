@@ -11,7 +11,6 @@ import os
 import select
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +34,9 @@ from ckpt.replication.control import (
     TakeBack,
 )
 from ckpt.replication.replica import Address, Replica, TransportError
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.packets import Packet
-from inprocess.ipc.process import start_module
+from inprocess.ipc.process import end_process, start_module
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["ReplicaKeeper"]
@@ -145,19 +145,15 @@ class ReplicaKeeper:
         """Drop what it holds of other snapshots."""
         self._channel.send(Retain(list(snapshots)))
 
-    def close(self) -> None:
-        """End the process, and wait for its end for a limited time. Idempotent."""
+    def close(self, ending: Deadline | None = None) -> None:
+        """End the process, and wait for its end until the deadline, at most for some seconds. Idempotent."""
         if self._process.returncode is not None:
             return
         self._channel.send(Leave())
         self._channel.flush()
         self._channel.close()
         self._gone = True
-        try:
-            self._process.wait(_EXIT_WAIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_EXIT_WAIT_S)
+        end_process(self._process, (ending or Deadline(_EXIT_WAIT_S)).within(_EXIT_WAIT_S))
 
     def leave(self) -> None:
         """Let the process go on for a while, for others to restore from it. Idempotent; nothing else may follow."""
@@ -174,7 +170,7 @@ class ReplicaKeeper:
 
     def _wait_for(self, request: int, kinds: Any) -> Packet[ControlMessage]:
         """Return the next packet of these kinds that answers a request; others are noted."""
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = Deadline(_ANSWER_S)
         while True:
             self._channel.flush()
             try:
@@ -187,9 +183,8 @@ class ReplicaKeeper:
                     return packet
                 self._note(packet)
                 continue
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
+            if deadline.is_over:
                 raise TransportError(f"the replica process did not answer in {_ANSWER_S:g} s")
             poll = select.poll()
             poll.register(self._channel, self._channel.poll_events)
-            poll.poll(max(1, int(remaining_s * 1000)))
+            poll.poll(deadline.poll_ms())

@@ -41,6 +41,7 @@ from ckpt.saving.share import Share
 from ckpt.staging.arena import Slot
 from ckpt.staging.neighbors import node
 from ckpt.storage.names import SaveId, parse_save_name
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["ReplicaOptions", "Replicator"]
@@ -144,7 +145,7 @@ class Replicator:
     def _start(self) -> None:
         if self._keeper is not None and not self._keeper.alive:
             self._fail_all("the replica process has ended")
-            self._keeper.close()
+            self._keeper.close(Deadline(0.0))
             self._keeper = None
         try:
             self._keeper = self._keeper or ReplicaKeeper(_LINGER_S)
@@ -352,14 +353,14 @@ class Replicator:
         self._prefix, self._ended, self._is_to_send = "", None, False
         self._close_remote()
 
-    def close(self, *, linger: bool = False) -> None:
+    def close(self, ending: Deadline, *, linger: bool = False) -> None:
         """End the replica process; with `linger` not before others had time to restore from it. Idempotent."""
         self._close_remote()
         keeper, self._keeper = self._keeper, None
         if keeper is not None and linger:
             keeper.leave()
         elif keeper is not None:
-            keeper.close()
+            keeper.close(ending)
 
     def _warn(self, text: str) -> None:
         """Log what does not change, once."""

@@ -41,8 +41,10 @@ from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Reason
 from ckpt.storage.ownership import ClaimLease
 from ckpt.storage.pack_writers import WrittenFile
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import Process
 from inprocess.ipc.restart_index import current_restart_index
+from inprocess.ipc.threads import finishes_within
 
 __all__ = ["Saver"]
 
@@ -339,8 +341,13 @@ class Saver:
         if self.replicator is not None:
             self.replicator.forget()
 
-    def close(self, *, linger: bool = False) -> None:
-        """Release the root and the staging memory. The queue stays open: it belongs to the Checkpointer.
+    @property
+    def steps_in_flight(self) -> set[int]:
+        """The steps whose saves are not known to be decided."""
+        return {save.step for save in self._in_flight}
+
+    def close(self, ending: Deadline, *, linger: bool = False) -> None:
+        """Release the root and the staging memory, in this time. The queue stays open: it is the Checkpointer's.
 
         With `linger` what this rank holds for others is there for a while.
         """
@@ -350,21 +357,27 @@ class Saver:
             self._queue.stop_listening(self._listen)
         self._claim_lease.close()
         self._plans.forget()
-        self._leave_observed()
-        self._release(done=not self._in_flight)
+        if not finishes_within(ending.before_end(ending.left_s / 2), self._leave_root, "ckpt-leave"):
+            _log.warning("%s does not answer: other processes learn by a lease that this one has left", self._root.path)
         if self._batch_queue is not None:
-            self._batch_queue.close(abort=True)
+            self._batch_queue.close(abort=True, timeout_s=ending.left_s)
         self.snapshots.close()
         self._tier.close()
         if self.replicator is not None:
-            self.replicator.close(linger=linger)
-        if self._lingering is not None:
-            (self._lingering.leave if linger else self._lingering.close)()
+            self.replicator.close(ending, linger=linger)
+        if self._lingering is not None and linger:
+            self._lingering.leave()
+        elif self._lingering is not None:
+            self._lingering.close(ending)
         self._stager.close()
+
+    def _leave_root(self) -> None:
+        self._leave_observed()
+        self._release(done=not self._in_flight)
 
     def _leave_observed(self) -> None:
         """Emit the end of saves that this object will not see."""
-        for save, undecided in self._in_flight.items():
+        for save, undecided in list(self._in_flight.items()):
             if not undecided.observed.ended:
                 with contextlib.suppress(CheckpointError):
                     undecided.observed.outcome = self._root.pending_save(save).outcome()
@@ -511,8 +524,10 @@ class Saver:
     def _wait_for_writers(self, timeout_s: float) -> None:
         """Wait for messages of the writers or, during a save in batches, of the extra writer."""
         batches = self._batch_queue
-        queue = batches if batches is not None and batches.get_num_unfinalized_calls() else self._queue
-        queue.wait_for_events(timeout_s)
+        if batches is not None and batches.get_num_unfinalized_calls():
+            batches.wait_for_events(timeout_s)
+            timeout_s = 0.0
+        self._queue.wait_for_events(timeout_s)
 
     # -- saves that do not fit -----------------------------------------------------------------------------------------
 
@@ -524,13 +539,14 @@ class Saver:
 
     def _finish_batches(self) -> None:
         """Wait until the extra writer has written its batches."""
-        while self._batch_queue is not None and self._batch_queue.get_num_unfinalized_calls():
-            try:
-                self._batch_queue.maybe_finalize_async_calls(blocking=True)
-            except CheckpointTimeoutError:
-                raise
-            except CheckpointError as error:  # the save is abandoned, so its last batch fails like any other
-                _log.debug("a batch was not written: %s", error)
+        if self._batch_queue is None:
+            return
+        try:
+            self._batch_queue.finalize_all(Deadline(self._slot_timeout_s))
+        except CheckpointTimeoutError:
+            raise
+        except CheckpointError as error:  # the save is abandoned, so its last batch fails like any other
+            _log.debug("a batch was not written: %s", error)
 
 
 def _check_step(step: int, method: str) -> None:

@@ -7,7 +7,6 @@ Runs in the thread that trains. From one GPU the copies run on a stream of their
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, only_gpu, stage
 from ckpt.staging.neighbors import SlotExchange
 from ckpt.storage.names import SaveId
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["StagedBatch", "Stager", "StagingOptions"]
@@ -146,8 +146,9 @@ class Stager:
         """
         needed = plan.layout.plan.slot_bytes + HEADER_BYTES
         if needed > self._arena.slot_bytes:
+            deadline = Deadline(self._options.slot_timeout_s)
             while self._arena.in_use():
-                self._wait_for_slot(time.monotonic() + self._options.slot_timeout_s)
+                self._wait_for_writers(deadline)
             self.on_resize()
             self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
         if self._shared_for is plan:
@@ -174,9 +175,8 @@ class Stager:
         compare ranks. CheckpointTimeoutError if no slot becomes free.
         """
         plan = prepared.cached
-        deadline = time.monotonic() + self._options.slot_timeout_s
-        patience = time.monotonic() + _PATIENCE_S
-        slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline, save, patience))
+        deadline, patience = Deadline(self._options.slot_timeout_s), Deadline(_PATIENCE_S)
+        slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline, save, patience), deadline)
         try:
             waited = time.perf_counter()
             self._generation += 1
@@ -263,25 +263,32 @@ class Stager:
             staged.wait()
         return staged
 
-    def _wait_for_slot(self, deadline: float, save: SaveId | None = None, patience: float = math.inf) -> None:
+    def _wait_for_slot(self, deadline: Deadline, save: SaveId, patience: Deadline) -> None:
         """Wait until something happens that may have freed a slot for this save."""
         self._held.release_superseded()
-        if time.monotonic() >= patience and not self._arena.has_free():
+        if patience.is_over and not self._arena.has_free():
             self._held.give_up(save)
         if self._arena.has_free():
             return
-        remaining_s, why = deadline - time.monotonic(), self._held.why()
-        if remaining_s <= 0:
-            steps = sorted({slot.step for slot in self._arena.in_use() if slot.step is not None})
+        why = self._held.why()
+        if deadline.is_over:
             self._held.give_up()
+        self._wait_for_writers(deadline, why)
+
+    def _wait_for_writers(self, deadline: Deadline, why: str = "") -> None:
+        """Take in messages of the writers, and wait for one if there is none; CheckpointTimeoutError at the deadline.
+
+        `why` is for what slots are held that no writer uses.
+        """
+        if deadline.is_over:
+            steps = sorted({slot.step for slot in self._arena.in_use() if slot.step is not None})
             saves = f"the saves of steps {steps} hold them. Is a request not scheduled, or storage stuck?"
             reasons = "; ".join(reason for reason in (why, saves if steps else "") if reason)
             raise CheckpointTimeoutError(
-                f"rank {self._ranks.rank}: no staging slot became free in {self._options.slot_timeout_s:g} s; "
-                f"{reasons}",
+                f"rank {self._ranks.rank}: no staging slot became free in {deadline.timeout_s:g} s; {reasons}",
                 rank=self._ranks.rank,
             )
-        self._wait(min(_LOOK_S if why else _WAIT_SLICE_S, remaining_s))
+        self._wait(min(_LOOK_S if why else _WAIT_SLICE_S, deadline.left_s))
 
 
 class _CopyStream:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from enum import Enum
 
 import torch
 
+from ckpt.errors import CheckpointTimeoutError
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 
@@ -72,8 +74,16 @@ class Slot:
         else:
             self._ready.set_result(None)
 
-    def wait_ready(self) -> None:
-        """Wait for `prepare`. Raises what it raised: OSError when the system has not enough memory."""
+    def wait_ready(self, deadline: Deadline | None = None) -> None:
+        """Wait for `prepare`. Raises what it raised: OSError when the system has not enough memory.
+
+        CheckpointTimeoutError at the deadline.
+        """
+        if deadline is not None and not wait([self._ready], deadline.left_s).done:
+            raise CheckpointTimeoutError(
+                f"the memory of a staging slot, {self.region.size} bytes, was not ready after {deadline.timeout_s:g} "
+                "s: the system is short of memory or very busy; the next save goes on waiting for it"
+            )
         self._ready.result()
 
     def release(self) -> None:
@@ -144,11 +154,11 @@ class Arena:
         thread.start()
         self.slot_bytes = size
 
-    def acquire(self, step: int, wait: Callable[[], None]) -> Slot:
+    def acquire(self, step: int, wait: Callable[[], None], deadline: Deadline | None = None) -> Slot:
         """Return a free slot, for `step` to be staged. While there is none, call `wait`, which may free one or raise.
 
-        Raises OSError when the system has not enough memory; all slots but those that are held are closed then, and
-        the arena is to be resized again.
+        CheckpointTimeoutError if its memory is not ready at the deadline. OSError when the system has not enough
+        memory; all slots but those that are held are closed then, and the arena is to be resized again.
         """
         while True:
             self._close_outgrown()
@@ -156,7 +166,9 @@ class Arena:
                 free = [slot for slot in self._slots if slot.state is SlotState.FREE]
                 slot = min(free, key=lambda slot: (slot is self._kept, slot.used))
                 try:
-                    slot.wait_ready()
+                    slot.wait_ready(deadline)
+                except CheckpointTimeoutError:
+                    raise
                 except Exception:
                     self._close_but_held()
                     raise

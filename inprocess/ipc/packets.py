@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
+from inprocess.ipc.forks import Origin, in_forked_children
+
 __all__ = ["MAX_BYTES", "Channel", "Codec", "Packet", "PacketError", "receive", "send"]
 
 MAX_BYTES = 128 << 10  # below the kernel's default socket buffer (208 KB), so that a lone packet always fits
@@ -105,7 +107,8 @@ class Channel(Generic[M]):
     """One end of a non-blocking packet connection. Neither side ever waits until the other reads.
 
     `send` keeps what the socket does not accept in an outbox; `try_send` drops it. A closed connection is reported only
-    by `receive`. `try_send` may be called from any thread, everything else from one thread.
+    by `receive`. `try_send` may be called from any thread, everything else from one thread. In a fork of the process
+    that made it, the channel is closed: nothing is sent, and the connection of the parent stays as it is.
     """
 
     def __init__(self, sock: socket.socket, codec: Codec[M]) -> None:
@@ -114,6 +117,8 @@ class Channel(Generic[M]):
         self._socket = sock
         self._codec = codec
         self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._origin = Origin()
+        in_forked_children(self.close)
 
     @classmethod
     def pair(cls, codec: Codec[M]) -> tuple[Channel[M], socket.socket]:
@@ -136,12 +141,16 @@ class Channel(Generic[M]):
         PacketError for a message that cannot be sent. A closed connection is not an error here.
         """
         data = self._codec.encode(message)
+        if not self._origin.is_here:
+            return
         if self._outbox or not self._try_send(data, fds):
             self._outbox.append((data, tuple(os.dup(fd) for fd in fds)))
 
     def try_send(self, message: M) -> bool:
         """Send at once or not at all. False if the connection is closed, or the socket is full."""
         data = self._codec.encode(message)
+        if not self._origin.is_here:
+            return False
         try:
             _send_packet(self._socket, data, ())
         except OSError:
@@ -150,7 +159,7 @@ class Channel(Generic[M]):
 
     def flush(self) -> None:
         """Send as much of the outbox as the socket accepts now."""
-        while self._outbox and self._try_send(*self._outbox[0]):
+        while self._origin.is_here and self._outbox and self._try_send(*self._outbox[0]):
             _close_all(self._outbox.popleft()[1])
 
     def receive(self) -> Packet[M] | None:
@@ -159,6 +168,8 @@ class Channel(Generic[M]):
         EOFError if the connection is closed and everything sent before has been received. PacketError.
         """
         while True:
+            if not self._origin.is_here:
+                raise EOFError(f"the connection belongs to process {self._origin.pid}; this is a fork of it")
             try:
                 return receive(self._socket, self._codec)
             except BlockingIOError:
@@ -179,8 +190,9 @@ class Channel(Generic[M]):
         """Close the sending direction and drop the outbox. The peer still gets what was sent, and can answer."""
         self.flush()
         self._drop_outbox()
-        with contextlib.suppress(OSError):  # the connection is closed already
-            self._socket.shutdown(socket.SHUT_WR)
+        if self._origin.is_here:  # a fork has a copy of the descriptor, and would end the connection of its parent
+            with contextlib.suppress(OSError):  # the connection is closed already
+                self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close this end and drop the outbox. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-__all__ = ["Process", "child_environment", "start_module"]
+from inprocess.ipc.deadline import Deadline
+
+__all__ = ["Process", "child_environment", "end_process", "start_module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Process:
 
 
 _HIDDEN = -1
+_KILLED_WAIT_S = 0.5
 
 
 def _start_of(pid: int) -> int | None:
@@ -108,3 +112,18 @@ def start_module(
         **(streams | pipes),
     )
     return cast("subprocess.Popen[bytes]", process)
+
+
+def end_process(process: subprocess.Popen[bytes], deadline: Deadline) -> None:
+    """Wait until a child process has ended, and kill it at the deadline.
+
+    One that waits in the kernel for a file system that does not answer is left: it ends with that wait.
+    """
+    try:
+        process.wait(deadline.left_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        try:
+            process.wait(_KILLED_WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.returncode = -signal.SIGKILL

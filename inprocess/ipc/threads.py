@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["JoinableThread", "join_all"]
+from inprocess.ipc.deadline import Deadline
+
+__all__ = ["JoinableThread", "finishes_within", "join_all"]
 
 _SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it, and it counts as alive
 
@@ -48,6 +50,28 @@ class JoinableThread(threading.Thread):
                 return
             if self._running.acquire(timeout=slice_s):  # an interrupt after this line does no harm: it has ended
                 self._running.release()
+
+
+def finishes_within(deadline: Deadline, function: Callable[[], None], name: str) -> bool:
+    """Run a function in a thread, and return whether it has ended by the deadline; raise what it raised.
+
+    For what may wait in the kernel for a file system that does not answer: no other thread can end that. The thread
+    goes on then, and the interpreter does not wait for it.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = JoinableThread(run, name)
+    thread.start()
+    thread.join(max(_SLICE_S, deadline.left_s))
+    if raised:
+        raise raised[0]
+    return not thread.is_alive()
 
 
 def join_all(threads: Iterable[JoinableThread]) -> None:
