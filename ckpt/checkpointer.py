@@ -23,7 +23,7 @@ from ckpt.lingering.job import Job
 from ckpt.lingering.keeping import LingeringMemory
 from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.options import Rename, RestoreOptions
-from ckpt.loading.restore import Tiers, candidates, restore
+from ckpt.loading.restore import Tiers, Undecided, candidates, restore
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.mirroring.background import BackgroundMirror
 from ckpt.mirroring.options import Mirror
@@ -243,6 +243,7 @@ class Checkpointer:
         self._last_restore: RestoreReport | None = None
         self._interrupted_at: float | None = None
         self._restores_later = False
+        self._seen_left: int | None = None  # the newest token, when the last restore decided what an ended run left
         self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
         self._closed = False
         self._origin = Origin()
@@ -362,10 +363,12 @@ class Checkpointer:
         in their containers; objects get `load_state_dict`, those of other classes than PyTorch's twice: once before
         large tensors are overwritten, to see whether they take it.
 
-        Saves that an ended run left are decided first: complete ones are published, the others abandoned; writers that
-        still finish some are waited for, at most half of `timeout`. Saves of a job that is alive are not touched; nor
-        are those of this job, so finalize them before. Without `step`, a damaged step is
-        skipped with a warning, on all ranks; a save that follows moves it to ``.damaged/``. After a restore of an older
+        Saves of this Checkpointer that are in flight are finalized first, as by `maybe_finalize`, which raises the
+        errors of those that have failed when it is called next. What is not decided within `timeout` is abandoned.
+        Saves that an ended run left are decided, too: complete ones are published, the others abandoned; writers that
+        still finish some are waited for, at most half of `timeout`. Saves of another job that is alive are not touched.
+        Without `step`, a damaged step is skipped with a warning, on all ranks; a save that follows moves it to
+        ``.damaged/``. After a restore of an older
         `step` the first save moves the newer ones, which belong to another branch then, to ``.superseded/``. Nothing is
         removed.
 
@@ -382,20 +385,14 @@ class Checkpointer:
         tensors may be overwritten in part; CheckpointNotFoundError. All ranks raise together.
         """
         self._check_open()
-        self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
-        seen: int | None = None
-
-        def recover() -> None:
-            nonlocal seen
-            seen = self._decide_left()
-
         options = RestoreOptions.of(strict, only, rename, cast, resize)
+        self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
         with self._phase("ckpt.restore"):
-            tiers, memory = self._tiers(self._mirror_root), self._saver.memory
-            report = restore(tiers, state, step, options, self._ranks, memory, recover, self._read_only)
+            tiers, memory, left = self._tiers(self._mirror_root), self._saver.memory, self._undecided()
+            report = restore(tiers, state, step, options, self._ranks, memory, left, self._read_only)
             self._note_restored(report)
             self._settle(report, current_restart_index() or 0)
-            self._continue_from(report, seen, self._ranks.rank)
+            self._continue_from(report, self._seen_left, self._ranks.rank)
             # Without a step nothing of `state` is called: an optimizer's `state_dict` may begin its state.
             if report is not None and not self._read_only and options.only is None:
                 self._saver.warmup_in_background(state)
@@ -404,25 +401,36 @@ class Checkpointer:
     def recover(self) -> list[int]:
         """Decide the saves that an ended run left, as `restore` does first, and return the steps it may restore.
 
-        Ascending; also those that only the mirror has, or that are whole in memory. Collective: all ranks get the steps
-        that rank 0 sees. For a program that must know the step before it can build the state to restore. Raises what
-        `restore` raises before it reads a step.
+        Saves in flight are finalized, as by `restore`. Ascending; also those that only the mirror has, or that are
+        whole in memory. Collective: all ranks get the steps that rank 0 sees. For a program that must know the step
+        before it can build the state to restore. Raises what `restore` raises before it reads a step.
         """
         self._check_open()
         self._ranks.doing = "the recovery of earlier saves"
         with self._phase("ckpt.restore"):
-            found = candidates(self._tiers(self._mirror_root), None, self._ranks, self._decide_left)
+            found = candidates(self._tiers(self._mirror_root), None, self._ranks, self._undecided())
             return sorted({place.step for place in found})
 
-    def _decide_left(self) -> int | None:
-        """Decide what an ended run left, on the coordinator; return the newest token. With `read_only` do nothing."""
+    def _undecided(self) -> Undecided:
+        """Return how saves are decided before a restore that begins now: within `timeout`, all together."""
+        self._seen_left = None
+        deadline = time.monotonic() + self._timeout_s
+        return Undecided(
+            self._decide_left,
+            lambda: [save.name for save in self._saver.scheduled()],
+            lambda common: self._saver.drain(common, deadline),
+        )
+
+    def _decide_left(self) -> None:
+        """Decide what an ended run left, on the coordinator. With `read_only` do nothing."""
         if self._read_only:
-            return None
+            return
         wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
         if self._mirror_root is not None:
             with contextlib.suppress(StorageError):
                 self._saver.claim_above = self._mirror_root.ownership.newest()
-        return recover_for_restore(self._root, self._saver.seen, self._saver.token, wait_s, _log.warning)
+        saver = self._saver
+        self._seen_left = recover_for_restore(self._root, saver.seen, saver.token, wait_s, _log.warning)
 
     def delete(self, step: int) -> None:
         """Remove a published step now. For rank 0 alone; the others may go on saving.

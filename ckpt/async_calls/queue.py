@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -82,6 +82,7 @@ class AsyncCallsQueue:
         self._origin = Origin()
         self._pending: deque[Call] = deque()  # in order of index, without gaps
         self._results: deque[CallOutcome | Event] = deque()  # of the writers, not yet passed to their calls
+        self._unreported: deque[Exception] = deque()  # of calls that `settle` removed; each is raised once
         self._next_index = 0
         self._pool = WriterPool(self._config, num_writers)
         self._intact = True  # False while a method changes `_pool`; if it stays so, the method was interrupted
@@ -144,7 +145,8 @@ class AsyncCallsQueue:
         A failed call is dropped, and its error raised after the calls before it are finalized: a CheckpointError,
         `WriterError` or what the call's `abandoned` made of it, the traceback of the writer as its cause.
         CheckpointTimeoutError if the wait reached its deadline; the calls stay queued. An exception of a finalize
-        function is raised after all others have run; its call counts as finalized.
+        function is raised after all others have run; its call counts as finalized. What `settle` has not raised is
+        raised first, one exception at each call.
         """
         return self._finalize(Deadline(self._timeout_s), blocking, no_dist)
 
@@ -154,7 +156,7 @@ class AsyncCallsQueue:
         CheckpointTimeoutError at the deadline, unless a call had failed before; the calls that are left stay queued.
         """
         first: Exception | None = None
-        while self._pending:
+        while self._pending or self._unreported:
             try:
                 self._finalize(deadline, blocking=True)
             except CheckpointTimeoutError as error:
@@ -179,6 +181,10 @@ class AsyncCallsQueue:
             error = self._drop_first(distributed, error)
         elif blocking and settled < self._next_index:
             error = self._timeout_error(settled, deadline, error)
+        if self._unreported:
+            if error is not None:
+                self._unreported.append(error)
+            error = self._unreported.popleft()
         if error is None:
             return finalized
         if isinstance(error, CheckpointError):
@@ -186,6 +192,26 @@ class AsyncCallsQueue:
         else:
             error.add_note(f"finalized in this call: {finalized}")
         raise error
+
+    def settle(self, functions: Collection[object], timeout_s: float) -> None:
+        """Wait until the calls of these functions are settled, at most `timeout_s`, and finalize or drop what can be.
+
+        These are the leading calls of the queue, up to the first that is not settled or is of another function. Makes
+        no collective. Failures are logged here and raised by later `maybe_finalize_async_calls`.
+        """
+        self._check_usable()
+        deadline = Deadline(timeout_s)
+        self.pump()
+        wanted = [call for call in self._pending if any(call.request.async_fn is each for each in functions)]
+        while not all(call.settled for call in wanted) and not deadline.is_over:
+            self.wait_for_events(min(deadline.left_s, self._call_listeners()))
+        while self._pending and self._pending[0] in wanted and self._pending[0].settled:
+            call = self._pending[0]
+            error = call.error or call.finalize()
+            self._pending.popleft()
+            if error is not None:
+                _log.warning("background call %d: %s", call.index, error)
+                self._unreported.append(error)
 
     def pump(self) -> None:
         """Take in messages of the writers, without waiting or finalizing.
@@ -259,6 +285,7 @@ class AsyncCallsQueue:
         for writer in self._writers:
             writer.forget_calls()
         self._results.clear()
+        self._unreported.clear()  # they are logged, as the failures below are
         finalized: list[int] = []
         while self._pending:
             call = self._pending[0]

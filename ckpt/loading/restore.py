@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["MemoryTier", "Tiers", "candidates", "restore"]
+__all__ = ["MemoryTier", "Tiers", "Undecided", "candidates", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
@@ -67,6 +67,19 @@ class Tiers:
     memory: MemoryTier | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """How to decide the saves that are undecided when a restore begins.
+
+    `decide_left` is called by the coordinator alone, for those of an ended job. `in_flight` returns the names of those
+    that this rank has scheduled. If any rank has some, all call `settle`, with the names that all ranks have in common.
+    """
+
+    decide_left: Callable[[], object]
+    in_flight: Callable[[], list[str]]
+    settle: Callable[[Collection[str]], None]
+
+
 def restore(
     tiers: Tiers,
     state: Any,
@@ -74,20 +87,20 @@ def restore(
     options: RestoreOptions,
     ranks: Group,
     memory: MemorySource | None = None,
-    before: Callable[[], object] | None = None,
+    undecided: Undecided | None = None,
     read_only: bool = False,
 ) -> RestoreReport | None:
     """Restore the newest step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
 
     Of a published step, tensors may be in `memory`.
 
-    The coordinator calls `before` first. With `read_only` no lease is made. If a step is removed while it is read, this
-    starts again with the steps that are left. A rank that is `Alone` among several tries no older step, since the
-    others would not do the same; a copy of the same step it may try.
+    Saves that are `undecided` are decided first. With `read_only` no lease is made. If a step is removed while it is
+    read, this starts again with the steps that are left. A rank that is `Alone` among several tries no older step,
+    since the others would not do the same; a copy of the same step it may try.
     """
     begin = time.perf_counter()
     try:
-        report = _restore(tiers, state, step, options, ranks, memory, before, read_only)
+        report = _restore(tiers, state, step, options, ranks, memory, undecided, read_only)
     except Exception as error:
         if is_observed():
             failed = step if step is not None or not isinstance(error, CheckpointError) else error.step
@@ -108,14 +121,14 @@ def _restore(
     options: RestoreOptions,
     ranks: Group,
     memory: MemorySource | None,
-    before: Callable[[], object] | None,
+    undecided: Undecided | None,
     read_only: bool,
 ) -> RestoreReport | None:
     damaged: list[int] = []
     first: CheckpointError | None = None
     removed = 0
     tiers = replace(tiers, memory=None) if isinstance(ranks, Alone) else tiers
-    left = candidates(tiers, step, ranks, before)
+    left = candidates(tiers, step, ranks, undecided)
     while left:
         where = left.pop(0)
         candidate, in_mirror = where.step, where.in_mirror
@@ -163,23 +176,28 @@ class _RemovedError(Exception):
     """The step was removed while it was read; raised on all ranks."""
 
 
-def candidates(tiers: Tiers, step: int | None, ranks: Group, before: Callable[[], object] | None) -> list[Place]:
+def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecided | None) -> list[Place]:
     """Return what to try, in this order: the same on all ranks. Collective.
 
-    What is published is as seen by the coordinator, which calls `before` first; what is whole in memory follows from
-    what all ranks hold. CheckpointNotFoundError if `step` is not there.
+    What is published is as seen by the coordinator; what is whole in memory follows from what all ranks hold. Saves
+    that are `undecided` are decided first. CheckpointNotFoundError if `step` is not there.
     """
     root, mirror, held = tiers.root, tiers.mirror, tiers.memory
     payload = b""
     offer = b"" if held is None else held.offer(ranks.rank, ranks)
     if ranks.rank == 0 or isinstance(ranks, Alone):
         try:
-            if before is not None:
-                before()
+            if undecided is not None:
+                undecided.decide_left()
             payload = json.dumps(places(root, mirror, needs_mirror=isinstance(ranks, Alone))).encode()
         except CheckpointError as error:
             payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
-    answers = [answer.partition(b"\n") for answer in ranks(payload + b"\n" + offer)]
+    in_flight = "" if undecided is None else " ".join(undecided.in_flight())
+    answers = [answer.split(b"\n", 2) for answer in ranks(b"\n".join((payload, in_flight.encode(), offer)))]
+    scheduled = [set(names.decode().split()) for _, names, _ in answers]
+    if undecided is not None and any(scheduled):
+        undecided.settle(set.intersection(*scheduled))
+        return candidates(tiers, step, ranks, None)
     found = json.loads(answers[0][0])
     if isinstance(found, dict):
         raise error_class(found["kind"])(found["text"])

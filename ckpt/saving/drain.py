@@ -1,8 +1,13 @@
-"""Decide every save in flight after a fault, without communication between the ranks.
+"""Decide every save in flight, after a fault or before a restore, without communication between the ranks.
 
-Every surviving rank does this for every save that it has a part in. All come to the same result, because each save is
-decided by one rename. Writers outlive their trainers, so what was staged is written, and waited for. A save is given up
-as soon as it is certain that it cannot be completed:
+Every rank, or every surviving one, does this for every save that it has a part in. All come to the same result, because
+each save is decided by one rename.
+
+Before a restore all trainers are alive, so `drain` waits for the writers, which decide. It gives up at once what only
+some ranks have scheduled, and at the deadline what is undecided.
+
+Writers outlive their trainers, so after a fault, too, what was staged is written, and waited for (`settle`). But a save
+is given up as soon as it is certain that it cannot be completed:
 
     this rank was interrupted before it had scheduled the save     given up at once
     only other ranks have begun the save, not this one             given up at once (`refuse_others`)
@@ -17,9 +22,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from ckpt.async_calls import AsyncCallsQueue
 from ckpt.errors import CheckpointError
 from ckpt.meeting import named
 from ckpt.saving.publish import publish
@@ -27,7 +33,7 @@ from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.outcomes import Abandoned, Reason, SaveOutcome
 
-__all__ = ["InFlight", "refuse_others", "settle"]
+__all__ = ["InFlight", "drain", "refuse_others", "settle"]
 
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
@@ -44,6 +50,40 @@ class InFlight:
     save: SaveId
     world_size: int
     scheduled: bool = False
+
+
+def drain(
+    root: Root,
+    queue: AsyncCallsQueue,
+    saves: Mapping[SaveId, object],
+    common: Collection[str],
+    rank: int,
+    deadline: float,
+) -> None:
+    """Wait until these saves are decided, at most until `deadline`, then give them up; finalize what is published.
+
+    Each save has the function of its call in the queue. Those that are not in `common`, the names of the saves that all
+    ranks have scheduled, are given up at once.
+    Failures of saves are raised by the next `maybe_finalize_async_calls`. Logs what goes wrong otherwise, and raises
+    nothing.
+    """
+    left = dict(saves)
+    try:
+        for save in saves:
+            pending = root.pending_save(save)
+            outcome = pending.outcome()
+            if outcome is None and save.name not in common:
+                outcome = _give_up(pending, rank, "not all ranks had scheduled it when a restore began")
+            if isinstance(outcome, Abandoned):
+                del left[save]  # its writer may be stuck
+        if left:
+            queue.settle(list(left.values()), max(0.0, deadline - time.monotonic()))
+        unsettled = queue.functions()
+        for save, each in left.items():
+            if any(each is function for function in unsettled):
+                _give_up(root.pending_save(save), rank, "it was not decided in time when a restore began")
+    except CheckpointError as error:
+        _log.warning("rank %d: saves in flight are left undecided: %s", rank, error)
 
 
 def settle(root: Root, in_flight: InFlight, rank: int, deadline: float, pump: Callable[[float], None]) -> SaveOutcome:

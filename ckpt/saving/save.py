@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ckpt.events import Retained, SnapshotStaged
 from ckpt.lingering.keeping import LingeringMemory
 from ckpt.observing import emit, is_observed
 from ckpt.ranks import Ranks
-from ckpt.saving.drain import InFlight, refuse_others, settle
+from ckpt.saving.drain import InFlight, drain, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
 from ckpt.saving.memory_tier import MemoryTier
@@ -300,6 +300,16 @@ class Saver:
         for queue in (self._queue, self._batch_queue):
             if queue is not None:
                 queue.recover(0.0)
+
+    def scheduled(self) -> dict[SaveId, SaveHandle]:
+        """Return the saves whose calls are in the queue."""
+        functions = self._queue.functions()
+        in_flight = [(save, each.handle) for save, each in self._in_flight.items() if each.handle is not None]
+        return {save: handle for save, handle in in_flight if any(fn is handle for fn in functions)}
+
+    def drain(self, common: Collection[str], deadline: float) -> None:
+        """Before a restore: decide the scheduled saves, and finalize those that are published. See `drain`."""
+        drain(self._root, self._queue, self.scheduled(), common, self._ranks.rank, deadline)
 
     def settle_all(self, rank: int, deadline: float) -> None:
         """After a fault: wait until every save of this rank is decided, at the latest soon after `deadline`."""

@@ -524,19 +524,6 @@ def test_left_over_saves_are_decided_by_the_next_start(
         checkpointer.save(_state(5.0), 3)
 
 
-def test_a_restore_leaves_the_saves_of_its_own_run_alone(tmp_path: Path) -> None:
-    gate = Gate.create(tmp_path)
-    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save(_state(1.0), 1)
-        checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
-        checkpointer.async_save(_state(2.0), 2)
-        gate.wait_entered()
-        state = _state(0.0)
-        assert checkpointer.restore(state) == 1
-        gate.open()
-        assert checkpointer.maybe_finalize(blocking=True) == [2]
-
-
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 

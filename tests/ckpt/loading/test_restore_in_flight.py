@@ -1,0 +1,202 @@
+"""A restore while saves of this job are in flight: it finalizes them first, as a restart after a fault does."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import CheckpointError, SaveAbandonedError, WriterError
+from ckpt.storage.names import SaveId
+from ckpt.storage.root import CheckpointRoot
+from tests.ckpt.async_calls import functions
+from tests.ckpt.async_calls.functions import Gate
+from tests.support import LeakCheck, run_ranks
+
+_SOON = timedelta(seconds=1)  # a time that passes in every run of the test
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value), "value": value}
+
+
+def _held_save(checkpointer: ckpt.Checkpointer, gate: Gate, step: int) -> None:
+    """Schedule a save that the writer begins when the gate is opened."""
+    checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
+    checkpointer.async_save(_state(step), step)
+    gate.wait_entered()
+
+
+def _once(action: Callable[[], None]) -> Callable[[], float]:
+    """A listener of the queue: it acts when something waits for the queue."""
+    left = [action]
+
+    def listener() -> float:
+        if left:
+            left.pop()()
+        return 60.0
+
+    return listener
+
+
+def _left_in(checkpointer: ckpt.Checkpointer) -> tuple[list[SaveId], list[str]]:
+    root = CheckpointRoot(checkpointer.root)
+    return root.pending(), root.superseded()
+
+
+@pytest.mark.parametrize("how", ["restore", "restore of the step", "recover"])
+def test_a_restore_waits_for_the_saves_in_flight(tmp_path: Path, leak_check: LeakCheck, how: str) -> None:
+    gate = Gate.create(tmp_path)
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(_state(1), 1)
+        _held_save(checkpointer, gate, 2)
+        checkpointer.queue.listen(_once(gate.open))
+        state = _state(0)
+        if how == "recover":
+            assert checkpointer.recover() == [1, 2]
+        assert checkpointer.restore(state, 2 if how == "restore of the step" else None) == 2
+        assert state["value"] == 2
+        assert state["w"].equal(torch.full((1000,), 2.0))
+        assert checkpointer.current_step == 2
+        checkpointer.save(_state(3), 3)
+        assert checkpointer.all_steps() == [1, 2, 3]
+        assert _left_in(checkpointer) == ([], [])
+
+
+def test_what_a_restore_has_finalized_is_told_by_the_next_call(tmp_path: Path) -> None:
+    finalized: list[str] = []
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        request = checkpointer.save_request(_state(1), 1)
+        request.add_finalize_fn(lambda: finalized.append("the function"))
+        request.add_finalize_fn(lambda: functions.fail("in a finalize function"))
+        checkpointer.queue.schedule_async_request(request)
+        assert checkpointer.restore(_state(0)) == 1
+        assert finalized == ["the function"]
+        with pytest.raises(ValueError, match="in a finalize function"):
+            checkpointer.maybe_finalize()
+        assert checkpointer.maybe_finalize() == [1]
+
+
+def test_an_older_step_begins_another_branch_also_while_a_save_is_in_flight(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path)
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(_state(1), 1)
+        _held_save(checkpointer, gate, 2)
+        checkpointer.queue.listen(_once(gate.open))
+        assert checkpointer.restore(_state(0), 1) == 1
+        assert checkpointer.current_step == 1
+        checkpointer.save(_state(3), 3)
+        assert checkpointer.all_steps() == [1, 3]
+        assert [name.partition("-")[0] for name in _left_in(checkpointer)[1]] == ["step_00000002"]
+
+
+def test_a_save_that_fails_does_not_stop_the_restore_and_is_still_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        checkpointer.async_save(_state(2), 1)  # which is published
+        checkpointer.async_save(_state(3), 3)
+        assert checkpointer.restore(_state(0)) == 3
+        assert "step 1 is already published" in caplog.text
+        with pytest.raises(CheckpointError, match="step 1 is already published"):
+            checkpointer.maybe_finalize()
+        assert checkpointer.maybe_finalize() == [3]
+        checkpointer.save(_state(4), 4)
+        assert checkpointer.all_steps() == [1, 3, 4]
+
+
+def test_the_failure_of_a_save_that_a_restore_has_waited_for_is_raised_by_close(tmp_path: Path) -> None:
+    for queue in (None, ckpt.AsyncCallsQueue()):
+        checkpointer = ckpt.Checkpointer(tmp_path / str(queue is None), queue=queue)
+        checkpointer.save(_state(1), 1)
+        checkpointer.async_save(_state(2), 1)
+        assert checkpointer.restore(_state(0)) == 1
+        with pytest.raises(CheckpointError, match="step 1 is already published"):
+            checkpointer.close()
+        if queue is not None:
+            queue.close()
+
+
+def test_after_a_fault_a_failure_that_was_logged_is_not_raised(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        checkpointer.async_save(_state(2), 1)
+        assert checkpointer.restore(_state(0)) == 1
+        checkpointer.recover_from_fault(timedelta(seconds=30))
+        assert checkpointer.maybe_finalize() == []
+
+
+def test_a_writer_that_is_stuck_delays_a_restore_by_the_timeout_and_its_save_is_given_up(
+    tmp_path: Path, leak_check: LeakCheck, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate.create(tmp_path)
+    with ckpt.Checkpointer(tmp_path / "root", timeout=_SOON) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        _held_save(checkpointer, gate, 2)
+        checkpointer.async_save(_state(3), 3)
+        begin = time.monotonic()
+        assert checkpointer.restore(_state(0)) == 1
+        assert time.monotonic() - begin >= _SOON.total_seconds()
+        assert "step 2 was given up" in caplog.text
+        assert checkpointer.restore(_state(0)) == 1  # which waits for none of them again
+        gate.open()
+        for step in (2, 3):
+            with pytest.raises(SaveAbandonedError, match=f"step {step}.*when a restore began"):
+                checkpointer.maybe_finalize(blocking=True)
+        checkpointer.save(_state(4), 4)
+        assert checkpointer.all_steps() == [1, 4]
+        assert _left_in(checkpointer) == ([], [])
+
+
+def test_other_calls_of_a_shared_queue_are_left_to_the_program(tmp_path: Path, leak_check: LeakCheck) -> None:
+    gate = Gate.create(tmp_path)
+    called: list[str] = []
+    with ckpt.AsyncCallsQueue(num_writers=2, timeout_s=30) as queue:
+        checkpointer = ckpt.Checkpointer(tmp_path / "root", queue=queue)
+        held = ckpt.AsyncRequest(functions.stop_at, (gate,), [lambda: called.append("held")])
+        queue.schedule_async_request(held)
+        gate.wait_entered()
+        checkpointer.async_save(_state(1), 1)
+        assert checkpointer.restore(_state(0)) == 1
+        assert checkpointer.current_step == 1
+        queue.schedule_async_request(ckpt.AsyncRequest(functions.fail, ("of the program",), []))
+        assert checkpointer.restore(_state(0)) == 1
+        assert called == []
+        gate.open()
+        with pytest.raises(WriterError, match="of the program"):
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert called == ["held"]
+        assert checkpointer.maybe_finalize() == [1]
+        checkpointer.close()
+
+
+def _save_and_restore(rank: int, world_size: int, root: Path, savers: list[int]) -> list[Any]:
+    """Save step 2 on some ranks only, restore, and go on with step 3."""
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save(_state(1), 1)
+        if rank in savers:
+            checkpointer.async_save(_state(2), 2)
+        state = _state(0)
+        restored = checkpointer.restore(state)
+        failed = None
+        try:
+            checkpointer.maybe_finalize(blocking=True)
+        except SaveAbandonedError as error:
+            failed = error.step
+        checkpointer.save(_state(3), 3)
+        return [restored, state["value"], failed, checkpointer.all_steps(), _left_in(checkpointer)]
+
+
+@pytest.mark.parametrize("savers", [[0, 1], [0], [1]])
+def test_all_ranks_restore_the_same_whichever_of_them_have_saved(tmp_path: Path, savers: list[int]) -> None:
+    """A save that one rank takes no part in is given up at once, not after a timeout."""
+    whole = savers == [0, 1]
+    step, steps = (2, [1, 2, 3]) if whole else (1, [1, 3])
+    for rank, result in enumerate(run_ranks(_save_and_restore, 2, tmp_path / "root", savers)):
+        failed = 2 if rank in savers and not whole else None
+        assert result.value == [step, step, failed, steps, ([], [])]
