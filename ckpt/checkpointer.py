@@ -34,6 +34,7 @@ from ckpt.saving.recover import Branch, recover_for_restore
 from ckpt.saving.replicator import ReplicaOptions
 from ckpt.saving.retention import Keep, Retention, keep_policy
 from ckpt.saving.save import Saver
+from ckpt.saving.scheduled import wait_for_program, wait_for_step
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.staging.neighbors import node
@@ -365,6 +366,8 @@ class Checkpointer:
 
         Saves of this Checkpointer that are in flight are finalized first, as by `maybe_finalize`, which raises the
         errors of those that have failed when it is called next. What is not decided within `timeout` is abandoned.
+        Saves of other Checkpointers of this program to the root are waited for, and so is a `step` that another job is
+        just writing, at most half of `timeout`.
         Saves that an ended run left are decided, too: complete ones are published, the others abandoned; writers that
         still finish some are waited for, at most half of `timeout`. Saves of another job that is alive are not touched.
         Without `step`, a damaged step is skipped with a warning, on all ranks; a save that follows moves it to
@@ -388,7 +391,7 @@ class Checkpointer:
         options = RestoreOptions.of(strict, only, rename, cast, resize)
         self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
         with self._phase("ckpt.restore"):
-            tiers, memory, left = self._tiers(self._mirror_root), self._saver.memory, self._undecided()
+            tiers, memory, left = self._tiers(self._mirror_root), self._saver.memory, self._undecided(step)
             report = restore(tiers, state, step, options, self._ranks, memory, left, self._read_only)
             self._note_restored(report)
             self._settle(report, current_restart_index() or 0)
@@ -408,24 +411,33 @@ class Checkpointer:
         self._check_open()
         self._ranks.doing = "the recovery of earlier saves"
         with self._phase("ckpt.restore"):
-            found = candidates(self._tiers(self._mirror_root), None, self._ranks, self._undecided())
+            found = candidates(self._tiers(self._mirror_root), None, self._ranks, self._undecided(None))
             return sorted({place.step for place in found})
 
-    def _undecided(self) -> Undecided:
-        """Return how saves are decided before a restore that begins now: within `timeout`, all together."""
+    def _undecided(self, step: int | None) -> Undecided:
+        """Wait for saves of other Checkpointers of this program, and return how the others are decided.
+
+        That is before a restore, of `step`, which begins now.
+        """
         self._seen_left = None
         deadline = time.monotonic() + self._timeout_s
+        wait_for_program(self._root, deadline - self._timeout_s / 2, but=self._saver.scheduled)
         return Undecided(
-            self._decide_left,
+            lambda: self._decide_left(step),
             lambda: [save.name for save in self._saver.scheduled()],
             lambda common: self._saver.drain(common, deadline),
         )
 
-    def _decide_left(self) -> None:
-        """Decide what an ended run left, on the coordinator. With `read_only` do nothing."""
+    def _decide_left(self, step: int | None) -> None:
+        """Wait for the writers of `step`, if it is named, and decide what an ended run left, on the coordinator.
+
+        With `read_only` nothing is decided.
+        """
+        wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
+        if step is not None:
+            wait_for_step(self._root, step, time.monotonic() + wait_s, self._saver.scheduled)
         if self._read_only:
             return
-        wait_s = self._timeout_s / 2  # the other ranks wait for this one meanwhile
         if self._mirror_root is not None:
             with contextlib.suppress(StorageError):
                 self._saver.claim_above = self._mirror_root.ownership.newest()

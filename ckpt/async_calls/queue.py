@@ -83,6 +83,7 @@ class AsyncCallsQueue:
         self._pending: deque[Call] = deque()  # in order of index, without gaps
         self._results: deque[CallOutcome | Event] = deque()  # of the writers, not yet passed to their calls
         self._unreported: deque[Exception] = deque()  # of calls that `settle` removed; each is raised once
+        self._finalizing = False
         self._next_index = 0
         self._pool = WriterPool(self._config, num_writers)
         self._intact = True  # False while a method changes `_pool`; if it stays so, the method was interrupted
@@ -193,11 +194,10 @@ class AsyncCallsQueue:
             error.add_note(f"finalized in this call: {finalized}")
         raise error
 
-    def settle(self, functions: Collection[object], timeout_s: float) -> None:
-        """Wait until the calls of these functions are settled, at most `timeout_s`, and finalize or drop what can be.
+    def wait_for(self, functions: Collection[object], timeout_s: float) -> list[Call]:
+        """Wait until the calls of these functions are settled, at most `timeout_s`, and return them.
 
-        These are the leading calls of the queue, up to the first that is not settled or is of another function. Makes
-        no collective. Failures are logged here and raised by later `maybe_finalize_async_calls`.
+        Finalizes nothing, and makes no collective.
         """
         self._check_usable()
         deadline = Deadline(timeout_s)
@@ -205,10 +205,19 @@ class AsyncCallsQueue:
         wanted = [call for call in self._pending if any(call.request.async_fn is each for each in functions)]
         while not all(call.settled for call in wanted) and not deadline.is_over:
             self.wait_for_events(min(deadline.left_s, self._call_listeners()))
-        while self._pending and self._pending[0] in wanted and self._pending[0].settled:
+        return wanted
+
+    def settle(self, functions: Collection[object], timeout_s: float) -> None:
+        """Do what `wait_for` does, then finalize or drop those of these calls that lead the queue and are settled.
+
+        Failures are logged here and raised by later `maybe_finalize_async_calls`.
+        """
+        wanted = self.wait_for(functions, timeout_s)
+        while not self._finalizing and self._pending and self._pending[0] in wanted and self._pending[0].settled:
             call = self._pending[0]
-            error = call.error or call.finalize()
-            self._pending.popleft()
+            error = call.error or self._finalize_first()
+            if call.error is not None:
+                self._pending.popleft()
             if error is not None:
                 _log.warning("background call %d: %s", call.index, error)
                 self._unreported.append(error)
@@ -380,10 +389,19 @@ class AsyncCallsQueue:
         first: Exception | None = None
         while self._pending and self._pending[0].index < end:
             finalized.append(self._pending[0].index)
-            error = self._pending[0].finalize()
-            self._pending.popleft()
+            error = self._finalize_first()
             first = first or error
         return finalized, first
+
+    def _finalize_first(self) -> Exception | None:
+        """Finalize the first call and remove it; return what its finalize functions raised. One may restore."""
+        self._finalizing = True
+        try:
+            error = self._pending[0].finalize()
+        finally:
+            self._finalizing = False
+        self._pending.popleft()
+        return error
 
     def _drop_first(self, distributed: bool, finalize_error: Exception | None) -> CheckpointError:
         """Remove the first call, which failed here or on another rank; return the error to raise."""

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,6 +46,7 @@ from ckpt.loading.lazy import Checkpoint, open_checkpoint
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks import Ranks
+from ckpt.saving.scheduled import wait_for_program, wait_for_step
 from ckpt.storage.dtypes import torch_dtype
 from ckpt.storage.names import step_name
 from ckpt.storage.roots import absolute, is_object_url, open_root
@@ -238,12 +240,16 @@ class Reader(StorageReader):
     planner is given for a value are made in memory. A leaf of a single rank is named ``<name>@rank<r>``.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta = timedelta(minutes=10)
+    ) -> None:
         """Read nothing yet. `path` is that of a step, as for `Writer`, or a checkpoint root: then its newest step.
 
-        A `checkpoint_id` that is given to DCP replaces it.
+        A `checkpoint_id` that is given to DCP replaces it. A step that is just being written, and what this program
+        writes to the root, is waited for, at most `timeout`.
         """
         super().__init__()
+        self._timeout = timeout
         self._path = None if path is None else os.fspath(path)
         self._checkpoint: Checkpoint | None = None
         self._contents = Contents()
@@ -285,6 +291,7 @@ class Reader(StorageReader):
         self.close()
         if self._path is None:
             raise ValueError("which step? Reader(path), or dcp.load(checkpoint_id=path)")
+        _wait_until_written(self._path, self._timeout.total_seconds())
         self._checkpoint = _opened(self._path)
         self._contents = contents_of(self._checkpoint.index)
         return self._contents.metadata(self._checkpoint.path, str(self._checkpoint.summary["save"]))
@@ -409,6 +416,15 @@ def _no_step(path: str | os.PathLike[str] | None) -> str:
         f"{path}: which step? The last part of checkpoint_id is its number, alone or behind 'step', 'global_step' or "
         "'checkpoint': dcp.save(state_dict, checkpoint_id='runs/lm/step_100', storage_writer=writer)"
     )
+
+
+def _wait_until_written(path: str, timeout_s: float) -> None:
+    """Wait while the step that a path names, or any that this program saves to a root, is being written."""
+    root, step = _parsed(path)
+    deadline = time.monotonic() + timeout_s
+    if step is not None:
+        wait_for_step(open_root(root or "."), step, deadline)
+    wait_for_program(open_root(path), deadline)
 
 
 def _opened(path: str) -> Checkpoint:

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -56,6 +57,7 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import PerRank, RngState
 from ckpt.ranks import Ranks
 from ckpt.saving.recover import recover_for_restore
+from ckpt.saving.scheduled import wait_for_program, wait_for_step
 from ckpt.storage.roots import open_root
 from ckpt.values.codec import unregistered_in
 from ckpt.values.containers import rebuild
@@ -138,7 +140,9 @@ class CkptIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Return the newest complete checkpoint of this name, with all tensors on the CPU. Collective.
 
-        Saves that an ended job left are decided first. The last two arguments have no effect: nothing is executed.
+        While the newest save of the name is being written, by this program or another, it is waited for, at most half
+        of `timeout`. Saves that an ended job left are decided first. The last two arguments have no effect: nothing is
+        executed.
 
         If no save of a name that begins with "last" was completed, the result counts as false, and Lightning starts
         from the beginning. Otherwise raises CheckpointNotFoundError; also CheckpointCorruptError, and StateError for a
@@ -252,15 +256,19 @@ class CkptIO(CheckpointIO):
             directory.finalize(blocking=True)
 
     def _find(self, path: _StrPath) -> tuple[str, int] | None:
-        """Return root and number of the newest complete step of a name, the same on all ranks; see `_newest`."""
+        """Return root and number of the newest complete step of a name, the same on all ranks; see `_newest`.
+
+        While its newest step is being written, this waits, at most half of `timeout`: other ranks wait meanwhile.
+        """
         ranks = self._all_ranks()
 
         def find() -> tuple[str, int] | None:
             if ranks.rank != 0:
                 return None
             root = root_of(resolved(located(path)))
+            _wait_for_newest(path, self._timeout_s / 2)
             if root in self._directories:
-                for failure in self._directories[root].settle():
+                for failure in self._directories[root].settle(blocking=False):
                     _log.warning("%s", failure)
             else:
                 recover_for_restore(open_root(root), 0, None, self._timeout_s / 2, _log.warning)
@@ -329,12 +337,12 @@ class _Directory:
         if not self._saves:
             self._remove(-1)
 
-    def settle(self) -> list[CheckpointError]:
-        """Wait for all saves and finalize them; return the failures."""
+    def settle(self, blocking: bool = True) -> list[CheckpointError]:
+        """Finalize the saves that are decided, or with `blocking` all; return the failures."""
         errors: list[CheckpointError] = []
         while True:
             try:
-                self.finalize(blocking=True)
+                self.finalize(blocking)
                 return errors
             except CheckpointError as error:  # of one save, which is no longer in the queue
                 errors.append(error)
@@ -387,6 +395,14 @@ class _Directory:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
+def _wait_for_newest(path: _StrPath, timeout_s: float) -> None:
+    """Wait while the newest step of a name is being written, and what this program saves beside it; at most so long."""
+    path = located(path)
+    root, deadline = open_root(root_of(resolved(path))), time.monotonic() + timeout_s
+    wait_for_step(root, read_name(path)[0], deadline)
+    wait_for_program(root, deadline)  # a link may stand for the step before
+
+
 def _newest(path: _StrPath) -> tuple[str, int] | None:
     """Return root and number of the newest complete step of a name; None if a name for "last" has none.
 
@@ -399,16 +415,16 @@ def _newest(path: _StrPath) -> tuple[str, int] | None:
     complete = [step for step in published if step <= steps[0] and (step in steps or is_link(path))]
     if complete:
         if complete[-1] != steps[0]:
-            _log.warning("%s: the save of step %d was not completed; loading step %d", path, steps[0], complete[-1])
+            _log.warning("%s: the save of step %d is not complete; loading step %d", path, steps[0], complete[-1])
         return root, complete[-1]
     if os.path.basename(path).startswith(_LAST):
         _log.warning("%s: its save was not completed, and there was none before; nothing is loaded", path)
         return None
     names = [place for place in names_in(root) if _is_complete(place, published)]
     raise CheckpointNotFoundError(
-        f"{path}: its save is not complete. It is still being written (CkptIO.teardown() waits for that, as does the "
-        "end of `fit`), or was never completed, because a job ended meanwhile or the save failed. Complete checkpoints "
-        f"there: {', '.join(names) or 'none'}"
+        f"{path}: its save is not complete. It takes longer than the timeout (CkptIO.teardown() waits for it, as does "
+        "the end of `fit`), or was never completed, because a job ended meanwhile or the save failed. Complete "
+        f"checkpoints there: {', '.join(names) or 'none'}"
     )
 
 
@@ -431,12 +447,13 @@ class _Nothing(dict[str, Any]):
         return False
 
 
-def read_checkpoint(path: _StrPath) -> dict[str, Any]:
+def read_checkpoint(path: _StrPath, *, timeout: timedelta = timedelta(minutes=10)) -> dict[str, Any]:
     """Return a checkpoint of Lightning: ``state_dict``, ``hyper_parameters``, ``callbacks`` and so on, on the CPU.
 
-    In any process, and by any rank alone. Saves that are not published yet are not waited for. Raises as
-    `CkptIO.load_checkpoint` does, and CheckpointNotFoundError if no save of the name was completed.
+    In any process, and by any rank alone. Waits while the newest save of the name is being written, at most `timeout`.
+    Raises as `CkptIO.load_checkpoint` does, and CheckpointNotFoundError if no save of the name was completed.
     """
+    _wait_for_newest(path, timeout.total_seconds())
     found = _newest(path)
     if found is None:
         raise CheckpointNotFoundError(f"{os.fspath(path)}: no save of this name was completed")

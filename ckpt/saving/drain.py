@@ -37,6 +37,7 @@ __all__ = ["InFlight", "drain", "refuse_others", "settle"]
 
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
+_ANSWER_S = 5.0  # for writers to report saves that are already decided
 _GRACE_S = 3.0  # a writer may have to be started first, on a busy machine
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 _LOOKS_PER_S, _LONGEST_OF_MANY_S = 500.0, 1.0  # of all ranks together; the pause of one rank among very many
@@ -67,21 +68,19 @@ def drain(
     Failures of saves are raised by the next `maybe_finalize_async_calls`. Logs what goes wrong otherwise, and raises
     nothing.
     """
-    left = dict(saves)
+    if not saves:
+        return
     try:
-        for save in saves:
-            pending = root.pending_save(save)
-            outcome = pending.outcome()
-            if outcome is None and save.name not in common:
-                outcome = _give_up(pending, rank, "not all ranks had scheduled it when a restore began")
-            if isinstance(outcome, Abandoned):
-                del left[save]  # its writer may be stuck
-        if left:
-            queue.settle(list(left.values()), max(0.0, deadline - time.monotonic()))
-        unsettled = queue.functions()
-        for save, each in left.items():
-            if any(each is function for function in unsettled):
-                _give_up(root.pending_save(save), rank, "it was not decided in time when a restore began")
+        undecided = {save: each for save, each in saves.items() if root.pending_save(save).outcome() is None}
+        for save in [save for save in undecided if save.name not in common]:
+            _give_up(root.pending_save(save), rank, "not all ranks had scheduled it when a restore began")
+            del undecided[save]
+        queue.wait_for(list(undecided.values()), deadline - time.monotonic())
+        for save in undecided:
+            if (pending := root.pending_save(save)).outcome() is None:
+                _give_up(pending, rank, "it was not decided in time when a restore began")
+        # A writer may be stuck, also since an earlier restore: then its call stays in the queue.
+        queue.settle(list(saves.values()), min(_ANSWER_S, deadline - time.monotonic()))
     except CheckpointError as error:
         _log.warning("rank %d: saves in flight are left undecided: %s", rank, error)
 

@@ -29,6 +29,7 @@ from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.replicator import ReplicaOptions, Replicator
+from ckpt.saving.scheduled import Scheduled, wait_for_program
 from ckpt.saving.snapshots import Snapshots
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
@@ -101,6 +102,7 @@ class Saver:
         self.timers = Timers()  # of every call that writes
         self._warned: set[str] = set()  # of names that ranks have different
         self._in_flight: dict[SaveId, _Undecided] = {}  # entered before staging, so that no fault loses one
+        self.scheduled = Scheduled(root, queue, self._staged)
         self._observed: list[ObservedSave] = []  # of which the end was not emitted, when the last save began
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
@@ -132,6 +134,7 @@ class Saver:
 
     def claim(self) -> int:
         """Claim the root, which is made if need be, and return the token. FencedError if another job was faster."""
+        wait_for_program(self._root, time.monotonic() + self._slot_timeout_s / 2, but=self.scheduled)  # else fenced
         self._root.make()
         if self._packs is not None:
             self._packs.claim()
@@ -208,6 +211,7 @@ class Saver:
     def request(self, state: Any, step: int, begin: float, metrics: Mapping[str, Any] | None = None) -> AsyncRequest:
         """Stage `state` and return the request that writes it. See `Checkpointer.save_request`."""
         _check_step(step, "async_save")
+        self.scheduled.note_thread()
         self._ranks.doing = f"the save of step {step}"
         self._plans.begin_attempt(step)
         self._observed = [each for each in self._observed if not each.ended]
@@ -301,11 +305,8 @@ class Saver:
             if queue is not None:
                 queue.recover(0.0)
 
-    def scheduled(self) -> dict[SaveId, SaveHandle]:
-        """Return the saves whose calls are in the queue."""
-        functions = self._queue.functions()
-        in_flight = [(save, each.handle) for save, each in self._in_flight.items() if each.handle is not None]
-        return {save: handle for save, handle in in_flight if any(fn is handle for fn in functions)}
+    def _staged(self) -> dict[SaveId, SaveHandle]:
+        return {save: each.handle for save, each in list(self._in_flight.items()) if each.handle is not None}
 
     def drain(self, common: Collection[str], deadline: float) -> None:
         """Before a restore: decide the scheduled saves, and finalize those that are published. See `drain`."""
@@ -362,6 +363,7 @@ class Saver:
         With `linger` what this rank holds for others is there for a while.
         """
         self._closed = True
+        self.scheduled.close()
         if self._listening:
             self._listening = False
             self._queue.stop_listening(self._listen)

@@ -11,6 +11,7 @@ pytest.importorskip("peft")
 
 import ckpt
 from tests.ckpt.integrations.jobs import KILLED, Ended, Job, assert_continued, run_program
+from tests.support.loads import stopped_until_a_load_waits
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all jobs
 
@@ -133,6 +134,25 @@ def test_what_is_refused(tmp_path: Path) -> None:
             assert checkpoints.load_state() is None
             checkpoints.save_state(1)
             assert checkpoints.maybe_finalize(blocking=True) == [1]
+    finally:
+        accelerator.state._reset_state(reset_partial_state=True)
+        accelerator.gradient_state._reset_state()
+
+
+def test_what_was_just_saved_is_loaded(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from ckpt.integrations.accelerate import Checkpoints
+
+    accelerator = Accelerator(cpu=True)
+    try:
+        with Checkpoints(accelerator, tmp_path) as checkpoints, Checkpoints(accelerator, tmp_path) as other:
+            for step in (1, 2):
+                checkpoints.save_state(step)
+                assert checkpoints.load_state() == step
+            with stopped_until_a_load_waits():
+                checkpoints.save_state(3)
+                assert other.load_state() == 3
     finally:
         accelerator.state._reset_state(reset_partial_state=True)
         accelerator.gradient_state._reset_state()

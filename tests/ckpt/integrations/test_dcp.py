@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ckpt
 from ckpt.integrations.dcp import Reader, Writer, latest_step
 from tests.support import LeakCheck, run_ranks
+from tests.support.loads import stopped_until_a_load_waits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -324,6 +325,17 @@ def test_which_step(tmp_path: Path) -> None:
         dcp.load(state, checkpoint_id=tmp_path / "step_99", storage_reader=Reader())
     (tmp_path / "step_00000008").rename(tmp_path / "copied")
     dcp.load(state, checkpoint_id=tmp_path / "copied", storage_reader=Reader())
+
+
+@pytest.mark.parametrize("name", ["step_2", ""])
+def test_a_load_waits_for_what_is_being_written(name: str, tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": torch.ones(1)}, 1)
+        with stopped_until_a_load_waits():
+            checkpointer.async_save({"a": torch.full((1,), 2.0)}, 2)
+            loaded = {"a": torch.zeros(1)}
+            dcp.load(loaded, checkpoint_id=tmp_path / name, storage_reader=Reader())
+        assert loaded["a"].item() == 2
 
 
 def test_one_writer_for_several_roots_and_its_options(tmp_path: Path, leak_check: LeakCheck) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 import ckpt
+from tests.ckpt.crash.killers import wait_until
 from tests.support import LeakCheck
+from tests.support.loads import only_writer, stopped_until_a_load_waits
 
 pytest.importorskip("lightning")
 
@@ -134,6 +137,35 @@ def test_a_name_that_is_removed_and_saved_again_stays(plugin: CkptIO, tmp_path: 
 def test_what_is_saved_before_slurm_ends_the_job_is_published_on_return(plugin: CkptIO, tmp_path: Path) -> None:
     plugin.save_checkpoint(checkpoint(1), tmp_path / "hpc_ckpt_1.ckpt")
     assert steps(tmp_path) == [1]
+
+
+def test_another_plugin_waits_for_the_newest_save_of_a_name(plugin: CkptIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "twice.ckpt")
+    wait_until(lambda: steps(tmp_path) == [1], "the step")
+    with stopped_until_a_load_waits():
+        plugin.save_checkpoint(checkpoint(2), tmp_path / "twice.ckpt")
+        assert number_of(CkptIO().load_checkpoint(tmp_path / "twice.ckpt")) == 2
+    with stopped_until_a_load_waits():
+        plugin.save_checkpoint(checkpoint(3), tmp_path / "once.ckpt")
+        assert number_of(read_checkpoint(tmp_path / "once.ckpt")) == 3
+    with stopped_until_a_load_waits():
+        plugin.save_checkpoint(checkpoint(4), tmp_path / "own.ckpt")
+        assert number_of(plugin.load_checkpoint(tmp_path / "own.ckpt")) == 4
+
+
+def test_a_save_that_takes_longer_than_the_timeout_is_not_waited_for(plugin: CkptIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "twice.ckpt")
+    wait_until(lambda: steps(tmp_path) == [1], "the step")
+    other, writer = CkptIO(timeout=timedelta(seconds=1)), only_writer()
+    writer.suspend()
+    try:
+        for name in ("twice", "once"):
+            plugin.save_checkpoint(checkpoint(2), tmp_path / f"{name}.ckpt")
+        assert number_of(other.load_checkpoint(tmp_path / "twice.ckpt")) == 1
+        with pytest.raises(ckpt.CheckpointNotFoundError, match="takes longer than the timeout"):
+            other.load_checkpoint(tmp_path / "once.ckpt")
+    finally:
+        writer.resume()
 
 
 def test_other_urls_are_refused(plugin: CkptIO) -> None:

@@ -123,6 +123,28 @@ def test_steps_and_states_are_chosen(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoint" / ".superseded").iterdir()) != []
 
 
+def _save_and_load(rank: int, world_size: int, folder: str) -> None:
+    job, other = Job(folder), Job(folder, seed=2)
+    for step in (1, 2):
+        job.train(step)
+        saved = job.weights()
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.zero_()
+        assert job.manager.load(step)
+        assert job.weights() == saved
+    job.train(3)
+    assert other.manager.load()
+    assert other.weights() == job.weights()
+    other.manager.close()
+    job.manager.close()
+
+
+def test_what_was_just_saved_is_loaded(tmp_path: Path) -> None:
+    run_ranks(_save_and_load, 2, str(tmp_path), timeout=120)
+    assert not (tmp_path / "checkpoint" / ".superseded").exists()
+
+
 def _in_background(rank: int, world_size: int, folder: str) -> None:
     job = Job(folder)
     assert job.manager.save_future is None

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -15,13 +17,15 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate
-from tests.support import LeakCheck, run_ranks
+from tests.ckpt.crash.killers import wait_until, with_writer
+from tests.support import LeakCheck, launch_ranks, run_ranks
+from tests.support.loads import only_writer, when_a_load_waits
 
 _SOON = timedelta(seconds=1)  # a time that passes in every run of the test
 
 
 def _state(value: float) -> dict[str, Any]:
-    return {"w": torch.full((1000,), value), "value": value}
+    return {"w": torch.full((1000,), float(value)), "value": value}
 
 
 def _held_save(checkpointer: ckpt.Checkpointer, gate: Gate, step: int) -> None:
@@ -200,3 +204,96 @@ def test_all_ranks_restore_the_same_whichever_of_them_have_saved(tmp_path: Path,
     for rank, result in enumerate(run_ranks(_save_and_restore, 2, tmp_path / "root", savers)):
         failed = 2 if rank in savers and not whole else None
         assert result.value == [step, step, failed, steps, ([], [])]
+
+
+# -- saves of other Checkpointers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["restore", "restore of the step", "recover", "read only", "another thread"])
+def test_another_checkpointer_of_the_program_waits_also_for_a_save_that_has_not_begun(
+    tmp_path: Path, leak_check: LeakCheck, how: str
+) -> None:
+    gate = Gate.create(tmp_path)
+    state = _state(0)
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(_state(1), 1)
+        _held_save(checkpointer, gate, 2)
+        with (
+            when_a_load_waits(gate.open),
+            ckpt.Checkpointer(tmp_path / "root", read_only=how == "read only") as other,
+            ThreadPoolExecutor() as threads,
+        ):
+            if how == "recover":
+                assert other.recover() == [1, 2]
+            elif how == "another thread":
+                assert threads.submit(other.restore, state).result() == 2
+            assert other.restore(state, 2 if how == "restore of the step" else None) == 2
+        assert state["value"] == 2
+        assert checkpointer.maybe_finalize(blocking=True) == [2]
+        checkpointer.save(_state(3), 3)
+
+
+def test_another_checkpointer_that_saves_does_not_lose_what_is_in_flight(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path)
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        _held_save(checkpointer, gate, 1)
+        with when_a_load_waits(gate.open), ckpt.Checkpointer(tmp_path / "root") as other:
+            other.save(_state(2), 2)
+        assert checkpointer.maybe_finalize(blocking=True) == [1]
+        assert checkpointer.all_steps() == [1, 2]
+
+
+def _begun_save(checkpointer: ckpt.Checkpointer, step: int, hold: Path) -> psutil.Process:
+    """Schedule a save whose writer has written its part and waits for the file `hold`; return the writer."""
+    request = with_writer(checkpointer.save_request(_state(step), step), hold=str(hold))
+    checkpointer.queue.schedule_async_request(request)
+    root = CheckpointRoot(checkpointer.root)
+    wait_until(lambda: [root.pending_save(save).parts_present() for save in root.pending()] == [{0}], "the part")
+    return only_writer()
+
+
+def test_a_writer_that_is_stuck_or_dies_delays_the_restore_of_another_checkpointer_only_so_long(tmp_path: Path) -> None:
+    checkpointer = ckpt.Checkpointer(tmp_path / "root")
+    checkpointer.save(_state(1), 1)
+    writer = _begun_save(checkpointer, 2, tmp_path / "never")
+    with ckpt.Checkpointer(tmp_path / "root", timeout=_SOON) as other, when_a_load_waits(lambda: None):
+        assert other.restore(_state(0)) == 1
+    with ckpt.Checkpointer(tmp_path / "root") as other, when_a_load_waits(writer.kill):
+        assert other.restore(_state(0)) == 1
+    with pytest.raises(CheckpointError, match="step 2"):
+        checkpointer.close()
+
+
+_OTHER_PROGRAM = """
+import logging, sys
+import torch
+import ckpt
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+state = {"w": torch.zeros(1000), "value": 0.0}
+with ckpt.Checkpointer(sys.argv[1]) as checkpointer:
+    print("restored", checkpointer.restore(state, int(sys.argv[2])), state["value"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["published", "killed"])
+def test_another_program_waits_for_the_step_that_it_names(tmp_path: Path, end: str) -> None:
+    script, hold = tmp_path / "script.py", tmp_path / "hold"
+    script.write_text(_OTHER_PROGRAM)
+    checkpointer = ckpt.Checkpointer(tmp_path / "root")
+    checkpointer.save(_state(1), 1)
+    writer = _begun_save(checkpointer, 2, hold)
+    with launch_ranks(script, 1, checkpointer.root, 2) as group:
+        group.wait_for_output(0, "^waiting for step 2")
+        if end == "published":
+            hold.touch()
+            group.wait_for_output(0, "^restored 2 2")
+            group.wait()
+            assert checkpointer.maybe_finalize(blocking=True) == [2]
+        else:
+            writer.kill()
+            (result,) = group.wait(returncodes={0: 1})
+            assert "has no published step 2; it has [1]" in result.stderr
+            with pytest.raises(CheckpointError, match="step 2"):
+                checkpointer.maybe_finalize(blocking=True)
+    checkpointer.close()
