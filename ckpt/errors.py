@@ -1,10 +1,13 @@
 """The errors of `ckpt`.
 
 Every error says what happened, where (rank, step, tensor, file) and what to do next. All derive from `CheckpointError`,
-so a training loop that should survive a failed save needs one ``except`` clause.
+so a training loop that should survive a failed save needs one ``except`` clause. Those for which Python has a class of
+its own derive from that, too, because programs written for files catch it.
 """
 
 from __future__ import annotations
+
+import errno as numbers
 
 __all__ = [
     "CheckpointCorruptError",
@@ -54,16 +57,20 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of a published checkpoint are missing, or differ from those that were written."""
 
 
-class CheckpointNotFoundError(CheckpointError):
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no published checkpoint at this step or path."""
+
+    errno = numbers.ENOENT
 
 
 class CheckpointUnreachableError(CheckpointError):
     """Files of a published checkpoint are neither on the disk of this node nor in the mirror."""
 
 
-class CheckpointExistsError(CheckpointError):
+class CheckpointExistsError(CheckpointError, FileExistsError):
     """The step is already published. Nothing was written over."""
+
+    errno = numbers.EEXIST
 
 
 class FormatVersionError(CheckpointError):
@@ -78,8 +85,10 @@ class ConversionError(CheckpointError):
     """A file of another format is not what was expected, or one of two formats cannot hold what the other has."""
 
 
-class CheckpointTimeoutError(CheckpointError):
+class CheckpointTimeoutError(CheckpointError, TimeoutError):
     """A wait reached its deadline."""
+
+    errno = numbers.ETIMEDOUT
 
 
 class WriterError(CheckpointError):

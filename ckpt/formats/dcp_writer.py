@@ -25,11 +25,12 @@ from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import torch_dtype
 from ckpt.storage.files import storage_errors
 
-__all__ = ["Values", "flat_values", "write_dcp"]
+__all__ = ["DCP_VERSION", "Values", "flat_values", "write_dcp"]
 
 _DATA_NAME = "__0_0.distcp"
 _METADATA_NAME = ".metadata"
-_VERSION = "1.0.0"
+DCP_VERSION = "1.0.0"
+"""The version of the metadata, as torch writes it."""
 
 Values = dict[str, tuple[Path, Any]]
 """Values that are not tensors by dotted name, with the keys that lead to each."""
@@ -42,7 +43,7 @@ def write_dcp(path: str, tensors: list[NewTensor], values: Values, progress: Cal
     raise.
     """
     metadata = dcp.Metadata({}, planner_data={}, storage_data={}, storage_meta=dcp.StorageMeta())
-    metadata.version = _VERSION
+    metadata.version = DCP_VERSION
     with NewDirectory(path) as directory:
         with directory.create(_DATA_NAME) as stream, storage_errors("write", f"{path}/{_DATA_NAME}"):
             for name, (keys, value) in values.items():

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateError, StateMismatchError
+from ckpt.formats.dcp_writer import DCP_VERSION
 from ckpt.integrations.dcp_leaves import Contents, Leaves, contents_of, flat_state, leaves_of, nbytes_of
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.fetch import BoxRead, Fetch
@@ -182,6 +183,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: the step is published, and is read without these metadata."""
         metadata.storage_meta = self.storage_meta()
+        metadata.version = DCP_VERSION
 
     def storage_meta(self) -> StorageMeta:
         """Return where the step is."""

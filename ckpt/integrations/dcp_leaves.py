@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ckpt.errors import StateError
+from ckpt.formats.dcp_writer import DCP_VERSION
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import Path
 from ckpt.planning.boxes import Box, OwnBoxes
@@ -241,7 +242,8 @@ class Contents:
             whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             entries[name] = TensorStorageMetadata(TensorProperties(torch_dtype(tensor.dtype)), size, [whole])
         entries |= {name: BytesStorageMetadata() for name in self.values}
-        return Metadata(entries, planner_data=self.keys, storage_data={}, storage_meta=StorageMeta(path, load_id=save))
+        meta = StorageMeta(path, load_id=save)
+        return Metadata(entries, planner_data=self.keys, storage_data={}, storage_meta=meta, version=DCP_VERSION)
 
 
 def contents_of(index: CheckpointIndex) -> Contents:

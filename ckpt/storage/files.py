@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-from ckpt.errors import StorageError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage.links import is_link_error, parent_of
 
 __all__ = [
@@ -62,9 +62,11 @@ _HINTS = {
 
 @contextmanager
 def storage_errors(action: str, path: str) -> Iterator[None]:
-    """Raise an `OSError` of the block as a `StorageError`."""
+    """Raise an `OSError` of the block as a `StorageError`, unless it is an error of `ckpt` already."""
     try:
         yield
+    except CheckpointError:
+        raise
     except OSError as error:
         hint = _HINTS.get(error.errno or 0, "check the file system")
         raise StorageError(f"cannot {action} {path}: {error.strerror or error} ({hint})") from error

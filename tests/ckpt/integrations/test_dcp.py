@@ -327,6 +327,17 @@ def test_which_step(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "copied", storage_reader=Reader())
 
 
+def test_metadata_have_the_version_of_torch(tmp_path: Path) -> None:
+    written = [
+        dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "step_1", storage_writer=Writer()),
+        dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "torch"),
+        Reader(tmp_path / "step_1").read_metadata(),
+        dcp.FileSystemReader(tmp_path / "torch").read_metadata(),
+    ]
+    assert len({metadata.version for metadata in written}) == 1
+    assert written[0].version is not None
+
+
 @pytest.mark.parametrize("name", ["step_2", ""])
 def test_a_load_waits_for_what_is_being_written(name: str, tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
