@@ -26,7 +26,13 @@ from ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
+    from ckpt.async_calls import (
+        AsyncCallsQueue,
+        AsyncRequest,
+        DistributedAsyncCaller,
+        WriterConfig,
+        abort_nvrx_checkpoint,
+    )
     from ckpt.checkpointer import Checkpointer
     from ckpt.exporting.export import export
     from ckpt.exporting.options import ExportOptions
@@ -74,6 +80,7 @@ __all__ = [
     "Unregistered",
     "WriterConfig",
     "WriterError",
+    "abort_nvrx_checkpoint",
     "load",
     "export",
     "observe",
@@ -88,6 +95,7 @@ _LAZY = {
     "AsyncRequest": "ckpt.async_calls",
     "DistributedAsyncCaller": "ckpt.async_calls",
     "WriterConfig": "ckpt.async_calls",
+    "abort_nvrx_checkpoint": "ckpt.async_calls",
     "Checkpointer": "ckpt.checkpointer",
     "ExportOptions": "ckpt.exporting.options",
     "export": "ckpt.exporting.export",

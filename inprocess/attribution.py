@@ -73,10 +73,10 @@ class InterruptionRecord:
         return json.dumps({**asdict(self), "interruption": self.interruption.name})
 
     @classmethod
-    def from_str(cls, text: str) -> InterruptionRecord:
+    def from_str(cls, string: str) -> InterruptionRecord:
         """Read the text form. ValueError if it is not one."""
         try:
-            fields = json.loads(text)
+            fields = json.loads(string)
             return cls(
                 rank=int(fields["rank"]),
                 interruption=Interruption[fields["interruption"]],
@@ -84,7 +84,7 @@ class InterruptionRecord:
                 detail=str(fields.get("detail", "")),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not the text of an interruption record: {text[:200]!r}") from error
+            raise ValueError(f"not the text of an interruption record: {string[:200]!r}") from error
 
     @classmethod
     def of_exception(cls, error: BaseException, rank: int | None, kind: Interruption) -> InterruptionRecord:

@@ -11,6 +11,7 @@ and `writer_main` are the two ends of a writer process.
 
 from ckpt.async_calls.call import AsyncRequest, CallTimer, RecoverableCall
 from ckpt.async_calls.caller import DistributedAsyncCaller
+from ckpt.async_calls.compatible import abort_nvrx_checkpoint
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.context import WriterContext, current
 from ckpt.async_calls.queue import AsyncCallsQueue
@@ -23,5 +24,6 @@ __all__ = [
     "RecoverableCall",
     "WriterConfig",
     "WriterContext",
+    "abort_nvrx_checkpoint",
     "current",
 ]

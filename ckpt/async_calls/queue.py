@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ckpt.async_calls.agreement import Agreement
 from ckpt.async_calls.call import AsyncRequest, Call
+from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
 from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.messages import Event
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
@@ -90,7 +91,9 @@ class AsyncCallsQueue:
         self._left: list[WriterPool] = []  # after an interrupt; they finish what they were sent, until `recover`
         self._interrupted = Wakeup()
         self._listeners: list[Callable[[], float]] = []
+        self._given_up = False  # by another thread: the next method does what `recover` does
         self._release = weakref.finalize(self, _release, self._pool, self._interrupted)
+        remember(self)
 
     def start(self) -> None:
         """Start the writer processes in the background, so that the first request finds them ready.
@@ -103,13 +106,8 @@ class AsyncCallsQueue:
             writer.start()
         self._intact = intact
 
-    def warmup_persistent_caller(self, rank: int, mp_mode: str = "spawn") -> None:
-        """Start the writer processes: `start` under its name in nvidia_resiliency_ext.
-
-        Both parameters have no effect: the queue knows its rank, and writers are always forked from a small
-        process of their own, which has neither threads nor CUDA.
-        """
-        self.start()
+    warmup_persistent_caller = WarmupPersistentCaller()
+    """`start` under its name in nvidia_resiliency_ext; on the class it has no effect."""
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Queue the request and return its index (0, 1, ...). Never waits: it pickles, and sends one message.
@@ -118,6 +116,7 @@ class AsyncCallsQueue:
         queued then. All other failures are those of the call, and are raised when it would be finalized.
         """
         self._check_usable()
+        self._recover_if_given_up()
         self.pump()
         call = Call(self._next_index, async_request)
         intact, self._intact = self._intact, False
@@ -169,6 +168,7 @@ class AsyncCallsQueue:
 
     def _finalize(self, deadline: Deadline, blocking: bool, no_dist: bool = True) -> list[int]:
         self._check_usable()
+        self._recover_if_given_up()
         self._call_listeners()
         self.pump()
         distributed = not no_dist and own_rank() is not None
@@ -313,6 +313,19 @@ class AsyncCallsQueue:
     def interrupt(self) -> None:
         """Wake a waiting method, so that it runs Python code before it goes on waiting. From any thread."""
         self._interrupted.set()
+
+    def give_up_calls(self) -> None:
+        """Kill the writers and give up all calls, from any thread; see `abort_nvrx_checkpoint`."""
+        if self._release.alive and self._origin.is_here:
+            self._given_up = True
+            for writer in self._writers:
+                writer.kill_from_any_thread()
+            self.interrupt()
+
+    def _recover_if_given_up(self) -> None:
+        if self._given_up:
+            self._given_up = False
+            self.recover(0.0)
 
     def close(self, abort: bool = False, *, timeout_s: float | None = None) -> None:
         """Wait for all calls and finalize them, end all processes, then raise the first failure. Idempotent.

@@ -119,6 +119,12 @@ class Writer:
             self._process.take_spawned(self._server)
             self._process.kill()
 
+    def kill_from_any_thread(self) -> None:
+        """Kill the process, as `kill` does. It may just have been replaced; then that one is not killed."""
+        if (process := self._process) is not None:
+            with contextlib.suppress(OSError):  # it was released meanwhile
+                process.kill()
+
     def nudge(self) -> None:
         """Ask the running function to look now at what it waits for; see `WriterContext.nudges`."""
         if self._process is not None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ckpt import async_calls
 from ckpt.async_calls import WriterConfig
 from ckpt.async_calls.agreement import Agreement, Failure
+from ckpt.async_calls.compatible import WarmupPersistentCaller
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, RemoteTraceback
 
@@ -166,8 +167,11 @@ class AsyncCallsQueue:
         """Return how many calls are scheduled and neither finalized nor dropped."""
         return 0 if self._queue is None else self._queue.get_num_unfinalized_calls()
 
-    def warmup_persistent_caller(self, rank: int, mp_mode: str = "spawn") -> None:
-        """Start the writer process in the background. Both parameters have no effect."""
+    warmup_persistent_caller = WarmupPersistentCaller()
+    """`start` under the name in Megatron-LM; on the class it has no effect."""
+
+    def start(self) -> None:
+        """Start the writer process in the background."""
         if self._queue is None:
             self._queue = self._new()
         self._queue.start()

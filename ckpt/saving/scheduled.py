@@ -11,7 +11,6 @@ as any part of a program may load what another part has saved; a child that the 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from ckpt.saving.handle import SaveHandle
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.ownership import OwnerState
+from inprocess.ipc.forks import Origin
 
 __all__ = ["Scheduled", "wait_for_program", "wait_for_step"]
 
@@ -31,8 +31,8 @@ _COORDINATOR = 0
 _GRACE_S = 3.0  # a writer may have to be started first, on a busy machine
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 
-_of_this_process: weakref.WeakSet[Scheduled] = weakref.WeakSet()
-_lock = threading.Lock()
+# Changed by atomic operations only.
+_of_this_process: weakref.WeakValueDictionary[int, Scheduled] = weakref.WeakValueDictionary()
 
 
 class Scheduled:
@@ -45,9 +45,8 @@ class Scheduled:
         self.root = root
         self._queue = queue
         self._in_flight = in_flight
-        self._pid, self._thread = os.getpid(), threading.get_ident()
-        with _lock:
-            _of_this_process.add(self)
+        self._origin, self._thread = Origin(), threading.get_ident()
+        _of_this_process[id(self)] = self
 
     def note_thread(self) -> None:
         """Remember that this thread saves."""
@@ -60,7 +59,7 @@ class Scheduled:
 
     def wait(self, is_wanted: Callable[[SaveId], bool], deadline: float) -> None:
         """Wait until the saves that are wanted are decided, at most until `deadline`. Finalizes nothing."""
-        if self._pid != os.getpid():
+        if not self._origin.is_here:
             return
         in_this_thread = self._thread == threading.get_ident()
         saves = self() if in_this_thread else self._in_flight()
@@ -77,8 +76,7 @@ class Scheduled:
 
     def close(self) -> None:
         """Leave the list of the process: what is still in flight is known by what is pending. Idempotent."""
-        with _lock:
-            _of_this_process.discard(self)
+        _of_this_process.pop(id(self), None)
 
     def _is_undecided(self, save: SaveId) -> bool:
         return self.root.pending_save(save).outcome() is None
@@ -89,9 +87,10 @@ def wait_for_program(root: Root, deadline: float, step: int | None = None, but: 
 
     Those of `step`, or all; without those of `but`.
     """
-    with _lock:
-        others = [each for each in _of_this_process if each is not but and each.root.path == root.path]
+    others = [reference() for reference in _of_this_process.valuerefs()]
     for each in others:
+        if each is None or each is but or each.root.path != root.path:
+            continue
         each.wait(lambda save: step in (None, save.step), deadline)
 
 

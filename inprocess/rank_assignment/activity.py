@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inprocess.rank_assignment.base import RankAssignmentCtx, TwoStyleAssignment, check_count
+from inprocess.rank_assignment.base import RankAssignmentCtx, RankFilter, TwoStyleAssignment, check_count
 from inprocess.state import Mode, State
 
 __all__ = [
@@ -35,7 +35,7 @@ def activate_below(state: State, size: int) -> None:
     state.mode = Mode.ACTIVE if is_active else Mode.INACTIVE
 
 
-class ActivateAllRanks(TwoStyleAssignment):
+class ActivateAllRanks(TwoStyleAssignment, RankFilter):
     """Makes every live rank active, with its dense number. Stands left of the numbering in `Compose`."""
 
     def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
@@ -43,7 +43,7 @@ class ActivateAllRanks(TwoStyleAssignment):
         return ctx
 
 
-class MaxActiveWorldSize(TwoStyleAssignment):
+class MaxActiveWorldSize(TwoStyleAssignment, RankFilter):
     """Keeps at most the first `max_active_world_size` ranks active and makes the others spares; None is no limit.
 
     Stands left of the numbering in `Compose`. ValueError if it is less than 1.
@@ -61,7 +61,7 @@ class MaxActiveWorldSize(TwoStyleAssignment):
         return ctx
 
 
-class ActiveWorldSizeDivisibleBy(TwoStyleAssignment):
+class ActiveWorldSizeDivisibleBy(TwoStyleAssignment, RankFilter):
     """Rounds the number of active ranks down to a multiple of `divisor` and makes the others spares.
 
     With fewer than `divisor` ranks none is active. Stands left of the numbering in `Compose`. ValueError if `divisor`

@@ -73,6 +73,10 @@ class RankAssignment(abc.ABC):
     def __call__(self, ctx: Any, *args: Any) -> Any: ...
 
 
+class RankFilter(RankAssignment):
+    """A rank assignment that decides only which ranks are active. Stands left of the numbering in `Compose`."""
+
+
 class TwoStyleAssignment(RankAssignment):
     """An assignment of this package: subclasses write `assign`, callers may use either style."""
 

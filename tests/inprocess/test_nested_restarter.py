@@ -9,9 +9,11 @@ from inprocess.completion import Completion
 from inprocess.initialize import Initialize
 from inprocess.nested_restarter import (
     NestedRestarterAborted,
+    NestedRestarterCallback,
     NestedRestarterFinalized,
     NestedRestarterHandlingCompleted,
     NestedRestarterHandlingStarting,
+    NestedRestarterLogger,
 )
 from inprocess.state import FrozenState
 from inprocess.terminate import Terminate
@@ -46,6 +48,21 @@ def test_every_phase_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_only_one_initial_rank_writes(caplog: pytest.LogCaptureFixture) -> None:
     assert lines(caplog, initial_rank=1) == []
     assert len(lines(caplog, initial_rank=1, special_rank=1)) == 5
+
+
+def test_a_callback_writes_words_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inprocess")
+    state = FrozenState(rank=0, world_size=1, initial_rank=0)
+    logger = NestedRestarterLogger()
+    logger.set_connected_rank(0)
+    logger.log_restarter_event("%d line", 1)
+    assert NestedRestarterCallback("waiting")(state) is state
+    assert NestedRestarterCallback("waiting", restarter_stage="long", logger=logger, special_rank=0)(state) is state
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 line",
+        "[NestedRestarter] name=[InProcess] state=waiting",
+        "[NestedRestarter] name=[InProcess] state=waiting stage=long",
+    ]
 
 
 @pytest.mark.parametrize(("hook", "kind"), HOOKS)

@@ -5,13 +5,20 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, DistributedAsyncCaller, WriterConfig
+from ckpt.async_calls import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    DistributedAsyncCaller,
+    WriterConfig,
+    abort_nvrx_checkpoint,
+)
 from ckpt.errors import CheckpointTimeoutError, RemoteTraceback, WriterError
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.async_calls import functions
@@ -326,11 +333,32 @@ def test_calls_as_nvidia_resiliency_ext_makes_them(leak_check: LeakCheck) -> Non
     queue = AsyncCallsQueue(
         persistent=True, is_daemon=True, cpu_priority=3, io_priority=3, sigterm_timeout=30.0, cpu_shm_mode=False
     )
+    AsyncCallsQueue.warmup_persistent_caller(0, is_daemon=True, cpu_priority=10, io_priority=3, sigterm_timeout=30.0)
     queue.warmup_persistent_caller(0, mp_mode="spawn")
     idle = 3
     priorities = ask(queue, functions.report_priorities)
     assert priorities == {"nice": os.getpriority(os.PRIO_PROCESS, 0) + 3, "io_class": idle}
     queue.close(abort=False)
+
+
+def test_an_abort_gives_up_the_calls_of_all_queues_from_any_thread(tmp_path: Path, leak_check: LeakCheck) -> None:
+    finalized: list[str] = []
+    with AsyncCallsQueue() as queue, AsyncCallsQueue(num_writers=2) as other, ThreadPoolExecutor() as threads:
+        queues = queue, other
+        for number, each in enumerate(queues):
+            gate = Gate.create(tmp_path, f"gate{number}")
+            each.schedule_async_request(AsyncRequest(functions.stop_at, (gate,), [lambda: finalized.append("a call")]))
+            gate.wait_entered()
+        writers = [each for each in psutil.Process().children(recursive=True) if each.name() == "ckpt-writer"]
+        assert len(writers) >= 2
+        threads.submit(abort_nvrx_checkpoint).result()
+        for each in queues:
+            assert each.maybe_finalize_async_calls() == []
+            assert each.get_num_unfinalized_calls() == 0
+            assert ask(each, functions.report_identity)["pid"] not in {writer.pid for writer in writers}
+        assert psutil.wait_procs(writers, 10)[1] == []
+    assert finalized == []
+    abort_nvrx_checkpoint()  # with queues that are closed
 
 
 @pytest.mark.parametrize("io_priority", [1, 4, -1])

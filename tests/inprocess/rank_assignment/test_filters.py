@@ -15,6 +15,7 @@ from inprocess.rank_assignment import (
     MaxActiveWorldSize,
     RankAssignment,
     RankAssignmentCtx,
+    RankFilter,
     ShiftRanks,
     WorldSizeDivisibleBy,
 )
@@ -102,3 +103,25 @@ def test_bad_numbers(make: Callable[[Any], object]) -> None:
 def test_a_terminated_rank_has_no_activity() -> None:
     with pytest.raises(ValueError, match="neither active nor a spare"):
         MaxActiveWorldSize(1)(RankAssignmentCtx(State(None, 2), None, set()))
+
+
+class EvenRanks(RankFilter):
+    """A filter of a program, as it writes one."""
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        rank, size = ctx.state.rank, ctx.state.world_size
+        assert rank is not None
+        ctx.state.active_rank = None if rank % 2 else rank // 2
+        ctx.state.active_world_size = (size + 1) // 2
+        ctx.state.mode = Mode.INACTIVE if rank % 2 else Mode.ACTIVE
+        return ctx
+
+
+def test_filters_have_a_class_of_their_own() -> None:
+    for each in (ActivateAllRanks(), MaxActiveWorldSize(1), ActiveWorldSizeDivisibleBy(2), EvenRanks()):
+        assert isinstance(each, RankFilter)
+    assert not isinstance(ShiftRanks(), RankFilter)
+    assert isinstance(Compose(EvenRanks(), MaxActiveWorldSize(2)), RankFilter)
+    composed = Compose(EvenRanks(), ShiftRanks())
+    assert isinstance(composed, RankAssignment)
+    assert active_numbers(composed, world(3), set()) == [0, None, 1]
