@@ -2,6 +2,7 @@
 
     caller                    sends requests, and waits a few seconds for the answer
     thread "monitor-link"     sleeps until the connection breaks; connects again, to the same or another monitor
+    exit of the interpreter   closes the connection, before anything else: the monitor does not watch that
 
 A new monitor gets the same board, so open sections are not announced again. The training never waits for a connection.
 """
@@ -15,6 +16,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any, Self
 
@@ -23,7 +25,7 @@ from inprocess.fault_tolerance.data import FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.recorder import ForkGuard
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
-from inprocess.ipc.threads import JoinableThread
+from inprocess.ipc.threads import JoinableThread, before_exit
 from inprocess.ipc.wakeup import Wakeup
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process import messages
@@ -144,6 +146,8 @@ class MonitorLink:
             raise LinkError("not connected")
         _ask(self._end, messages.Attach(), (board_fd,))
         self._keeper.start()
+        # What runs while the interpreter exits, such as handlers, may take longer than any limit.
+        before_exit(weakref.WeakMethod(self.close))
 
     def request(self, message: messages.Message) -> bool:
         """Send a message and wait for the answer. False, and logged once, if the monitor is dead or does not answer.

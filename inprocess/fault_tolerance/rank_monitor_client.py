@@ -77,7 +77,7 @@ class RankMonitorClient:
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
-        """Connect to the monitor and get the settings. From now on the rank is watched.
+        """Connect to the monitor and get the settings. From now on the rank is watched, until the interpreter exits.
 
         `num_warmup_iters` overrides the setting. Limits are the configured ones, or those loaded, or (in a function
         that the in-process wrapper has restarted) those learned before the restart.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from inprocess.ipc.deadline import Deadline
 
-__all__ = ["JoinableThread", "finishes_within", "join_all"]
+__all__ = ["JoinableThread", "before_exit", "finishes_within", "join_all"]
 
 _SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it, and it counts as alive
 
@@ -72,6 +74,22 @@ def finishes_within(deadline: Deadline, function: Callable[[], None], name: str)
     if raised:
         raise raised[0]
     return not thread.is_alive()
+
+
+def before_exit(method: weakref.WeakMethod[Callable[[], object]]) -> None:
+    """Call a method, if its object still exists then, when the interpreter begins to exit.
+
+    That is before the handlers of `atexit`, which run when all threads that are no daemons have ended. Does nothing if
+    the interpreter exits already.
+    """
+
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    with contextlib.suppress(RuntimeError):
+        threading._register_atexit(call)  # type: ignore[attr-defined]
 
 
 def join_all(threads: Iterable[JoinableThread]) -> None:

@@ -99,6 +99,39 @@ def test_init_shutdown_init(client: RankMonitorClient) -> None:
     check.check()
 
 
+ENDS = {
+    "exit": "sys.exit(0)",
+    "end of the script": "pass",
+    "exception": "raise ValueError('at the end')",
+    "with a thread": "threading.Thread(target=last).start(); sys.exit(0)",
+    "without the client": "del client; sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_is_not_watched_while_its_interpreter_exits(node: Node, end: str) -> None:
+    """Another client gets the monitor then: a rank at a time is watched at a socket."""
+    node.monitor(rank_section_timeouts=LIMITS)
+    worker = node.worker(
+        f"""
+        import atexit
+        def last():
+            say("exits")
+            wait()
+        {"atexit.register(last)" if end != "with a thread" else ""}
+        client.init_workload_monitoring()
+        client.start_section("a")
+        {ENDS[end]}
+        """
+    )
+    assert worker.line() == "exits"
+    other = RankMonitorClient()
+    other.init_workload_monitoring()
+    other.shutdown_workload_monitoring()
+    worker.go()
+    assert worker.wait() == (1 if end == "exception" else 0)
+
+
 LEARNED = {
     "current_timeouts": {
         "heartbeat": {"initial": 3.0, "subsequent": 2.0, "were_calculated": True},

@@ -41,6 +41,23 @@ def test_a_worker_that_hangs_in_a_section_is_killed_and_all_start_again(job: Job
     assert "cycle 1" in launcher.log(), "the monitors know the cycle"
 
 
+def test_a_worker_may_take_longer_than_its_limit_to_exit(job: Job) -> None:
+    script = """
+        import atexit, time
+        def last():
+            begin = time.monotonic()
+            while time.monotonic() < begin + 4:
+                time.sleep(0.1)
+            say("end")
+        atexit.register(last)
+        monitored()
+        sys.exit(0)
+    """
+    launcher = job.one_node(script, "--ft-initial-rank-heartbeat-timeout=3", restarts=0)
+    assert launcher.wait() == 0
+    assert "end" in job.events()
+
+
 def test_exhausted_restarts_end_with_1(job: Job) -> None:
     launcher = job.one_node("say('runs'); sys.exit(7)", restarts=2)
     assert launcher.wait() == 1
