@@ -17,12 +17,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from ckpt.async_calls.agreement import Agreement
 from ckpt.async_calls.call import AsyncRequest, Call
 from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
 from ckpt.async_calls.config import WriterConfig, with_priorities
+from ckpt.async_calls.failures import not_closed, not_done, with_note
 from ckpt.async_calls.messages import Event
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
 from ckpt.distributed import own_rank
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["AsyncCallsQueue"]
 
 _log = logging.getLogger("ckpt")
-_Error = TypeVar("_Error", bound=Exception)
 _NEVER = 2**62  # above the index of any call
 _ENDING_S = 10.0  # of the time for `close`, at most a quarter of it: to end processes, after the wait for calls
 
@@ -181,7 +181,7 @@ class AsyncCallsQueue:
         if failed < settled:
             error = self._drop_first(distributed, error)
         elif blocking and settled < self._next_index:
-            error = self._timeout_error(settled, deadline, error)
+            error = with_note(not_done(settled, self._next_index - 1, deadline.timeout_s), error)
         if self._unreported:
             if error is not None:
                 self._unreported.append(error)
@@ -422,17 +422,7 @@ class AsyncCallsQueue:
         if distributed:
             call.take_failures(self._agreement.exchange(call.own_failure()))
         assert call.error is not None
-        return _with_note(call.error, finalize_error)
-
-    def _timeout_error(
-        self, settled: int, deadline: Deadline, finalize_error: Exception | None
-    ) -> CheckpointTimeoutError:
-        error = CheckpointTimeoutError(
-            f"background calls {settled} to {self._next_index - 1} are not done after {deadline.timeout_s:g} s, "
-            "here or on another rank. They stay queued; wait again, or give them up with close(abort=True)",
-            rank=own_rank(),
-        )
-        return _with_note(error, finalize_error)
+        return with_note(call.error, finalize_error)
 
     def _drain(self, ending: Deadline) -> Exception | None:
         """Finalize all calls that are done in time; return the first failure."""
@@ -444,13 +434,7 @@ class AsyncCallsQueue:
             return None
         if not self._pending or not isinstance(failure, CheckpointTimeoutError):
             return failure
-        first = self._pending[0].index
-        return CheckpointTimeoutError(
-            f"background calls {first} to {self._next_index - 1} are not done after {ending.timeout_s:g} s, the time "
-            "for closing their queue: they are given up, and their writers killed. Storage or a writer does not "
-            "answer, or needs longer: then raise the timeout",
-            rank=own_rank(),
-        )
+        return not_closed(self._pending[0].index, self._next_index - 1, ending.timeout_s)
 
     def _abort(self, ending: Deadline) -> None:
         """Kill the writers, wait until they have no effect any more, and give up all calls."""
@@ -481,9 +465,3 @@ class AsyncCallsQueue:
 def _release(pool: WriterPool, interrupted: Wakeup) -> None:
     interrupted.close()
     pool.release()
-
-
-def _with_note(error: _Error, finalize_error: Exception | None) -> _Error:
-    if finalize_error is not None:
-        error.add_note(f"besides, a finalize function of an earlier call raised {finalize_error!r}")
-    return error

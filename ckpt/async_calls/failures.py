@@ -1,0 +1,38 @@
+"""The errors of a queue that did not finish its calls in time."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ckpt.distributed import own_rank
+from ckpt.errors import CheckpointTimeoutError
+
+__all__ = ["not_closed", "not_done", "with_note"]
+
+_Error = TypeVar("_Error", bound=Exception)
+
+
+def not_done(first: int, last: int, timeout_s: float) -> CheckpointTimeoutError:
+    """Return the error for calls that stay queued."""
+    return CheckpointTimeoutError(
+        f"background calls {first} to {last} are not done after {timeout_s:g} s, here or on another rank. They stay "
+        "queued; wait again, or give them up with close(abort=True)",
+        rank=own_rank(),
+    )
+
+
+def not_closed(first: int, last: int, timeout_s: float) -> CheckpointTimeoutError:
+    """Return the error for calls that are given up because their queue is closed."""
+    return CheckpointTimeoutError(
+        f"background calls {first} to {last} are not done after {timeout_s:g} s, the time for closing their queue: "
+        "they are given up, and their writers killed. Storage or a writer does not answer, or needs longer: then raise "
+        "the timeout",
+        rank=own_rank(),
+    )
+
+
+def with_note(error: _Error, finalize_error: Exception | None) -> _Error:
+    """Add to an error that a finalize function has failed, too."""
+    if finalize_error is not None:
+        error.add_note(f"besides, a finalize function of an earlier call raised {finalize_error!r}")
+    return error
