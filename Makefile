@@ -32,7 +32,8 @@ pytest: $(INSTALLED) $(SERVERS)/.installed
 	$(PYTEST) $(PYTEST_ARGS)
 
 # The crash matrix, 64 real ranks, the fault matrix, the C code and the readers with random input, the laboratory of nodes, unchanged
-# programs and frameworks, every benchmark once: all of each (`make test` runs some of it), verbose.
+# programs and frameworks, every benchmark once: all of each (`make test` runs some of it), verbose. Seeds and examples
+# are random here, and always the same in `make test`: a test that fails prints how to replay it.
 # tests/ckpt/crash has 380 jobs of several faults each, from seeds: 300 of them keep every step in memory; an hour.
 # The fault matrix has about 480 jobs of 4 ranks, with time limits in seconds: on a busy machine it takes half an hour.
 # The laboratory needs root, iproute2 and nftables; 300 random schedules of 12 s, two at a time, take half an hour.
@@ -45,6 +46,7 @@ test-faults: $(INSTALLED)
 	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/inprocess/nodes $(PYTEST_ARGS)
 	$(PYTEST) -v -rA tests/ckpt/native/test_sanitizers.py tests/ckpt/fuzz $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/tools $(PYTEST_ARGS)
+	$(PYTEST) tests/ckpt/planning tests/ckpt/values tests/ckpt/interop tests/ckpt/replication tests/inprocess/rank_assignment tests/test_plain_install.py $(PYTEST_ARGS)
 
 # With ROOT=s3://BUCKET/PREFIX the checkpoints go there; the environment says how (docs/object_stores.md).
 demo: $(INSTALLED)

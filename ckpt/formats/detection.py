@@ -7,7 +7,8 @@ import stat
 from types import MappingProxyType
 from typing import Literal
 
-from ckpt.formats.safetensors import SUFFIX, is_safetensors_directory, looks_like_safetensors
+from ckpt.formats.files import foreign_file
+from ckpt.formats.safetensors import SUFFIX, is_safetensors_directory, looks_like_safetensors, looks_like_torch
 
 __all__ = ["DESCRIPTIONS", "Kind", "kind_of"]
 
@@ -36,6 +37,9 @@ def kind_of(path: str) -> Kind | None:
         return None
     with open(path, "rb") as stream:
         start = stream.read(16)
-    if path.endswith(SUFFIX) or looks_like_safetensors(start):
+    if looks_like_safetensors(start):
         return "safetensors"
-    return "torch" if start[:4] == b"PK\3\4" or start[:1] == b"\x80" else None
+    if looks_like_torch(start):
+        return "torch"
+    # The suffix counts only where the first bytes say nothing: then the header is damaged.
+    return "safetensors" if path.endswith(SUFFIX) and foreign_file(path) is None else None

@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import BinaryIO, Literal, Self
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "discard",
     "file_in",
     "file_size",
+    "foreign_file",
     "hidden_name",
     "new_file",
     "read_box",
@@ -37,6 +38,22 @@ __all__ = [
     "remove_left",
 ]
 
+_POINTER = b"version https://git-lfs"
+_FOREIGN = MappingProxyType(
+    {
+        _POINTER: "a git-lfs pointer, not the file itself; fetch the file with `git lfs pull`",
+        b"<!doctype html": "an HTML page, perhaps the answer of a download that failed; download the file again",
+        b"<html": "an HTML page, perhaps the answer of a download that failed; download the file again",
+        b"\x1f\x8b": "compressed with gzip; unpack it first",
+        b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it first",
+        b"\x89hdf\r\n": "an HDF5 file, which is not supported",
+        b"gguf": "a GGUF file, which is not supported",
+        b"\x93numpy": "a numpy file, which is not supported",
+    }
+)
+"""Files that take the place of a checkpoint, by their first bytes in lower case."""
+
+_LONGEST_START = max(map(len, _FOREIGN))
 _MOST_AT_ONCE = 1 << 30  # Linux reads a little less than 2 GiB at once
 
 
@@ -44,7 +61,7 @@ def file_in(directory: str, name: str, follow_links: bool) -> str:
     """Return the path of the regular file `name` that a document in `directory` names.
 
     CheckpointCorruptError for a name that leads out of the directory and for a missing file. ConversionError for a link
-    out of it, unless such links may be followed, and for anything but a regular file.
+    out of it, unless such links may be followed, for a git-lfs pointer, and for anything but a regular file.
     """
     where = os.path.join(directory, name)
     parts = name.split("/")
@@ -53,7 +70,8 @@ def file_in(directory: str, name: str, follow_links: bool) -> str:
     real = os.path.realpath(where)
     if not follow_links and os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
         raise ConversionError(f"{where} is a link to {real}, out of the directory; --follow-links reads it anyway")
-    file_size(where)
+    if read_bytes(where, 0, min(len(_POINTER), file_size(where))) == _POINTER:
+        raise ConversionError(f"{where} is {_FOREIGN[_POINTER]}")
     return where
 
 
@@ -66,6 +84,15 @@ def file_size(path: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise ConversionError(f"{path} is not a regular file")
     return status.st_size
+
+
+def foreign_file(path: str) -> str | None:
+    """Return what a regular file is, by its first bytes, and what to do, if no format here begins so; else None.
+
+    The text is the end of a sentence that begins with the path and "is". Raises as `file_size`.
+    """
+    start = read_bytes(path, 0, min(_LONGEST_START, file_size(path)))
+    return next((what for begin, what in _FOREIGN.items() if start.lower().startswith(begin)), None)
 
 
 def read_bytes(path: str, offset: int, count: int) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, ConversionError
-from ckpt.formats.files import NewDirectory, file_in, file_size, read_box, read_bytes
+from ckpt.formats.files import NewDirectory, file_in, file_size, foreign_file, read_box, read_bytes
 from ckpt.formats.state import LazyState, LazyTensor, NewTensor
 from ckpt.storage.array_metadata import MAX_DIMENSIONS
 from ckpt.storage.dtypes import stored
@@ -36,6 +36,7 @@ __all__ = [
     "SUFFIX",
     "is_safetensors_directory",
     "looks_like_safetensors",
+    "looks_like_torch",
     "open_directory",
     "open_file",
     "write_safetensors",
@@ -66,6 +67,11 @@ _TORCH_NAMES = MappingProxyType({name: dtype for dtype, name in DTYPES.items()})
 def looks_like_safetensors(start: bytes) -> bool:
     """Whether a file that begins with `start` may be safetensors: after the length there must be a JSON object."""
     return len(start) > _LENGTH_BYTES and start[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
+
+
+def looks_like_torch(start: bytes) -> bool:
+    """Whether a file that begins with `start` may be one of torch.save: a zip archive, or a pickle of protocol 2."""
+    return start[:4] == b"PK\3\4" or start[:2] == b"\x80\2"
 
 
 def is_safetensors_directory(path: str) -> bool:
@@ -132,9 +138,14 @@ def _weight_map(path: str) -> dict[str, str]:
 
 def _tensors(path: str) -> dict[str, LazyTensor]:
     total = file_size(path)
+    begin = read_bytes(path, 0, min(total, 16))
+    if not looks_like_safetensors(begin):
+        what = "a file of torch.save; give it by itself" if looks_like_torch(begin) else foreign_file(path)
+        if what is not None:
+            raise ConversionError(f"{path} is {what}")
     if total < _LENGTH_BYTES:
         _damaged(path, f"it has {total} bytes")
-    length = int.from_bytes(read_bytes(path, 0, _LENGTH_BYTES), "little")
+    length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
     if length > _MAX_HEADER_BYTES:
         _damaged(path, f"its header has a length of {length} bytes, more than the allowed {_MAX_HEADER_BYTES}")
     if length > total - _LENGTH_BYTES:

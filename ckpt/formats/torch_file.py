@@ -7,6 +7,7 @@ mapped; they are loaded as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -14,7 +15,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from ckpt.planning.state_dict import flatten
 
 __all__ = ["load_object", "loads_without_code", "memory_reader", "open_torch_file", "placeholder", "state_of"]
 
+_MAX_NESTING = 100  # of a state
+_MAX_REPEATED = 1_000_000
 _ZIP = b"PK\3\4"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,17 +39,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def open_torch_file(path: str, skip_unsafe: bool) -> LazyState:
     """Open the state in a file. UnsafeError if loading it would run code, CheckpointCorruptError, ConversionError."""
     notes: list[str] = []
+    _refuse_other_archive(path)
     mapped = read_bytes(path, 0, min(4, file_size(path))) == _ZIP
     if not mapped:
         notes.append("the file is in torch's old format: all of it was loaded into memory")
     check_archive(path, file_size(path), path)
-    try:
-        nested = _load(path, path, mapped=mapped)
-    except UnsafeError:
-        raise UnsafeError(
-            f"{path} holds {_unsafe_names(path)}, which torch.load(weights_only=True) does not load: it may run any "
-            "code, so nothing of it was loaded; if you trust the file, save only tensors, numbers and strings"
-        ) from None
+    nested = _load_with_stand_ins(path, mapped)
     if isinstance(nested, torch.Tensor) or not isinstance(nested, dict | list | tuple):
         raise ConversionError(f"{path} holds a {type(nested).__name__}; only a dict or list of leaves can be a step")
     readers = _file_readers(path, nested) if mapped and _is_little_endian(path) else {}
@@ -75,7 +73,10 @@ def loads_without_code(value: Any) -> bool:
 
 def _load(file: str | BinaryIO, where: str, *, mapped: bool = False) -> Any:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        if not isinstance(file, str):
+            return torch.load(file, map_location="cpu", weights_only=True)
+        with open(file, "rb") as stream:  # by its descriptor: by a path, torch looks at the suffix
+            return torch.load(f"/proc/self/fd/{stream.fileno()}", map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise UnsafeError(f"needs {_refused_name(error)}, which weights_only does not load") from None
     except MemoryError:
@@ -94,13 +95,156 @@ def _refused_name(error: Exception) -> str:
     return "something that it refuses"
 
 
-def _unsafe_names(path: str) -> str:
-    """List what the pickle names, without loading it."""
+def _check_nesting(path: str, nested: Any) -> None:
+    """ConversionError for a state that a step cannot hold, although some bytes of a pickle are enough for it.
+
+    A list can be in another one twice, and that in a third one: torch loads each once, but a step would have all.
+    """
+    seen: set[int] = set()
+    repeated, stack = 0, [(nested, 0)]
+    while stack:
+        node, depth = stack.pop()
+        children = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+        repeated += len(children) if id(node) in seen else 0
+        seen.add(id(node))
+        if depth > _MAX_NESTING:
+            raise ConversionError(f"{path} is nested deeper than {_MAX_NESTING}, more than any state of a step")
+        if repeated > _MAX_REPEATED:
+            raise ConversionError(f"{path} has the same lists or dicts in more than {_MAX_REPEATED:,} places")
+        stack += [(child, depth + 1) for child in children]
+
+
+def _refuse_other_archive(path: str) -> None:
+    """ConversionError, naming it, for a zip archive that torch.save has not made."""
     try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        with zipfile.ZipFile(path) as archive:
+            names = {name.partition("/")[2] for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
+        return
+    if "constants.pkl" in names:
+        raise ConversionError(
+            f"{path} is a TorchScript archive, which holds code, so nothing of it was loaded; if you trust it, load "
+            "it with torch.jit.load, save its state_dict() with torch.save, and convert that"
+        )
+    if "data.pkl" not in names:
+        raise ConversionError(f"{path} is a zip archive, but torch.save has not made it: it has no data.pkl")
+
+
+# -- objects of classes that torch does not load -----------------------------------------------------------------------
+
+
+class _NotLoaded:
+    """Stands in for an object of the class `name` that torch refuses to load: takes what the pickle says of it.
+
+    It does nothing with that but to note how the object is filled: torch fills only dicts and lists.
+    """
+
+    name = ""
+    filled: type[Any] | None = None
+
+    def __new__(cls, *arguments: object) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+    def __setitem__(self, key: object, item: object) -> None:
+        type(self).filled = dict
+
+    def append(self, item: object) -> None:
+        type(self).filled = list
+
+
+class _Probe(pickle.Unpickler):
+    """Loads a pickle with a stand-in for everything that it names, to see how objects are filled."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.stand_ins: dict[str, type[_NotLoaded]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        name = f"{module}.{name}"
+        return self.stand_ins.setdefault(name, type("_NotLoaded", (_NotLoaded,), {"name": name}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+def _load_with_stand_ins(path: str, mapped: bool) -> Any:
+    """Load a file, with a `_NotLoaded` in place of each object of a class that torch refuses.
+
+    UnsafeError if even so torch refuses the file, or if all of it is such an object.
+    """
+    try:
+        nested = _load(path, path, mapped=mapped)
+    except UnsafeError:
+        names = _unsafe_names(path)
+    else:
+        _check_nesting(path, nested)
+        return nested
+    containers: dict[int, tuple[Any, _NotLoaded]] = {}
+    with contextlib.suppress(UnsafeError), torch.serialization.safe_globals(_stand_ins(path, names, containers)):
+        nested = _load(path, path, mapped=mapped)
+        _check_nesting(path, nested)
+        nested = _without(nested, containers)
+        if not isinstance(nested, _NotLoaded):
+            return nested
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "something"
+    raise UnsafeError(
+        f"{path} holds {shown}, which torch.load(weights_only=True) does not load: it may run any "
+        "code, so nothing of it was loaded; if you trust the file, save only tensors, numbers and strings"
+    )
+
+
+def _stand_ins(path: str, names: list[str], containers: dict[int, tuple[Any, _NotLoaded]]) -> list[Any]:
+    """Return what torch is to take for these names. The dicts and lists that it makes of them go to `containers`."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            probe = _Probe(archive.read(pickled))
+        probe.load()
+    except Exception:  # a damaged pickle can raise anything; torch says what is wrong
+        return []
+
+    def stand_in(name: str) -> Any:
+        kind = probe.stand_ins.get(name, _NotLoaded)
+        filled = kind.filled
+        if filled is None:
+            return kind
+
+        def make(cls: type[Any], *arguments: object) -> Any:
+            made = filled()
+            containers[id(made)] = made, kind()
+            return made
+
+        return type("_Filled", (), {"__new__": make})
+
+    return [(stand_in(name), name) for name in names]
+
+
+def _without(node: Any, containers: Mapping[int, tuple[Any, _NotLoaded]]) -> Any:
+    """Return `node` with a `_NotLoaded` in place of each of these containers."""
+    if id(node) in containers:
+        return containers[id(node)][1]
+    if isinstance(node, dict):
+        for key, item in node.items():
+            node[key] = _without(item, containers)
+    elif type(node) is list:
+        node[:] = [_without(item, containers) for item in node]
+    elif type(node) is tuple:
+        return tuple(_without(item, containers) for item in node)
+    return node
+
+
+def _unsafe_names(path: str) -> list[str]:
+    """Return the classes and functions that the pickle names and torch refuses, without loading it."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # an old format, or damaged as well
-        names = []
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "something"
+        return []
 
 
 # -- tensors in the mapped file ----------------------------------------------------------------------------------------
@@ -243,6 +387,9 @@ def _storable(path: Path, node: Any, dropped: list[tuple[Path, str]]) -> Any:
     if isinstance(node, list | tuple):
         items = [_storable((*path, number), item, dropped) for number, item in enumerate(node)]
         return items if isinstance(node, list) else tuple(items)
+    if isinstance(node, _NotLoaded):
+        dropped.append((path, f"an object of {node.name}, which torch.load(weights_only=True) does not load"))
+        return None
     try:
         flatten({"leaf": node})
     except StateError as error:

@@ -29,7 +29,6 @@ from ckpt.errors import (
     StateMismatchError,
     StorageError,
 )
-from ckpt.integrations.accelerate import check_backend, model_state
 from ckpt.loading.lazy import open_checkpoint
 from ckpt.planning.state_dict import RngState
 from ckpt.storage.roots import absolute
@@ -47,6 +46,8 @@ if not _is_recent:
     raise ImportError(
         "ckpt.integrations.transformers needs transformers 5.0 or newer: pip install 'ckpt-inprocess[transformers]'"
     )
+
+from ckpt.integrations.accelerate import check_backend, model_state
 
 __all__ = ["CkptTrainer"]
 

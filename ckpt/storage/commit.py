@@ -17,7 +17,7 @@ from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.native import crc32c
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
-from ckpt.storage.documents import decode_document, encode_document
+from ckpt.storage.documents import decode_document, encode_document, well_formed
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import NO_LINEAGE, DirectoryRoot, PartsWatch, Pending
 from ckpt.storage.links import refuse_link
@@ -280,8 +280,10 @@ class PendingSave(Pending):
         if published is not None and published.get("save") == self.save.name:
             return Published()
         if os.path.isdir(self._abandoned_path):
-            document = read_json(os.path.join(self._abandoned_path, _REASON))
-            return Abandoned(unknown_reason(self.save) if document is None else Reason.from_document(document))
+            where = os.path.join(self._abandoned_path, _REASON)
+            document = read_json(where)
+            with well_formed(where):
+                return Abandoned(unknown_reason(self.save) if document is None else Reason.from_document(document))
         return None
 
     def _outcome_with_reason(self) -> Published | Abandoned | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any
@@ -13,8 +12,9 @@ from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_layout import InnerChunk
 from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.zstd_frames import decompressed
 
-__all__ = ["Read", "check_decoded_size", "inner_chunk_places", "read_compressed"]
+__all__ = ["Read", "inner_chunk_places", "read_compressed"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -22,9 +22,6 @@ Read = Callable[[int, int], bytes | memoryview]
 """``read(offset, size)`` returns bytes of a chunk, fewer at its end. They are used before the next call."""
 
 _LEFT_OUT = np.uint64(2**64 - 1)  # the offset and the size of an inner chunk outside of the array
-_FRAME = b"\x28\xb5\x2f\xfd"
-_CONTENT_SIZE_BYTES = (0, 2, 4, 8)
-_DICTIONARY_BYTES = (0, 1, 2, 4)
 
 
 def read_compressed(
@@ -47,7 +44,7 @@ def read_compressed(
         data = read(start, size)
         if len(data) != size or crc32c(data[:-CHECKSUM_BYTES]) != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
             raise DamagedFileError(f"has a wrong checksum in the {size} bytes at offset {start} of the chunk")
-        content = _decompressed(data[:-CHECKSUM_BYTES], meta.inner_chunk_bytes)
+        content = decompressed(data[:-CHECKSUM_BYTES], meta.inner_chunk_bytes)
         whole = content.view(meta.stored.numpy_dtype)
         whole = whole.reshape((*(meta.inner_chunk_shape or meta.chunk_shape), *meta.stored.trailing))
         _part(destination, first, last, offset)[...] = _part(whole, first, last, inner.origin)
@@ -81,41 +78,6 @@ def inner_chunk_places(
             raise DamagedFileError("has an index with inner chunks that overlap or lie outside of the chunk")
         end = start + size
     return places
-
-
-def check_decoded_size(frame: bytes | memoryview, nbytes: int) -> None:
-    """Raise DamagedFileError unless `frame` is one of zstd that says that it holds `nbytes` bytes.
-
-    The format of the header is in RFC 8878, section 3.1.1.1.
-    """
-    header = bytes(frame[:18])
-    if len(header) < 6 or header[:4] != _FRAME:
-        raise DamagedFileError("cannot be decompressed: it has no frame of zstd")
-    is_single = header[4] >> 5 & 1
-    size_bytes = _CONTENT_SIZE_BYTES[header[4] >> 6] or is_single
-    start = 5 + (1 - is_single) + _DICTIONARY_BYTES[header[4] & 3]
-    size = int.from_bytes(header[start : start + size_bytes], "little") + (256 if size_bytes == 2 else 0)
-    if not size_bytes or size != nbytes:
-        raise DamagedFileError(f"cannot be decompressed: its frame does not hold {nbytes} bytes")
-
-
-def _decompressed(frame: bytes | memoryview, nbytes: int) -> Array:
-    check_decoded_size(frame, nbytes)
-    content = np.empty(nbytes, np.uint8)
-    try:
-        _decompress()(frame, content)
-    except (RuntimeError, ValueError) as error:
-        raise DamagedFileError(f"cannot be decompressed: {error}") from error
-    return content
-
-
-@functools.cache
-def _decompress() -> Callable[[Any, Any], Any]:
-    """Return the function of numcodecs, which zarr needs, too; importing it takes a while."""
-    from numcodecs import zstd
-
-    decompress: Callable[[Any, Any], Any] = zstd.decompress
-    return decompress
 
 
 def _part(array: Array, first: tuple[int, ...], last: tuple[int, ...], origin: tuple[int, ...]) -> Array:

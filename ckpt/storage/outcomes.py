@@ -29,7 +29,11 @@ class Reason:
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Reason:
-        return cls(document.get("rank"), str(document["kind"]), str(document["message"]), str(document["traceback"]))
+        """Return the reason that a document describes. One of `ILL_FORMED` if it describes none."""
+        rank = document.get("rank")
+        if rank is not None and type(rank) is not int:
+            raise ValueError(f"{rank!r:.80} is not a rank")
+        return cls(rank, str(document["kind"]), str(document["message"]), str(document["traceback"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,13 @@ from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
-import zarr.errors
-from zarr.core.dtype import ZDType, data_type_registry
-from zarr.core.dtype.common import HasItemSize
+
+try:
+    import zarr.errors
+    from zarr.core.dtype import ZDType, data_type_registry
+    from zarr.core.dtype.common import HasItemSize
+except ImportError as error:
+    raise ImportError("ckpt.storage.zarr_plugin needs zarr-python 3: pip install 'ckpt-inprocess[zarr]'") from error
 
 __all__ = ["BFloat16", "Float8E4M3FNUZ", "Float8E5M2", "Float8E5M2FNUZ", "Float8E8M0FNU", "register"]
 

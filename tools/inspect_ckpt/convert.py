@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ckpt.formats.detection import kind_of
-from ckpt.formats.files import check_outside
+from ckpt.formats.files import check_outside, foreign_file
 from ckpt.formats.leaves import TensorLeaf, same_value, tensor_leaves
 from ckpt.formats.safetensors import open_directory, open_file
 from ckpt.formats.state import LazyState, LazyTensor
@@ -100,6 +100,8 @@ def _open(arguments: argparse.Namespace) -> LazyState:
     if os.path.isdir(path):
         step_path(path)
         raise CannotReadError(f"{path} is already a checkpoint of ckpt; `export` writes other formats")
+    if (what := foreign_file(path)) is not None:
+        raise CannotReadError(f"{path} is {what}")
     hint = "; give the directory that contains it" if path.endswith((".index.json", ".metadata", ".distcp")) else ""
     raise CannotReadError(f"{path} is neither a safetensors file nor one of torch.save{hint}")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
+from ckpt.formats.files import foreign_file
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
@@ -116,6 +117,8 @@ def _refuse_other_format(path: str) -> None:
         kind = kind_of(path)
     except OSError:
         return
+    if kind is None and os.path.isfile(path) and (what := foreign_file(path)) is not None:
+        raise CannotReadError(f"{path} is {what}")
     if kind is not None:
         raise CannotReadError(
             f"{path} is {DESCRIPTIONS[kind]}, not a checkpoint of ckpt; to make a step of it: "

@@ -185,6 +185,7 @@ FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "shorter pack": (cut(FILE), FILE, " bytes instead of "),
     "extra pack": (extra("packs/000/rank_00001_099"), "packs/000/rank_00001_099", "this file does not belong"),
     "pack of another rank": (extra("packs/000/rank_00004_000"), "packs/000/rank_00004_000", "does not belong"),
+    "extra file that begins with a dot": (extra(".nfs"), ".nfs", "this file does not belong"),
     "extra part": (extra("parts/000/rank_00004.json"), "parts/000/rank_00004.json", "does not belong"),
     "missing part": (missing(PART), PART, "is missing"),
     "damaged part": (flipped(PART), PART, "is damaged"),
@@ -222,6 +223,14 @@ def test_files_and_documents(plain: Path, what: str) -> None:
     found = validate(str(plain)).problems
     assert problem in found, "full validation finds all that quick validation does"
     assert {other.file for other in found} == {file}
+
+
+@pytest.mark.parametrize("name", [".nfs0000000000a1b2c300000001", ".fuse_hidden0000001200000003"])
+@pytest.mark.parametrize("folder", ["", "packs/000/", "parts/000/"])
+def test_files_that_a_reader_still_has_open(plain: Path, folder: str, name: str) -> None:
+    """A client of a network file system keeps a removed file under such a name until its readers have closed it."""
+    (plain / folder / name).write_bytes(b"old")
+    assert validate(str(plain)).whole
 
 
 def test_a_wrong_checksum_of_a_file_in_a_part(plain: Path) -> None:

@@ -1,0 +1,159 @@
+"""With the plain install, without any extra: everything saves and restores, and what needs an extra names it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.plain_install import make_environment, run_in
+from tests.support.selection import FULL
+
+_SOME = (
+    *("loading/test_bounce_buffer.py", "loading/test_load.py"),
+    *("loading/test_restore_whole.py", "saving/test_publish.py"),
+)
+_SUITE = [f"tests/ckpt/{name}" for name in (("loading", "saving") if FULL else _SOME)]
+_TIMEOUT_S = 1700 if FULL else 200
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_environment(tmp_path_factory.mktemp("plain"), harness=False)
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 20)
+def test_the_tests_of_saving_and_restoring(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "environment", harness=True)
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}"]
+    done = run_in(python, "-m", "pytest", *options, *_SUITE, timeout_s=_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    print(done.stdout[-2000:])
+
+
+_COMPRESSION = """
+import json, os, sys
+import torch
+import ckpt
+from ckpt.validation import validate
+root = sys.argv[1]
+state = {"weight": torch.arange(100_000.0).view(100, 1000), "small": torch.ones(3), "step": 7}
+with ckpt.Checkpointer(root, compression="zstd", inner_bytes=1 << 16) as checkpointer:
+    checkpointer.save(state, 1)
+with ckpt.Checkpointer(root, compression="zstd") as checkpointer:
+    other = {"weight": torch.zeros(100, 1000), "small": torch.zeros(3), "step": 0}
+    checkpointer.restore(other)
+loaded = ckpt.load(root)
+opened = ckpt.open(root)
+rows = opened["weight"][3:5]
+assert all(torch.equal(each["weight"], state["weight"]) for each in (other, loaded))
+assert rows.tolist() == state["weight"][3:5].tolist()
+assert validate(root + "/step_00000001").whole
+if os.fork() == 0:  # a worker of a data loader, in which the threads of tensorstore do not exist
+    try:
+        opened["weight"][0]
+        os._exit(1)
+    except ckpt.StorageError as error:
+        print(json.dumps([str(error), sorted(sys.modules)]), flush=True)
+        os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+@pytest.mark.timeout(100)
+def test_compressed_steps(plain: Path, tmp_path: Path) -> None:
+    done = run_in(plain, "-c", _COMPRESSION, str(tmp_path / "root"), timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    message, modules = json.loads(done.stdout)
+    assert "forked" in message
+    assert "pip install 'ckpt-inprocess[zarr]'" in message
+    assert not {"numcodecs", "obstore", "pytest", "rich", "zarr"} & set(modules)
+
+
+_MODULES = """
+import importlib, json, pkgutil
+import ckpt, ckpt.sinks, inprocess, inspect_ckpt
+errors = {}
+for package in (ckpt, inprocess, inspect_ckpt):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if module.name.rpartition(".")[2] in ("__main__", "_library", "_gloo_waits"):  # no modules of Python
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            errors[module.name] = str(error)
+for name, arguments in (("OpenTelemetry", ()), ("Prometheus", (9464,)), ("TensorBoard", ("/nowhere",))):
+    try:
+        getattr(ckpt.sinks, name)(*arguments)
+    except ImportError as error:
+        errors[f"ckpt.sinks.{name}"] = str(error)
+print(json.dumps(errors))
+"""
+
+_EXTRAS = {
+    "ckpt.integrations.accelerate": "accelerate",
+    "ckpt.integrations.lightning": "lightning",
+    "ckpt.integrations.torchtitan": "torchtitan",
+    "ckpt.integrations.transformers": "transformers",
+    "ckpt.loading.zarr_store": "zarr",
+    "ckpt.storage.zarr_plugin": "zarr",
+    "ckpt.sinks.OpenTelemetry": "opentelemetry",
+    "ckpt.sinks.Prometheus": "prometheus",
+    "ckpt.sinks.TensorBoard": "tensorboard",
+}
+
+
+@pytest.mark.timeout(100)
+def test_a_module_that_needs_an_extra_names_it(plain: Path) -> None:
+    done = run_in(plain, "-c", _MODULES, timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)
+    found = {name: re.findall(r"pip install 'ckpt-inprocess\[(\w+)\]'", text) for name, text in errors.items()}
+    assert found == {name: [extra] for name, extra in _EXTRAS.items()}, errors
+
+
+_COMMANDS = """
+import contextlib, io, json, sys
+import torch
+import ckpt
+from inspect_ckpt.__main__ import main
+root = sys.argv[1] + "/root"
+with ckpt.Checkpointer(root) as checkpointer:
+    checkpointer.save({"weight": torch.ones(1000, 10), "lr": 0.1}, 1)
+found = {}
+for command in json.loads(sys.argv[2]):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main([word.replace("ROOT", root) for word in command])
+    found[" ".join(command)] = [code, errors.getvalue()]
+print("\\n" + json.dumps(found))
+"""
+
+_WITHOUT_EXTRAS = (
+    *("ls ROOT", "show ROOT", "show --tree ROOT", "validate ROOT", "diff ROOT ROOT", "stats ROOT weight"),
+    *("timeline ROOT", "watch --once ROOT", "report ROOT -o ROOT.html", "memory", "pin ROOT 1", "unpin ROOT 1 --yes"),
+    *("export ROOT ROOT.safetensors", "convert ROOT.safetensors ROOT.copy --step 3", "export ROOT ROOT.pt --to torch"),
+    *("convert ROOT.pt ROOT.copy --step 4", "export ROOT ROOT.dcp --to dcp", "convert ROOT.dcp ROOT.copy --step 5"),
+)
+_WITH_EXTRAS = {
+    "stats ROOT weight --plot ROOT.png": "plot",
+    "timeline ROOT --plot ROOT.png": "plot",
+    "watch ROOT": "tools",
+    "ls s3://bucket/prefix": "objects",
+    "show gs://bucket/prefix": "objects",
+}
+
+
+@pytest.mark.timeout(100)
+def test_commands(plain: Path, tmp_path: Path) -> None:
+    commands = json.dumps([each.split() for each in (*_WITHOUT_EXTRAS, *_WITH_EXTRAS)])
+    done = run_in(plain, "-c", _COMMANDS, str(tmp_path), commands, timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: found[name] for name in _WITHOUT_EXTRAS} == {name: [0, ""] for name in _WITHOUT_EXTRAS}
+    for name, extra in _WITH_EXTRAS.items():
+        code, message = found[name]
+        assert code == 2
+        assert f"pip install 'ckpt-inprocess[{extra}]'" in message
