@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,7 +45,9 @@ _SAMS = {"SAM", "LookSAM", "FriendlySAM"}
 def _optimizers() -> Iterator[tuple[str, Make]]:
     for package in _PACKAGES:
         try:
-            module = importlib.import_module(package)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = importlib.import_module(package)
         except ImportError:
             continue
         for name in dir(module):
