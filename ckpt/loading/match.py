@@ -19,7 +19,17 @@ from ckpt.storage.dtypes import torch_dtype
 from ckpt.values.codec import encode_value, resolve, unregistered_in
 from ckpt.values.containers import Container
 
-__all__ = ["Assignment", "Match", "Problem", "Read", "is_below", "known_names", "match_state", "unknown_on_all_ranks"]
+__all__ = [
+    "Assignment",
+    "Match",
+    "Problem",
+    "Read",
+    "is_below",
+    "known_names",
+    "lacking",
+    "match_state",
+    "unknown_on_all_ranks",
+]
 
 _DEFAULT = RestoreOptions()
 _SAVE_BYTES, _KNOWN_BYTES = 8, 16
@@ -131,6 +141,18 @@ def match_state(
 def is_below(path: Path, prefixes: Collection[Path]) -> bool:
     """Return whether `path` is one of the `prefixes`, or below one."""
     return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
+
+
+def lacking(match: Match, unexpected: Iterable[Path], options: RestoreOptions) -> list[str]:
+    """Return the names in `only` of which nothing is restored, because nothing of it fits."""
+    restored = [*(path for path, _, _ in match.reads), *(each.path for each in match.assignments), *match.same]
+    misfits = [*(problem.path for problem in match.problems), *unexpected]
+    found = []
+    for name in options.only or ():
+        one = replace(options, only=(name,))
+        if any(map(one.reaches, misfits)) and not any(map(one.selects, restored)):
+            found.append(name)
+    return found
 
 
 def known_names(match: Match, save: str) -> bytes:

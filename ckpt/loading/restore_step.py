@@ -28,7 +28,7 @@ from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, known_names, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, known_names, lacking, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
 from ckpt.loading.own_loading import check_inference_tensors
@@ -325,9 +325,12 @@ class _Attempt:
         text += "".join(f"\n{hint}" for hint in hints(missing, unexpected))
         if self._options.strict:
             raise StateMismatchError(text + "\nNothing was restored; strict=False restores what fits", step=self._step)
+        lacks: Any = lacking(match, unexpected, self._options)
+        what = f"Nothing of only={lacks!r} fits" if lacks else ""
         if match.problems and not (match.reads if self._has_tensors else match.assignments or match.same):
-            what = "tensor" if self._has_tensors else "value"
-            raise StateMismatchError(f"{text}\nNo {what} of the state fits: nothing was restored", step=self._step)
+            what = f"No {'tensor' if self._has_tensors else 'value'} of the state fits"
+        if what:
+            raise StateMismatchError(f"{text}\n{what}: nothing was restored", step=self._step)
         left_out = [display(path) for path in match.left_out]
         with_them = f"\nand what belongs to them:{_listed(left_out)}" if left_out else ""
         _log.warning("%s%s\nrestored without these", text, with_them)

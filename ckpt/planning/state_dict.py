@@ -371,7 +371,10 @@ def _check_keys(path: Path, node: Mapping[Any, Any]) -> None:
         return
     for key in node:
         if type(key) is not str and type(key) is not int:
-            raise StateError(f"{display(path)}: keys must be str or int, not {type(key).__name__} {key!r}")
+            raise StateError(
+                f"{display(path)}: keys must be str or int, not {type(key).__name__} {key!r:.80}; put an object into "
+                "the state whose state_dict() has str(key) instead, and whose load_state_dict() undoes that"
+            )
         if isinstance(key, str) and not _is_unicode(key):
             raise StateError(f"{display(path)}: the key {key!r} is not valid Unicode and cannot be a name in a file")
 

@@ -1,17 +1,17 @@
-"""Every optimizer of torch.optim and of the packages that are installed, and one training loop for all of them."""
+"""Every optimizer of torch.optim and of the packages that are installed."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections import deque
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["OPTIMIZERS", "Make", "model_of", "same", "train"]
+__all__ = ["OPTIMIZERS", "Make"]
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 """Makes the optimizer of a model."""
@@ -40,57 +40,14 @@ _ABSTRACT = {"Optimizer", "BaseOptimizer", "CoreOptimiser", "OptimiOptimizer", "
 _BY_USE = {"AdaGO", "Muon", "MuonClip", "NorMuon", "AdaMuon"}  # of pytorch_optimizer: a flag in each group
 _WRAPPERS = {"Lookahead", "TRAC", "OrthoGrad", "ScheduleFreeWrapper"}
 _SAMS = {"SAM", "LookSAM", "FriendlySAM"}
-_SECOND_ORDER = ("AdaHessian", "SophiaH")
-
-
-def model_of(seed: int) -> nn.Module:
-    """Return a model with matrices, vectors, and a parameter that is frozen."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
-    model[0].bias.requires_grad_(False)
-    return model
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Train with inputs and random numbers that depend on the number of the step alone."""
-    second_order = type(optimizer).__name__ in _SECOND_ORDER
-    for step in steps:
-        torch.manual_seed(step)
-        x = torch.randn(5, 9)
-
-        @torch.enable_grad()
-        def closure(x: torch.Tensor = x) -> Any:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward(create_graph=second_order)
-            return loss.detach()
-
-        if hasattr(optimizer, "train"):
-            optimizer.train()
-        closure()
-        optimizer.step(closure)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two state dicts are equal in types, dtypes and bits."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and (a.dtype, a.shape, _bits(a)) == (b.dtype, b.shape, _bits(b))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple | deque):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b or (a != a and b != b))
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return copied.copy_(tensor.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _optimizers() -> Iterator[tuple[str, Make]]:
     for package in _PACKAGES:
         try:
-            module = importlib.import_module(package)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = importlib.import_module(package)
         except ImportError:
             continue
         for name in dir(module):

@@ -117,6 +117,15 @@ def test_a_state_that_is_a_list() -> None:
     assert _form(_rebuilt(state)) == _form(state)
 
 
+def test_the_state_dict_of_an_optimizer_is_a_plain_dict_with_the_names_of_its_classes() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    flat = flatten({"o": optimizer, "s": torch.optim.lr_scheduler.StepLR(optimizer, 3)})
+    documents = {path: container.to_document() for path, (container, _) in flat.containers.items()}
+    assert documents == {("o",): {"kind": "optimizer", "fields": ["AdamW", "Adam"]}}
+    rebuilt = _rebuilt({"o": optimizer})
+    assert _form(rebuilt["o"]) == _form(optimizer.state_dict())
+
+
 def test_plain_dicts_are_not_recorded() -> None:
     assert flatten({"a": {1: torch.ones(1), "1": {}}, "values": [1, (2, 3)]}).containers == {}
 
