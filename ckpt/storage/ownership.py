@@ -21,13 +21,13 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.documents import ILL_FORMED, decode_document, encode_document
-from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, is_fresh
+from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, changed_s, is_fresh
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
@@ -149,7 +149,7 @@ class Ownership:
 
     def has(self, token: int) -> bool:
         """Return whether this process sees the claim with this token, or a later one."""
-        return os.path.exists(self._file(token)) or self.newest() > token
+        return files.exists(self._file(token)) or self.newest() > token
 
     def check(self, token: int) -> None:
         """Raise FencedError unless `token` is the owner's.
@@ -184,11 +184,23 @@ class Ownership:
             if newest > seen and self._wait_until_settled(newest) is OwnerState.ACTIVE:
                 raise self._fenced(seen, newest)
             token = max(newest + 1, above + 1, int(1000 * time.time()))
-            if self._make(token, temporary) and self.newest() == token:
-                self._make_leases(token)
-                self._remove_old_claims(token)
-                return token
+            with self._withdrawn_on_error(token):
+                if self._make(token, temporary) and self.newest() == token:
+                    self._make_leases(token)
+                    self._remove_old_claims(token)
+                    return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
+
+    @contextlib.contextmanager
+    def _withdrawn_on_error(self, token: int) -> Iterator[None]:
+        """Release the claim that the block makes if that fails: the caller does not learn of it, and claims again."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._make_leases(token)
+                self.release(token)
+            raise
 
     def claim_as(self, token: int, before: int = 0) -> int:
         """Become the owner with the token of a job that owns another root, of which this one has copies.
@@ -256,11 +268,11 @@ class Ownership:
             return None
         leases = self.leases(token)
         names = directories.names_in(leases.path)
-        ages = {name: now - at for name in names if (at := _changed_s(os.path.join(leases.path, name))) is not None}
+        ages = {name: now - at for name in names if (at := changed_s(os.path.join(leases.path, name))) is not None}
         writers = [
             w for name, age in ages.items() for w in leases.of_host(name, functools.partial(operator.lt, abs(age)))
         ]
-        changed = _changed_s(self._file(token))
+        changed = changed_s(self._file(token))
         return self._overview(token, writers, None if changed is None else now - changed, ages.values())
 
     def _overview(
@@ -279,7 +291,9 @@ class Ownership:
     def _claimer_is_active(self, token: int, leases: Leases) -> bool:
         """Return whether the process that made the claim is alive and has not left."""
         claim = self._read(token)
-        if claim is None or leases.has_left(claim.process):
+        if claim is None:  # it is not known which process: if the claim is damaged, it is alive as long as it renews it
+            return self._is_renewed(token)
+        if leases.has_left(claim.process):
             return False
         alive = claim.process.alive
         return self._is_renewed(token) if alive is None else alive
@@ -352,13 +366,6 @@ class Ownership:
         if claim is not None and claim.process == Process.here():
             return f"this process, by another Checkpointer or by a restore since then (token {token})"
         return str(claim or f"an unknown process (token {token})")
-
-
-def _changed_s(path: str) -> float | None:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return None
 
 
 def tokens_in(names: Iterable[str]) -> list[int]:

@@ -103,7 +103,7 @@ class StepReader(HeldStep):
         try:
             lock = lock_shared(self.path)
         except StorageError:
-            if not os.path.isdir(self.path):
+            if not files.is_directory(self.path):
                 raise CheckpointNotFoundError(f"{self.path} does not exist (any more)") from None
             return None  # no permission to open the directory itself; reads show whether the files can be opened
         if lock is None:
@@ -194,11 +194,14 @@ def _identity(path: str) -> tuple[bytes, int, int] | None:
 
 
 def _save_of(path: str) -> str | None:
-    """Return the name of the save that was published as the step at `path`; None if its intent does not say."""
+    """Return the name of the save that was published as the step at `path`; None if its intent does not say.
+
+    StorageError if it cannot be read: then the step may have readers.
+    """
     where = os.path.join(path, "intent.json")
     try:
         data = read_document_at(where, _MAX_INTENT_BYTES)
         save = None if data is None else decode_document(data, where).get("save")
-    except (CheckpointCorruptError, StorageError):
+    except CheckpointCorruptError:
         return None
     return save if isinstance(save, str) and "/" not in save and save not in ("", ".", "..") else None

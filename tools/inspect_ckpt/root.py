@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Root
@@ -142,7 +142,7 @@ class UnpublishedSave:
     """A pending or abandoned save.
 
     `age_s` is the time since anything in it changed; `in_use`: a writer of its job is alive; `complete`: the parts of
-    all ranks are there.
+    all ranks are there; `is_known`: it could be read.
     """
 
     id: SaveId
@@ -154,6 +154,7 @@ class UnpublishedSave:
     in_use: bool
     complete: bool
     note: str
+    is_known: bool = True
 
 
 def pending_saves(root: Root) -> list[UnpublishedSave]:
@@ -180,6 +181,9 @@ def _pending(root: Root, id_: SaveId) -> UnpublishedSave | None:
     try:
         intent = pending.intent()
         note = "has no intent" if intent is None else ""
+    except StorageError as error:
+        note = f"cannot be read: {error}"
+        return UnpublishedSave(id_, pending.path, "pending", 0.0, total, None, in_use, False, note, is_known=False)
     except CheckpointError:
         note = "its intent is damaged"
     complete, world_size = False, None

@@ -32,6 +32,11 @@ class Call:
     name: str
     args: tuple[Any, ...]
 
+    @property
+    def path(self) -> str:
+        """The path that it is about, if that is its first argument."""
+        return self.args[0] if self.args and isinstance(self.args[0], str) else ""
+
     def __str__(self) -> str:
         return f"{self.name}({', '.join(_short(arg) for arg in self.args)})"
 
