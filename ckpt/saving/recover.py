@@ -169,9 +169,7 @@ def _decide_pending(
         except StorageError as error:
             if not leave_unreadable or _is_refused(error):
                 raise
-            warn(
-                f"the save of step {save.step}, which an earlier run left, stays undecided until the next one: {error}"
-            )
+            warn(f"the save of step {save.step}, which an earlier run left, stays undecided until the next: {error}")
     root.ownership.check(token)
     root.clean_records()  # the files of abandoned saves are deleted after the next save
 

@@ -86,6 +86,8 @@ class StepReader(HeldStep):
             self.check()
         except CheckpointNotFoundError:
             return False
+        except StorageError:
+            return True  # nothing is known of a removal
         return True
 
     def close(self) -> None:

@@ -21,32 +21,11 @@ from ckpt.storage import interface
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import SCENARIOS, opened, save, state_of
-from tests.ckpt.storage.syscalls import Call, Syscalls
+from tests.ckpt.storage.syscalls import FailingLooks, Syscalls
 from tests.support.selection import FULL
 
 _ERRORS = (errno.EIO, errno.EACCES, errno.ESTALE)
 _EVERY = 1 if FULL else 9  # of the looks of a scene; the errors take turns
-_LOOKS = {"listdir", "lstat", "scandir", "stat", "open"}
-
-
-class _Unreadable:
-    """A hook that has looks fail: those at a path, or the one with number `at`. Syncs are skipped."""
-
-    def __init__(self, number: int, *, ending: str | None = None, at: int = -1) -> None:
-        self.looks: list[Call] = []
-        self._errno = number
-        self._ending = ending
-        self._at = at
-
-    def __call__(self, call: Call, perform: Callable[..., Any]) -> Any:
-        if call.name == "fsync":
-            return None
-        is_look = call.name in _LOOKS and not (call.name == "open" and call.args[1] & (os.O_WRONLY | os.O_RDWR))
-        if is_look and ".probe." not in call.path:
-            self.looks.append(call)
-            if len(self.looks) - 1 == self._at or (self._ending is not None and call.path.endswith(self._ending)):
-                raise OSError(self._errno, os.strerror(self._errno))
-        return perform(*call.args)
 
 
 @dataclass(frozen=True)
@@ -80,7 +59,7 @@ class _Scene:
                     checkpointer.restore(state_of(-1.0), self.restores)
                 save(checkpointer, self.step)
             saved = {self.step} & set(checkpointer.all_steps())
-            with Syscalls().hooked(_Unreadable(0)):
+            with Syscalls().hooked(FailingLooks(0)):
                 save(checkpointer, 9)
         last = self.earlier if self.restores is None else self.restores
         return set(sorted({*range(1, last + 1), *saved, 9})[-self.keep :])
@@ -114,20 +93,20 @@ def test_a_look_that_fails_removes_nothing(tmp_path: Path, name: str) -> None:
     template.mkdir()
     scene.prepare(template)
 
-    def play(hook: _Unreadable) -> set[int]:
+    def play(hook: FailingLooks) -> set[int]:
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(template, root)
         return scene.play(root, hook) - _restorable(root)
 
     for _ in range(2):  # the first fills caches, such as the name of this host
-        counted = _Unreadable(0)
+        counted = FailingLooks(0)
         assert not play(counted)
     cases = [(at, number) for at in range(len(counted.looks)) for number in _ERRORS]
     if not FULL:
         cases = [(at, _ERRORS[at % len(_ERRORS)]) for at in range(0, len(counted.looks), _EVERY)]
     problems = []
     for at, number in cases:
-        hook = _Unreadable(number, at=at)
+        hook = FailingLooks(number, at=at)
         try:
             lost = play(hook)
         except Exception as error:
@@ -154,7 +133,7 @@ def test_a_step_that_cannot_be_read_keeps_its_files_on_the_node(tmp_path: Path, 
     with opened(root, **options) as checkpointer:
         for step in (1, 2, 3):
             save(checkpointer, step)
-    hook = _Unreadable(number, ending="step_00000003/intent.json")
+    hook = FailingLooks(number, "step_00000003/intent.json")
     with opened(root, **options) as checkpointer, Syscalls().hooked(hook):
         save(checkpointer, 4)
     assert any(call.path.endswith("step_00000003/intent.json") for call in hook.looks)
@@ -167,7 +146,7 @@ def test_a_step_that_cannot_be_read_is_not_taken_from_its_readers(tmp_path: Path
         with ckpt.open(tmp_path, 1) as reader:
             os.rename(tmp_path / "step_00000001", tmp_path / "aside")  # so that this process has no lock on it
             shutil.copytree(tmp_path / "aside", tmp_path / "step_00000001")
-            hook = _Unreadable(errno.EIO, ending="step_00000001/intent.json")
+            hook = FailingLooks(errno.EIO, "step_00000001/intent.json")
             with contextlib.suppress(CheckpointError), Syscalls().hooked(hook):
                 save(checkpointer, 2)
             assert (tmp_path / "step_00000001").exists()
@@ -190,7 +169,7 @@ def test_no_decision_uses_a_function_that_takes_a_failure_for_absence() -> None:
 
 def test_a_pending_save_whose_part_cannot_be_read_is_not_abandoned(tmp_path: Path) -> None:
     SCENARIOS["adoption"].prepare(tmp_path)
-    hook = _Unreadable(errno.EIO, ending="parts/000/rank_00000.json")
+    hook = FailingLooks(errno.EIO, "parts/000/rank_00000.json")
     with opened(tmp_path) as checkpointer, Syscalls().hooked(hook):
         state = state_of(-1.0)
         assert checkpointer.restore(state) == 1, "the older step; the save stays undecided"
