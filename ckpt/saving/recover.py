@@ -8,6 +8,7 @@ branch. Both publish what is complete and abandon the rest.
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,11 +77,14 @@ def _is_refused(error: StorageError) -> bool:
 def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]) -> int:
     root.check_links()
     ownership = root.ownership
-    newest = ownership.newest()
-    if newest == own:
-        _decide_pending(root, newest, timeout_s, warn, leave_unreadable=True)
+    newest, owner = ownership.newest(), ownership.owner()
+    if own is not None and own in (newest, owner):
+        _decide_pending(root, own, timeout_s, warn, is_restore=True)
         return newest
-    state = _when_finished(root, newest, time.monotonic() + timeout_s)
+    deadline = time.monotonic() + timeout_s
+    state = _when_finished(root, newest, deadline)
+    if state is OwnerState.GONE:  # and the job before a restore that took it for dead?
+        state = _when_finished(root, owner, deadline)
     if state is OwnerState.ACTIVE or (state is OwnerState.GONE and not root.pending()):
         return newest
     try:
@@ -88,7 +92,7 @@ def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Cal
     except FencedError:
         return newest  # another start was faster, and its owner is alive
     try:
-        _decide_pending(root, token, timeout_s, warn, leave_unreadable=True)
+        _decide_pending(root, token, timeout_s, warn, is_restore=True)
     finally:
         ownership.release(token)
     return token
@@ -150,24 +154,25 @@ def _when_finished(root: Root, token: int, deadline: float) -> OwnerState:
 
 
 def _decide_pending(
-    root: Root, token: int, timeout_s: float, warn: Callable[[str], None], *, leave_unreadable: bool = False
+    root: Root, token: int, timeout_s: float, warn: Callable[[str], None], *, is_restore: bool = False
 ) -> None:
-    """Decide the saves of owners before `token`. StorageError if one cannot be read, unless it is to be left as it is.
+    """Decide the saves of owners before `token`. StorageError if one cannot be read: it may be complete.
 
-    It is never abandoned for that: it may be complete.
+    A restore leaves such a save as it is, and those of a job that was taken for dead and goes on.
     """
     deadline = time.monotonic() + timeout_s
     root.refresh()
     for save in root.pending():
         if save.owner >= token:
             continue
-        _when_finished(root, save.owner, deadline)
+        if _when_finished(root, save.owner, deadline) is OwnerState.ACTIVE and is_restore:
+            continue
         pending = root.pending_save(save, token)
         try:
             if pending.outcome() is None:
                 adopt(pending, warn)
         except StorageError as error:
-            if not leave_unreadable or _is_refused(error):
+            if not is_restore or _is_refused(error):
                 raise
             warn(f"the save of step {save.step}, which an earlier run left, stays undecided until the next: {error}")
     root.ownership.check(token)
@@ -201,7 +206,9 @@ def adopt(pending: Pending, warn: Callable[[str], None]) -> None:
         except CheckpointError as error:
             problem = str(error)
     if problem is not None:
-        pending.abandon(Reason(None, "SaveAbandonedError", f"left behind by an earlier run: {problem}"))
+        who = f"process {os.getpid()} on {os.uname().nodename}"
+        why = f"left behind by an earlier run, according to {who}: {problem}"
+        pending.abandon(Reason(None, "SaveAbandonedError", why))
         warn(f"abandoned the unfinished save of step {pending.save.step} of an earlier run: {problem}")
 
 

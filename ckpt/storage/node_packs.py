@@ -125,25 +125,25 @@ class NodePacks:
             saves = self._saves()
             if not saves or self._owner() != self._root.path:
                 return
-            newest = self._root.ownership.newest()
+            owner = self._root.ownership.owner()
             for save in saves:
                 with contextlib.suppress(StorageError):  # it is not known whether this one is gone: it stays
-                    if self._is_gone(save, newest):
+                    if self._is_gone(save, owner):
                         before_each()
                         directories.remove_tree(self._path(save))
         finally:
             lock.release()
 
-    def _is_gone(self, save: SaveId, newest: int) -> bool:
-        """Return whether nothing of a save will be read or published any more. `newest` was read before.
+    def _is_gone(self, save: SaveId, owner: int) -> bool:
+        """Return whether nothing of a save will be read or published any more. `owner` was read before.
 
         StorageError if that cannot be told.
         """
-        is_over = save.owner < newest or files.exists(os.path.join(self._path(save), _DECIDED))
+        is_over = save.owner < owner or files.exists(os.path.join(self._path(save), _DECIDED))
         gone = self._root.is_gone(save)
         if gone is None and is_over:  # and the root is still the one that this save was for
             gone = self._root.ownership.newest() >= save.owner
-        if gone is False and save.owner < newest and max(self._root.steps(), default=-1) > save.step:
+        if gone is False and save.owner < owner and max(self._root.steps(), default=-1) > save.step:
             gone = any(name.startswith(save.name) for name in self._root.superseded())
         return bool(gone)
 

@@ -99,8 +99,8 @@ class ObjectOwnership(Ownership):
         return self._store.create(self._key(token), data) is not None
 
     def _remove_old_claims(self, token: int) -> None:
-        before = sorted(number for number in self._claimed() if number < token)
-        for number in before[:-1]:
+        oldest = self._oldest_to_keep(token)
+        for number in (each for each in self._claimed() if each < oldest):
             keys = [each.key for each in self._store.below(f"owner/{number:08d}/")]
             self._store.delete([*keys, self._key(number)])
 

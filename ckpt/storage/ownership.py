@@ -129,6 +129,8 @@ class Ownership:
 
     def __init__(self, root: str) -> None:
         self._root = root
+        self.passed_over: dict[int, Claim] = {}
+        """Temporary claims by which `check` was not stopped: those processes took the job for dead."""
 
     @property
     def path(self) -> str:
@@ -140,8 +142,20 @@ class Ownership:
         return Leases(os.path.join(self.path, f"{token:08d}"))
 
     def newest(self) -> int:
-        """Return the token of the owner; 0 if there is none."""
+        """Return the newest token, also that of a temporary claim; 0 if there is none."""
         return max(self._claimed(), default=0)
+
+    def owner(self) -> int:
+        """Return the token of the job that owns the root: that of the newest claim that is not temporary, or else 0.
+
+        A restore that took a job for dead, because that was stopped, has decided its saves. That ends no job: none but
+        one that claims the root to save there does.
+        """
+        for token in sorted(self._claimed(), reverse=True):
+            claim = self._read(token)
+            if (claim is None and self._is_there(token)) or (claim is not None and not claim.temporary):
+                return token
+        return 0
 
     def _claimed(self) -> list[int]:
         """Return the tokens of all claims that are there."""
@@ -152,7 +166,7 @@ class Ownership:
         return files.exists(self._file(token)) or self.newest() > token
 
     def check(self, token: int) -> None:
-        """Raise FencedError unless `token` is the owner's.
+        """Raise FencedError unless `token` is the owner's, or of the newest claim, which is temporary.
 
         If the claims were removed, perhaps with the root, the one with `token`, which this job had made, is made again.
         """
@@ -163,7 +177,12 @@ class Ownership:
             newest = self.newest()
         if newest == token:
             return
-        raise self._fenced(token, newest)
+        own = self._read(token)
+        if own is None or own.temporary or (owner := self.owner()) > token:
+            raise self._fenced(token, newest if own is None or own.temporary else owner)
+        self.passed_over |= {
+            later: claim for later in self._claimed() if later > token and (claim := self._read(later)) is not None
+        }
 
     def _fenced(self, token: int, newest: int) -> FencedError:
         return FencedError(
@@ -322,12 +341,24 @@ class Ownership:
             directories.fsync_directory(made)
         return files.create_exclusive(self._file(token), data) or files.holds(self._file(token), data)
 
+    def _oldest_to_keep(self, token: int) -> int:
+        """Return the token of the owner before the one with `token`: its claim says that it was fenced, or was not.
+
+        That of the claim before, if all are temporary.
+        """
+        before = sorted((number for number in self._claimed() if number < token), reverse=True)
+        for number in before:
+            claim = self._read(number)
+            if claim is None or not claim.temporary:
+                return number
+        return max(before, default=0)
+
     def _remove_old_claims(self, token: int) -> None:
         """Remove the claims and leases older than those of the owner before this one."""
-        before = sorted(number for number in tokens_in(directories.names_in(self.path)) if number < token)
+        oldest = self._oldest_to_keep(token)
         for name in directories.names_in(self.path):
             number = re.match(r"\d{8,18}", name)
-            if before and number is not None and int(number[0]) < before[-1]:
+            if number is not None and int(number[0]) < oldest:
                 path = os.path.join(self.path, name)
                 with contextlib.suppress(StorageError):
                     files.remove(path) if name.endswith(".json") else directories.remove_tree(path)
@@ -354,6 +385,13 @@ class Ownership:
     def _data(self, token: int) -> bytes | None:
         """Return the content of a claim; None if it does not exist."""
         return read_document_at(self._file(token), MAX_CLAIM_BYTES)
+
+    def _is_there(self, token: int) -> bool:
+        """Return whether there is a claim with this token, perhaps a damaged one."""
+        try:
+            return self._data(token) is not None
+        except CheckpointCorruptError:
+            return True
 
     def claimer(self, token: int) -> Process | None:
         """Return the trainer that has, or had, claimed the root with this token; None if that is not known."""

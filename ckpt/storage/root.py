@@ -403,12 +403,12 @@ class CheckpointRoot(DirectoryRoot):
 
     def clean_records(self) -> None:
         """See `Root.clean_records`. Ranks learn from records what was abandoned: they stay for `_KEEP_RECORDS_S`."""
-        newest = self.ownership.newest()
+        owner = self.ownership.owner()
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
             with contextlib.suppress(OSError, StorageError):
                 moving = _MOVING.fullmatch(name)
-                if moving is not None and int(moving[2]) < newest:
+                if moving is not None and int(moving[2]) < owner:
                     self._move_back(path)
                 is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
                 if is_old and parse_save_name(name) is not None:
@@ -425,11 +425,11 @@ class CheckpointRoot(DirectoryRoot):
 
     def _set_aside_late(self) -> None:
         """Let directories be deleted that late writers have made for saves which were decided, or never began."""
-        newest = self.ownership.newest()
+        owner = self.ownership.owner()
         for save in self.pending():
             path = os.path.join(self.pending_path, save.name)
             with contextlib.suppress(StorageError):  # the next clean-up looks again
-                is_late = save.owner < newest or files.is_directory(os.path.join(self.abandoned_path, save.name))
+                is_late = save.owner < owner or files.is_directory(os.path.join(self.abandoned_path, save.name))
                 if is_late and not files.exists(os.path.join(path, INTENT)):
                     target = os.path.join(self.abandoned_path, f"{save.name}-late-{secrets.token_hex(4)}")
                     directories.rename_directory(path, target)

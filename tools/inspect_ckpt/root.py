@@ -304,11 +304,12 @@ def owned(root: Root) -> Iterator[int]:
     """
     root.make()
     newest = root.ownership.newest()
-    if root.ownership.state(newest) is not OwnerState.GONE:
-        raise CannotReadError(
-            f"{root.path} is owned by {root.ownership.describe(newest)}, which is alive: stop the job first, or let it "
-            "do this itself (Checkpointer.delete, keep_last)"
-        )
+    for token in {newest, root.ownership.owner()}:
+        if root.ownership.state(token) is not OwnerState.GONE:
+            raise CannotReadError(
+                f"{root.path} is owned by {root.ownership.describe(token)}, which is alive: stop the job first, or let "
+                "it do this itself (Checkpointer.delete, keep_last)"
+            )
     token = root.ownership.claim(newest)
     try:
         yield token
