@@ -92,9 +92,7 @@ class Saver:
             self._stager.on_meet = lambda: replicator.meet(ranks.rank, ranks)
         self._lingering = lingering
         self._stager.on_resize = self._linger_before_resize
-        self._tier = MemoryTier(
-            self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership.owner
-        )
+        self._tier = MemoryTier(self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership)
         self._saves_are_snapshots = staging.snapshots
         self._plans = PlanCache(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
         self._batch_queue: AsyncCallsQueue | None = None

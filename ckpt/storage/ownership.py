@@ -18,6 +18,7 @@ import functools
 import operator
 import os
 import re
+import secrets
 import threading
 import time
 import weakref
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import directories, files
-from ckpt.storage.documents import ILL_FORMED, decode_document, encode_document
+from ckpt.storage.documents import ILL_FORMED, decode_document, encode_document, well_formed
 from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, changed_s, is_fresh
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import read_document_at
@@ -36,6 +37,7 @@ __all__ = ["Claim", "ClaimLease", "MAX_CLAIM_BYTES", "OwnerOverview", "OwnerStat
 
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 MAX_CLAIM_BYTES = 1 << 16
+_IDENTITY = "root.json"
 _ATTEMPTS = 100
 _LATEST_S = 253402300799.0  # the end of the year 9999: later times cannot be printed
 _TEMPORARY_S = 60.0  # the longest wait for a restore or a tool with a temporary claim
@@ -136,6 +138,27 @@ class Ownership:
     def path(self) -> str:
         """The directory of the claims. StorageError if it is a symbolic link."""
         return refuse_link(os.path.join(self._root, ".owner"))
+
+    def identity(self) -> str:
+        """Return what no other root has, not even a later one at this place. Makes the root and its record if need be.
+
+        CheckpointError if that is not possible.
+        """
+        data = self._identity_data()
+        if data is None:
+            self._create_identity(encode_document({"id": secrets.token_hex(16)}))
+            data = self._identity_data()
+        if data is None:
+            raise StorageError(f"{self.path}/{_IDENTITY} was removed just now")
+        with well_formed(f"{self.path}/{_IDENTITY}"):
+            return str(decode_document(data, f"{self.path}/{_IDENTITY}")["id"])
+
+    def _identity_data(self) -> bytes | None:
+        return read_document_at(os.path.join(self.path, _IDENTITY), MAX_CLAIM_BYTES)
+
+    def _create_identity(self, data: bytes) -> None:
+        directories.make_with_parents(self.path)
+        files.create_exclusive(os.path.join(self.path, _IDENTITY), data)
 
     def leases(self, token: int) -> Leases:
         """Return the leases of the owner that has, or had, this token."""
