@@ -24,9 +24,10 @@ import operator
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import directories, files
@@ -35,7 +36,18 @@ from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
-__all__ = ["EXPIRY_S", "RENEWALS_PER_S", "RENEW_S", "HostWatch", "Lease", "Leases", "Writer", "changed_s", "is_fresh"]
+__all__ = [
+    "EXPIRY_S",
+    "RENEWALS_PER_S",
+    "RENEW_S",
+    "HostWatch",
+    "Lease",
+    "Leases",
+    "Writer",
+    "changed_s",
+    "is_fresh",
+    "keep_renewing",
+]
 
 EXPIRY_S = 15.0
 RENEW_S = 4.0
@@ -44,6 +56,8 @@ _ALONE_PER_S = 10.0  # renewals by processes that never get the lock of their ho
 _COUNTED_RENEWALS = 4  # until then all ranks of a host have registered
 _POLL_S = 0.5
 _MAX_FILE_BYTES = 16 << 20
+
+_Held = TypeVar("_Held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +307,20 @@ def changed_s(path: str) -> float | None:
             return os.stat(path).st_mtime
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+
+def keep_renewing(held: _Held, renew: Callable[[_Held], None], closed: threading.Event, pause_s: float) -> None:
+    """Renew what an object holds in a thread, until it is `closed` or dropped. A forked child has no such thread."""
+
+    def keep(ref: weakref.ref[_Held]) -> None:
+        while not closed.wait(pause_s):
+            held = ref()
+            if held is None:
+                return
+            renew(held)
+            del held
+
+    threading.Thread(target=keep, args=(weakref.ref(held),), name="ckpt-reader", daemon=True).start()
 
 
 def _well_formed(line: dict[str, Any]) -> bool:

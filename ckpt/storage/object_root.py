@@ -125,7 +125,7 @@ class ObjectRoot(Root):
         """See `Root.hold_itself`. The place of a step is the URL of the root, ``/saves/``, and the name of its save."""
         if self._step is None:
             raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
-        return self._hold(self._step, lease=True, renewing=False)
+        return self._hold(self._step, lease=True, renewing=True)
 
     def _hold(self, save: SaveId, lease: bool, renewing: bool) -> HeldObjects:
         def is_published() -> bool:

@@ -20,7 +20,7 @@ from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, lock_shared
 from ckpt.storage.documents import decode_document
 from ckpt.storage.interface import HeldStep
-from ckpt.storage.leases import RENEW_S, is_fresh
+from ckpt.storage.leases import RENEW_S, is_fresh, keep_renewing
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from ckpt.storage.step_source import LocalStep
@@ -61,7 +61,7 @@ class StepReader(HeldStep):
             self.close()
             raise
         if renewing and self._lease is not None:
-            threading.Thread(target=self._keep, name="ckpt-reader", daemon=True).start()
+            keep_renewing(self, StepReader._renew, self._closed, RENEW_S)
 
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless the step is still the one that was opened.
@@ -114,13 +114,9 @@ class StepReader(HeldStep):
 
     def _renew(self) -> None:
         self._renewed = time.monotonic()
-        if self._lease is not None:
+        if self._lease is not None and os.getpid() == self._pid:  # that of a fork ends with its parent
             with contextlib.suppress(StorageError):
                 files.touch(self._lease)
-
-    def _keep(self) -> None:
-        while not self._closed.wait(RENEW_S):
-            self._renew()
 
 
 def remove_stale_readers(root: str) -> None:
