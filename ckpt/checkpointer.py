@@ -354,6 +354,7 @@ class Checkpointer:
         rename: Rename | None = None,
         cast: bool = False,
         resize: bool = False,
+        fall_back: bool = True,
     ) -> int | None:
         """Put the newest step (or `step`) into `state`, in place, and return it: published, or whole in memory.
 
@@ -370,9 +371,11 @@ class Checkpointer:
         just writing, at most half of `timeout`.
         Saves that an ended run left are decided, too: complete ones are published, the others abandoned; writers that
         still finish some are waited for, at most half of `timeout`. Saves of another job that is alive are not touched.
-        Without `step`, a damaged step is skipped with a warning, on all ranks; a save that follows moves it to
-        ``.damaged/``. After a restore of an older
-        `step` the first save moves the newer ones, which belong to another branch then, to ``.superseded/``. Nothing is
+
+        Of a step that is damaged, or that the storage fails to give, the next copy is tried: in memory, in the root, in
+        the mirror; and then, without `step`, the step before, with a warning, on all ranks. With ``fall_back=False``
+        that is an error. A save that follows moves a damaged step to ``.damaged/``. After a restore of an older step
+        the first save moves the newer ones, which belong to another branch then, to ``.superseded/``. Nothing is
         removed.
 
         `only` names what to restore of the state, such as ``["model"]`` or ``["model/encoder"]``; other objects are not
@@ -384,11 +387,12 @@ class Checkpointer:
 
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
         ``strict=False`` restores what fits and logs the rest, unless no tensor fits); StateError, naming the object,
-        when one does not take what the checkpoint has, with the state as it was; CheckpointCorruptError, after which
-        tensors may be overwritten in part; CheckpointNotFoundError. All ranks raise together.
+        when one does not take what the checkpoint has, with the state as it was; CheckpointCorruptError or StorageError
+        if no step can be read, after which tensors may be overwritten in part; CheckpointNotFoundError. All ranks raise
+        together.
         """
         self._check_open()
-        options = RestoreOptions.of(strict, only, rename, cast, resize)
+        options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back)
         self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
         with self._phase("ckpt.restore"):
             tiers, memory, left = self._tiers(self._mirror_root), self._saver.memory, self._undecided(step)
@@ -631,7 +635,7 @@ class Checkpointer:
         Not one of a branch that training has left, and that no save has moved aside yet.
         """
         if not report.in_memory or rank != 0:
-            return Branch(report.step, report.save, report.damaged)
+            return Branch(report.step, report.save, report.damaged, report.unreadable)
         steps = [step for step in self._root.steps() if step <= report.step]
         left = self._saver.branch
         if left is not None and left.step is not None and left.step <= report.step:

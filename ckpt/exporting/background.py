@@ -73,7 +73,7 @@ class BackgroundExports:
         if step % self._options.every != 0:
             return
         try:
-            held = self._root.hold_step(step, lease=True)
+            held = self._root.hold_step(step, lease=True, renewing=True)
         except CheckpointError as error:
             self._failed(step, self._target(step), str(error))
             return
@@ -89,8 +89,6 @@ class BackgroundExports:
             if running.process.poll() is None:
                 if time.monotonic() > running.deadline:
                     running.process.kill()
-                if self._waiting is not None:  # the process that runs renews the lease on its step by itself
-                    self._waiting[1].renew()
                 return
             self._end(running)
         if self._waiting is not None:

@@ -53,13 +53,14 @@ class Record:
 
     `start` is the number of the start of the job that the memory is of, larger than those before it. `origin` is the
     snapshot that this start began with, if it was one, and `token` that of the owner of the root then. `fences` are the
-    restores since: pairs of a restart index and a step.
+    restores since: pairs of a restart index and a step. `root` is the identity of the root.
     """
 
     start: int
     origin: str | None
     token: int
     fences: list[list[int]]
+    root: str = ""
 
 
 # -- from the trainer --------------------------------------------------------------------------------------------------

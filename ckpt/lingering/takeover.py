@@ -1,6 +1,7 @@
 """How a process gets what the holders of its job have, and makes them give it up.
 
-A holder that cannot be reached, does not answer in time, or does not prove that it is one of this job, is left out.
+A holder that cannot be reached, does not answer in time, or does not prove that it is one of this job, is left out. All
+together are waited for as long as one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,7 +39,8 @@ from inprocess.ipc.unix_sockets import connect
 __all__ = ["Taken", "release", "take"]
 
 _log = logging.getLogger("ckpt")
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 5.0  # for all holders together: what they keep is not needed
+_LEAST_S = 0.05
 _MAX_REGIONS = 4096
 
 
@@ -63,9 +66,10 @@ def take(job: Job) -> list[Taken]:
     except OSError as error:
         _log.warning("memory of an earlier start of the job cannot be looked for: %s", error)
         return []
+    deadline = time.monotonic() + _TIMEOUT_S
     for address in addresses:
         try:
-            if (taken := _take(address, job)) is not None:
+            if (taken := _take(address, job, max(_LEAST_S, deadline - time.monotonic()))) is not None:
                 found.append(taken)
         except ConnectionRefusedError:
             address.remove()  # its process is dead: it listens as long as there is a key
@@ -82,10 +86,10 @@ def release(address: Address, job: Job) -> None:
         _receive(connection)
 
 
-def _take(address: Address, job: Job) -> Taken | None:
+def _take(address: Address, job: Job, timeout_s: float) -> Taken | None:
     regions: list[SharedMemory] = []
     try:
-        with _greeted(address, job) as connection:
+        with _greeted(address, job, timeout_s) as connection:
             send(connection, PUBLIC, Take())
             while len(regions) <= _MAX_REGIONS:
                 packet = _receive(connection)
@@ -120,10 +124,10 @@ def _region(fd: int, size: int) -> SharedMemory:
 
 
 @contextlib.contextmanager
-def _greeted(address: Address, job: Job) -> Iterator[socket.socket]:
+def _greeted(address: Address, job: Job, timeout_s: float = _TIMEOUT_S) -> Iterator[socket.socket]:
     """Yield a connection on which both ends have proved that they know the secret, and mean the same job."""
     secret = address.read_key()
-    with connect(address.socket, _TIMEOUT_S) as connection:
+    with connect(address.socket, timeout_s) as connection:
         challenge = _receive(connection).message
         if not isinstance(challenge, Challenge):
             raise PacketError("no challenge")

@@ -38,7 +38,7 @@ def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place
     found = [Place(step) for step in steps]
     if mirror is not None:
         try:
-            found += [Place(step, in_mirror=True) for step in _copies(root, mirror.saves())]
+            found += [Place(step, in_mirror=True) for step in _copies(root, _saves(mirror, required=not steps))]
         except StorageError as error:
             if needs_mirror or not steps:
                 raise StorageError(
@@ -57,16 +57,38 @@ def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place
 
 def _copies(root: Root, copies: Mapping[int, str | None]) -> list[int]:
     """Return the steps of the mirror that are of the branch of the root."""
-    here = root.saves()
+    here = _saves(root)
     owners = {step: _owner(save) for step, save in here.items()}
     superseded = root.superseded()  # names of saves, some with a suffix
     return [step for step, save in copies.items() if save is not None and _is_of(step, save, here, owners, superseded)]
 
 
+def _saves(root: Root, *, required: bool = False) -> dict[int, str | None]:
+    """Return the steps of a root and their saves: None for one that cannot be read, or is damaged.
+
+    StorageError instead if they are `required` and none is known: the steps are there.
+    """
+    try:
+        return root.saves()
+    except StorageError:
+        pass  # the step that it is about is found below, if steps can be listed
+    found: dict[int, str | None] = {}
+    problem: StorageError | None = None
+    for step in root.steps():
+        try:
+            found[step] = root.save_of(step)
+        except StorageError as error:
+            _log.warning("step %d of %s cannot be read: %s", step, root.path, error)
+            found[step], problem = None, error
+    if required and problem is not None and not any(found.values()):
+        raise problem
+    return found
+
+
 def _is_of(
     step: int, save: str, here: Mapping[int, str | None], owners: Mapping[int, int], superseded: list[str]
 ) -> bool:
-    if step in here:
+    if here.get(step) is not None:  # else the step is not there, or it is not known which save it is
         return here[step] == save
     if any(name.startswith(save) for name in superseded):
         return False

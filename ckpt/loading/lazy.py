@@ -120,8 +120,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     """A published step: a mapping of names (keys joined by "/") to tensors, including aliases.
 
     `values_by_name` has the leaves that are not tensors. Leaves of single ranks are named ``<name>@rank<r>``. While it
-    is open, retention does not remove the step, as far as leases and locks reach (see docs/guide.md). `close` it, use
-    it as a context manager, or drop it.
+    is open, retention does not remove the step, as far as leases and locks reach (see docs/guide.md): a thread renews
+    the lease, also while nothing is read. `close` it, use it as a context manager, or drop it and its tensors.
     """
 
     def __init__(self, index: CheckpointIndex, reader: HeldStep) -> None:
@@ -140,13 +140,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         }
         for path, own in index.per_rank_tensors.items():
             tensors |= {f"{display(path)}@rank{rank}": tensor for rank, tensor in own.items()}
-        self._tensors = {
-            name: LazyTensor(name, tensor.dtype, tensor.shape, index, tensor, reader)
-            for name, tensor in sorted(tensors.items())
-        }
+        self._tensors = dict(sorted(tensors.items()))
 
     def __getitem__(self, name: str) -> LazyTensor:
-        return self._tensors[name]
+        return self.lazy(name, self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -191,7 +188,7 @@ def open_checkpoint(
         if chosen not in steps:
             raise CheckpointNotFoundError(f"{root.path} has no published step {chosen}; it has {steps}", step=chosen)
         try:
-            return _opened(root.hold_step(chosen, lease=True))
+            return _opened(root.hold_step(chosen, lease=True, renewing=True))
         except CheckpointNotFoundError:
             if step is not None or attempt == _ATTEMPTS - 1:
                 raise  # else the newest step was just removed, because there is a newer one

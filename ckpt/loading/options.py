@@ -29,10 +29,17 @@ class RestoreOptions:
     rename: Rename | None = None
     cast: bool = False
     resize: bool = False
+    fall_back: bool = True
 
     @classmethod
     def of(
-        cls, strict: bool, only: str | Iterable[str] | None, rename: Rename | None, cast: bool, resize: bool
+        cls,
+        strict: bool,
+        only: str | Iterable[str] | None,
+        rename: Rename | None,
+        cast: bool,
+        resize: bool,
+        fall_back: bool = True,
     ) -> RestoreOptions:
         """Check the arguments of a restore."""
         if isinstance(only, str):
@@ -42,7 +49,7 @@ class RestoreOptions:
             raise ValueError(f"only={only!r}: give one name or several, such as only=['model']")
         if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
             raise TypeError(f"rename is a function of a name or a dict of prefixes, not {rename!r:.100}")
-        return cls(strict, names, rename, cast, resize)
+        return cls(strict, names, rename, cast, resize, fall_back)
 
     def selects(self, path: Path) -> bool:
         """Return whether what is at `path` is to be restored."""

@@ -125,6 +125,9 @@ def _restore(
     read_only: bool,
 ) -> RestoreReport | None:
     damaged: list[int] = []
+    unreadable: list[int] = []
+    failed: list[Place] = []
+    insists = step is not None or isinstance(ranks, Alone) or not options.fall_back
     first: CheckpointError | None = None
     removed = 0
     tiers = replace(tiers, memory=None) if isinstance(ranks, Alone) else tiers
@@ -143,27 +146,41 @@ def _restore(
                 raise CheckpointNotFoundError(str(gone), step=candidate) from gone
             _log.warning("%s; looking for the newest step again", gone)
             tiers = replace(tiers, memory=None)
-            left = [other for other in candidates(tiers, None, ranks, None) if other.step not in damaged]
-        except (CheckpointCorruptError, CheckpointUnreachableError) as error:
+            left = [other for other in candidates(tiers, None, ranks, None) if other not in failed]
+        except (CheckpointCorruptError, CheckpointUnreachableError, StorageError) as error:
+            failed.append(where)
             if where.save is not None and tiers.memory is not None:
                 tiers.memory.failed(where.save)
-            if step is not None or isinstance(ranks, Alone):
+            if insists:
                 left = [other for other in left if other.step == candidate]
             first = first or error
             if not left:
                 if step is None or first is None:
                     raise
                 raise first from None
-            is_damaged = isinstance(error, CheckpointCorruptError) and candidate not in damaged
-            damaged += [candidate] if is_damaged and where.save is None else []
-            what = _described(left[0]) if left[0].step == candidate else "the step before"
-            _log.warning("step %d cannot be restored, trying %s: %s", candidate, what, error)
+            skipped = damaged if isinstance(error, CheckpointCorruptError) else unreadable
+            skipped += [candidate] if where.save is None and candidate not in skipped else []
+            what = _described(left[0]) if left[0].step == candidate else f"the step before, {left[0].step}"
+            advice = _advice(error, candidate, left[0].step)
+            _log.warning("step %d cannot be restored, trying %s: %s%s", candidate, what, error, advice)
         else:
             in_memory = where.save is not None
-            report = replace(report, damaged=tuple(damaged), root="" if in_memory else place.path, in_memory=in_memory)
+            report = replace(report, root="" if in_memory else place.path, in_memory=in_memory)
+            newer = tuple(each for each in unreadable if each != report.step)
+            report = replace(report, damaged=tuple(damaged), unreadable=newer)
             _log.info("rank %d restored %s%s", ranks.rank, report, " from the mirror" if in_mirror else "")
             return report
     return None
+
+
+def _advice(error: CheckpointError, step: int, instead: int) -> str:
+    """Return what to do about a step that the storage failed to give, and that an older one was restored for."""
+    if step == instead or not isinstance(error, StorageError):
+        return ""
+    return (
+        f". To go on from step {step}, end this run before it saves, mend the storage and start again; the next save "
+        f"moves step {step} to .superseded/ (inspect_ckpt restore-branch brings it back)"
+    )
 
 
 def _described(place: Place) -> str:

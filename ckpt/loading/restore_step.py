@@ -60,7 +60,8 @@ class RestoreReport:
     the memory is of an earlier start of the job (its bytes count as those of neighbours). Of the pack files of a
     node-local step, `mirror_files` were read from the mirror: they are not on this node, or are damaged there.
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
-    newer ones, and this one, if it was read from the mirror after its first copy.
+    newer ones, and this one, if it was read from the mirror after its first copy. `unreadable` are newer ones whose
+    storage failed, or whose files are on other nodes.
     """
 
     step: int
@@ -73,6 +74,7 @@ class RestoreReport:
     mirror_files: int = 0
     seconds: float = 0.0
     damaged: tuple[int, ...] = ()
+    unreadable: tuple[int, ...] = ()
     in_memory: bool = False
     lingering: bool = False
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)

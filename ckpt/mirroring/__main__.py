@@ -139,9 +139,8 @@ class MirrorProcess:
         self._lease = mirror.ownership.leases(self._token).register(_COORDINATOR, Process.here(), lambda: False)
         self._report(Owner(self._token))
         mirror.refresh()
-        here = self._root.saves()
         for save in mirror.pending():
-            if here.get(save.step) == save.name:
+            if self._root.save_of(save.step) == save.name:
                 self.wanted.add(Due(save.step, due.token, due.branch))
             elif save.owner <= self._token:
                 adopt(mirror.pending_save(save, self._token), lambda text: None)

@@ -61,7 +61,7 @@ class Connection:
         """Connect. OSError."""
         number = self._socket.connect_ex((address.host, address.port))
         if number == errno.EINPROGRESS:
-            self._wait(select.POLLOUT, time.monotonic() + _CONNECT_S)
+            self._wait(select.POLLOUT, time.monotonic() + min(_CONNECT_S, self._silence_s))
             number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise OSError(number, os.strerror(number))

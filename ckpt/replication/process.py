@@ -1,6 +1,7 @@
 """The trainer's end of its replica process: starts it, and tells it what to send, hold and lend.
 
-Nothing here waits for another node. What waits for the process has a deadline, and ends when the process dies.
+Nothing here waits for another node. What waits for the process has a deadline, and ends when the process dies. One that
+has not answered in time is not waited for again before it has said something: what it holds is not needed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ __all__ = ["ReplicaKeeper"]
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _EXIT_WAIT_S = 5.0
-_ANSWER_S = 30.0
+_START_S = 30.0  # for the first answer: the process has to start, on a machine that may be busy
+_ANSWER_S = 5.0
 
 
 class ReplicaKeeper:
@@ -53,6 +55,8 @@ class ReplicaKeeper:
         """Start the process, without waiting for it. OSError if that cannot be done."""
         self._ended: list[Ended] = []
         self._gone = False
+        self._has_started = False  # it has answered
+        self._is_silent = False  # it did not answer the last request in time, and has said nothing since
         self._requests = itertools.count(1)
         trainer = os.pidfd_open(os.getpid())
         try:
@@ -170,7 +174,8 @@ class ReplicaKeeper:
 
     def _wait_for(self, request: int, kinds: Any) -> Packet[ControlMessage]:
         """Return the next packet of these kinds that answers a request; others are noted."""
-        deadline = Deadline(_ANSWER_S)
+        limit_s = _ANSWER_S if self._has_started else _START_S
+        deadline = Deadline(0.0 if self._is_silent else limit_s)
         while True:
             self._channel.flush()
             try:
@@ -179,12 +184,16 @@ class ReplicaKeeper:
                 self._gone = True
                 raise TransportError("the replica process has ended") from None
             if packet is not None:
+                self._has_started = True
+                if self._is_silent:  # it goes on
+                    self._is_silent, deadline = False, Deadline(limit_s)
                 if isinstance(packet.message, kinds) and packet.message.request == request:
                     return packet
                 self._note(packet)
                 continue
             if deadline.is_over:
-                raise TransportError(f"the replica process did not answer in {_ANSWER_S:g} s")
+                self._is_silent = True
+                raise TransportError(f"the replica process (pid {self.pid}) did not answer in {limit_s:g} s")
             poll = select.poll()
             poll.register(self._channel, self._channel.poll_events)
             poll.poll(deadline.poll_ms())

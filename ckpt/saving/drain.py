@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt.async_calls import AsyncCallsQueue
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.meeting import named
 from ckpt.saving.publish import publish
 from ckpt.storage.interface import Pending, Root
@@ -153,6 +153,8 @@ def _publish_in_its_place(pending: Pending, rank: int) -> None:
     try:
         _log.warning("rank %d publishes step %d: the coordinator's writer died", rank, pending.save.step)
         publish(pending, lambda: None)
+    except StorageError as error:  # the save may be complete: it is tried again until the deadline
+        _log.warning("rank %d could not publish step %d yet: %s", rank, pending.save.step, error)
     except CheckpointError as error:
         _give_up(pending, rank, str(error))
     finally:

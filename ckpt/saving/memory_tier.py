@@ -13,6 +13,7 @@ Runs in the thread that trains. `open` is collective.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ from ckpt.staging.neighbors import SlotExchange, node
 from ckpt.storage.documents import decode_document, encode_document, well_formed
 from ckpt.storage.memory_step import LocalShare, MemoryStep, ShareBytes
 from ckpt.storage.names import INDEX, SaveId, part_name
+from ckpt.storage.ownership import Ownership
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.step_documents import FORMAT_VERSION
 from inprocess.ipc.shared_memory import SharedMemory
@@ -43,7 +45,6 @@ __all__ = ["MemoryTier"]
 _log = logging.getLogger("ckpt")
 _HEAD = struct.Struct("<QQQQ")  # rank, and the sizes of about, index and part
 _SHARES_S = 10.0  # for copies and checksums that are still being made
-_UNKNOWN = 1 << 62  # a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,19 @@ class MemoryTier:
         memory: StagedMemory,
         replicator: Replicator | None = None,
         lingering: LingeringMemory | None = None,
-        newest_token: Callable[[], int] = lambda: 0,
+        ownership: Ownership | None = None,
     ) -> None:
-        """`newest_token` returns the token of the root's owner."""
+        """`ownership` is that of the root; None without `lingering`."""
         self._snapshots = snapshots
         self._memory = memory
         self._replicator = replicator
         self._lingering = lingering
-        self._newest_token = newest_token
+        self._ownership = ownership
         self._taken: list[Taken] = []  # of dead processes, until a restore is over
         self._rank = 0
         self._start = 0  # the number of the start that this process belongs to; 0 before its first restore
         self._origin: str | None = None  # the snapshot of an earlier start with which this one began
-        self._owner = 0  # the token of the root's owner at the last restore
+        self._owner, self._root = 0, ""  # the token of the root's owner at the last restore, and the root's identity
         self._agreed = Start()  # what the offers of this restore say
         self._replicas: list[SharedMemory] = []  # that this rank holds for others, while a restore may read them
         self._node = node()
@@ -101,16 +102,16 @@ class MemoryTier:
             self._replicator.meet(rank, gather)
             self._replicas = self._replicator.held()
         self._rank = rank
-        token = 0
+        token, root = 0, ""
         if self._lingering is not None:
             self._take_over(self._lingering)
-            token = self._token() if rank == 0 else 0
+            token, root = self._of_root() if rank == 0 else (0, "")
         shares = tuple({of: None for _, of in self._readable((*self._memory.regions, *self._replicas))})
         earlier = tuple(
             Earlier(taken.record, tuple({of: None for _, of in self._readable(taken.regions)})) for taken in self._taken
         )
         now_ms = int(time.time() * 1000)
-        return Offer(self._node, shares, self._fences, self._start, self._origin, token, now_ms, earlier).encode()
+        return Offer(self._node, shares, self._fences, self._start, self._origin, token, now_ms, earlier, root).encode()
 
     def _take_over(self, lingering: LingeringMemory) -> None:
         """Take what dead processes have left, before the first restore of this process is over.
@@ -121,13 +122,14 @@ class MemoryTier:
             self._give_back_taken()
             self._taken = lingering.take()
 
-    def _token(self) -> int:
-        """Return the token of the root's owner; if it cannot be read, one that is newer than all."""
+    def _of_root(self) -> tuple[int, str]:
+        """Return the token of the root's owner and the identity of the root; if they are not known, one of no root."""
         try:
-            return self._newest_token()
+            if self._ownership is not None:
+                return self._ownership.owner(), self._ownership.identity()
         except (CheckpointError, OSError) as error:
-            _log.warning("memory of an earlier start is not used, as the owner of the root is not known: %s", error)
-            return _UNKNOWN
+            _log.warning("memory of an earlier start is not used, as the root of it is not known: %s", error)
+        return 0, f"unknown {secrets.token_hex(16)}"
 
     def choose(self, offers: Sequence[bytes]) -> list[tuple[int, str]]:
         """Return the steps that are whole in memory, newest first, and their saves: the same on all ranks."""
@@ -135,6 +137,11 @@ class MemoryTier:
         self._agreed = agreed_start(self._offers)
         if not self._agreed.is_earlier:
             self._fences = self._agreed.fences
+        elif self._taken and not self._agreed.number:
+            _log.warning(
+                "what an earlier start of this job has left in memory is not used: its checkpoint root was removed, or "
+                "another start has claimed it since"
+            )
         whole = whole_snapshots(self._offers)
         self._whole = {snapshot.save.name: snapshot for snapshot in whole}
         return [(snapshot.save.step, snapshot.save.name) for snapshot in whole]
@@ -212,7 +219,7 @@ class MemoryTier:
         self._adopt_taken()
         self._memory.need(self._restored)
         if self._lingering is not None:
-            record = Record(self._start, self._origin, self._owner, list(map(list, self._fences)))
+            record = Record(self._start, self._origin, self._owner, list(map(list, self._fences)), self._root)
             self._lingering.settle(self._rank, record, self._memory.kept, self._taken)
         if self._replicator is not None:
             self._replicator.settle(self._restored, self._whole)
@@ -228,8 +235,7 @@ class MemoryTier:
         is_new = agreed.is_earlier or not agreed.number
         self._start = max(agreed.number + 1, self._offers[0].now_ms) if is_new else agreed.number
         self._origin = self._restored if agreed.is_earlier else agreed.origin
-        token = self._offers[0].token
-        self._owner = 0 if token == _UNKNOWN else token  # then any later claim shows in the next start
+        self._owner, self._root = self._offers[0].token, self._offers[0].root
 
     def _adopt_taken(self) -> None:
         """Keep what is needed of the memory of dead processes, as that of neighbours; unmap the rest."""

@@ -13,8 +13,8 @@ still hold others.
 
 That is within one start of the job. Ranks also offer what they took over of processes that are dead (`Earlier`): of
 this start, or of an earlier one. Starts have numbers that grow. The first restore of a start may take what the newest
-of the earlier ones has left, if no other has claimed the root since; from then on nothing counts that is of an earlier
-start, but the snapshot that was restored.
+of the earlier ones has left, if the root is still the same, and no other has claimed it since; from then on nothing
+counts that is of an earlier start, but the snapshot that was restored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Offer:
     """What one rank can read, on which node it is, and the restores that it knows of.
 
     `start` is the number of the start it belongs to, 0 before its first restore; `origin` the snapshot that this began
-    with. `token` is that of the root's owner, which the coordinator knows, and `now_ms` the time of its clock.
+    with. `token` is that of the root's owner and `root` the identity of the root, which the coordinator knows, and
+    `now_ms` the time of its clock.
     """
 
     node: str
@@ -62,6 +63,7 @@ class Offer:
     token: int = 0
     now_ms: int = 0
     earlier: tuple[Earlier, ...] = ()
+    root: str = ""
 
     @property
     def all_shares(self) -> list[ShareOf]:
@@ -71,15 +73,15 @@ class Offer:
     def encode(self) -> bytes:
         """Return it as JSON, with ranks as ranges: a few hundred bytes."""
         earlier = [[asdict(each.record), _packed(each.shares)] for each in self.earlier]
-        about = self.node, self.start, self.origin, self.token, self.now_ms
+        about = self.node, self.start, self.origin, self.token, self.now_ms, self.root
         return json.dumps([about, _packed(self.shares), self.fences, earlier], separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Offer:
         """Return what `encode` has encoded."""
-        (node, start, origin, token, now_ms), held, fences, earlier = json.loads(data)
+        (node, start, origin, token, now_ms, root), held, fences, earlier = json.loads(data)
         left = tuple(Earlier(Record(**record), _unpacked(shares)) for record, shares in earlier)
-        return cls(node, _unpacked(held), _fences(fences), start, origin, token, now_ms, left)
+        return cls(node, _unpacked(held), _fences(fences), start, origin, token, now_ms, left, root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,9 @@ def agreed_start(offers: Sequence[Offer]) -> Start:
     if is_earlier:
         tokens = [each.record.token for each in left if each.record.start == number]
         tokens += [share.save.owner for each in left if each.record.start == number for share in each.shares]
-        if number == 0 or offers[0].token > max(tokens):  # another job or start has claimed the root since
+        if number == 0 or any(each.root != offers[0].root for each in records):
+            return Start(is_earlier=True)  # it was removed, and perhaps there is another in its place
+        if offers[0].token != max(tokens):  # another job or start has claimed the root since, or its claims are lost
             return Start(is_earlier=True)
     else:
         records += own

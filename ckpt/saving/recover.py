@@ -8,6 +8,7 @@ branch. Both publish what is complete and abandon the rest.
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
 from ckpt.saving.publish import publish
 from ckpt.storage.interface import Aside, Pending, Root
+from ckpt.storage.names import parse_save_name
 from ckpt.storage.outcomes import NotDurableError, Reason
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.step_documents import FORMAT_VERSION
@@ -31,12 +33,14 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 class Branch:
     """What the steps of a run continue: the `step` that was restored, and its `save`.
 
-    The step is -1 if there was none, and None if nothing was restored. `damaged` are the newer steps that were skipped.
+    The step is -1 if there was none, and None if nothing was restored. `damaged` are the newer steps that were skipped
+    for damage, `unreadable` those that were because the storage failed.
     """
 
     step: int | None = None
     save: str | None = None
     damaged: tuple[int, ...] = ()
+    unreadable: tuple[int, ...] = ()
 
     def before(self, root: Root, token: int) -> dict[str, Any] | None:
         """Return what the next save of the owner with `token` continues: a step, and its save; None for nothing.
@@ -44,7 +48,8 @@ class Branch:
         That is its own newest step, also if the trainer does not know yet that this is published.
         """
         tip = root.tip()
-        if self.step is None or (tip is not None and root.owner_of(tip["step"]) == token):
+        tip_save = None if tip is None else parse_save_name(tip["save"] or "")
+        if self.step is None or (tip_save is not None and tip_save.owner == token):
             return tip
         return {"step": self.step, "save": self.save} if self.step >= 0 else None
 
@@ -59,19 +64,27 @@ def recover_for_restore(root: Root, seen: int, own: int | None, timeout_s: float
     try:
         return _recover(root, seen, own, timeout_s, warn)
     except StorageError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NOT_WRITABLE:
+        if _is_refused(error):
             return seen
         raise
+
+
+def _is_refused(error: StorageError) -> bool:
+    """Return whether an error says that this process may not write here."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NOT_WRITABLE
 
 
 def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Callable[[str], None]) -> int:
     root.check_links()
     ownership = root.ownership
-    newest = ownership.newest()
-    if newest == own:
-        _decide_pending(root, newest, timeout_s, warn)
+    newest, owner = ownership.newest(), ownership.owner()
+    if own is not None and own in (newest, owner):
+        _decide_pending(root, own, timeout_s, warn, is_restore=True)
         return newest
-    state = _when_finished(root, newest, time.monotonic() + timeout_s)
+    deadline = time.monotonic() + timeout_s
+    state = _when_finished(root, newest, deadline)
+    if state is OwnerState.GONE:  # and the job before a restore that took it for dead?
+        state = _when_finished(root, owner, deadline)
     if state is OwnerState.ACTIVE or (state is OwnerState.GONE and not root.pending()):
         return newest
     try:
@@ -79,7 +92,7 @@ def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Cal
     except FencedError:
         return newest  # another start was faster, and its owner is alive
     try:
-        _decide_pending(root, token, timeout_s, warn)
+        _decide_pending(root, token, timeout_s, warn, is_restore=True)
     finally:
         ownership.release(token)
     return token
@@ -101,7 +114,17 @@ def superseded(root: Root, token: int, branch: Branch) -> list[int]:
     if branch.step is None:
         return []
     newer = [step for step in root.steps() if step > branch.step]
-    return [step for step in newer if root.owner_of(step) < token]
+    return [step for step in newer if _owner_of(root, step, branch) < token]
+
+
+def _owner_of(root: Root, step: int, branch: Branch) -> int:
+    """Return the token of the owner of a step. One that the restore could not read is of an earlier owner."""
+    try:
+        return root.owner_of(step)
+    except StorageError:
+        if step not in branch.unreadable:
+            raise
+        return 0
 
 
 def supersede(root: Root, token: int, branch: Branch, warn: Callable[[str], None]) -> None:
@@ -130,22 +153,37 @@ def _when_finished(root: Root, token: int, deadline: float) -> OwnerState:
     return state
 
 
-def _decide_pending(root: Root, token: int, timeout_s: float, warn: Callable[[str], None]) -> None:
+def _decide_pending(
+    root: Root, token: int, timeout_s: float, warn: Callable[[str], None], *, is_restore: bool = False
+) -> None:
+    """Decide the saves of owners before `token`. StorageError if one cannot be read: it may be complete.
+
+    A restore leaves such a save as it is, and those of a job that was taken for dead and goes on.
+    """
     deadline = time.monotonic() + timeout_s
     root.refresh()
     for save in root.pending():
         if save.owner >= token:
             continue
-        _when_finished(root, save.owner, deadline)
+        if _when_finished(root, save.owner, deadline) is OwnerState.ACTIVE and is_restore:
+            continue
         pending = root.pending_save(save, token)
-        if pending.outcome() is None:
-            adopt(pending, warn)
+        try:
+            if pending.outcome() is None:
+                adopt(pending, warn)
+        except StorageError as error:
+            if not is_restore or _is_refused(error):
+                raise
+            warn(f"the save of step {save.step}, which an earlier run left, stays undecided until the next: {error}")
     root.ownership.check(token)
     root.clean_records()  # the files of abandoned saves are deleted after the next save
 
 
 def adopt(pending: Pending, warn: Callable[[str], None]) -> None:
-    """Publish a complete save; abandon one that is not."""
+    """Publish a complete save; abandon one that is not.
+
+    StorageError, with the save as it was, if it cannot be read or published: then nothing is known of it.
+    """
     world_size = _world_size(pending)
     missing: list[int] = []
     problem = None
@@ -162,10 +200,15 @@ def adopt(pending: Pending, warn: Callable[[str], None]) -> None:
             raise
         except NotDurableError as error:
             warn(str(error))
+        except StorageError:
+            if pending.outcome() is None:  # else another process was faster
+                raise
         except CheckpointError as error:
             problem = str(error)
     if problem is not None:
-        pending.abandon(Reason(None, "SaveAbandonedError", f"left behind by an earlier run: {problem}"))
+        who = f"process {os.getpid()} on {os.uname().nodename}"
+        why = f"left behind by an earlier run, according to {who}: {problem}"
+        pending.abandon(Reason(None, "SaveAbandonedError", why))
         warn(f"abandoned the unfinished save of step {pending.save.step} of an earlier run: {problem}")
 
 

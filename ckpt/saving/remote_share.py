@@ -18,10 +18,15 @@ __all__ = ["RemoteShare"]
 class RemoteShare(ShareBytes):
     """The share of a rank that a replica process of another node holds, or was lent. Any thread, several at once.
 
-    A connection is made for each thread that reads at the same time, and used again.
+    A connection is made for each thread that reads at the same time, and used again. What has failed once is not tried
+    again: a process that does not answer is waited for once, and not for each range.
     """
 
-    def __init__(self, transport: Transport, holder: Address, replica: Replica) -> None:
+    def __init__(
+        self, transport: Transport, holder: Address, replica: Replica, failed: dict[Address, str] | None = None
+    ) -> None:
+        """`failed` has the holders that could not be reached in this restore, and why; shares have it in common."""
+        self._failed = {} if failed is None else failed
         self._transport = transport
         self._holder = holder
         self._replica = replica
@@ -34,10 +39,13 @@ class RemoteShare(ShareBytes):
     def read(self, offset: int, nbytes: int) -> bytearray:
         """Return bytes of the slot. DamagedFileError if they cannot be had: an older step can be restored then."""
         data = bytearray(nbytes)
+        if (why := self._failed.get(self._holder)) is not None:
+            raise DamagedFileError(f"cannot be read: {why}")
         try:
             if not self._read_again(offset, data):
                 self._read(self._transport.open(self._holder), offset, data)
         except TransportError as error:
+            self._failed[self._holder] = str(error)
             raise DamagedFileError(f"cannot be read: {error}") from error
         self.bytes_fetched += nbytes
         return data

@@ -48,6 +48,7 @@ __all__ = ["ReplicaOptions", "Replicator"]
 
 _log = logging.getLogger("ckpt")
 _LINGER_S = 60.0
+_SILENCE_S = 5.0  # of a holder in a restore: another copy of the step, or an older one, is near
 _SECRET_BYTES = 32
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _MOST_WARNINGS = 100
@@ -305,17 +306,18 @@ class Replicator:
     def remote(self, save: str, lent: Sequence[bytes], own: Iterable[int]) -> dict[int, RemoteShare]:
         """Return the shares of a snapshot that can only be read on other nodes, by owner. `lent` is by rank."""
         try:
-            transport = TcpTransport(self._options.host or own_address(), self._secret)
+            transport = TcpTransport(self._options.host or own_address(), self._secret, _SILENCE_S)
         except (OSError, ValueError) as error:
             self._warn(f"this rank can read none: {error}")
             return {}
         known = set(own)
         found = {}
+        failed: dict[Address, str] = {}
         for rank, offers in enumerate(lent):
             address = self._addresses[rank]
             for owner, slot_bytes, nbytes in json.loads(offers):
                 if address is not None and owner not in known:
-                    found[owner] = RemoteShare(transport, address, Replica(save, owner, slot_bytes, nbytes))
+                    found[owner] = RemoteShare(transport, address, Replica(save, owner, slot_bytes, nbytes), failed)
         self._remote += found.values()
         return found
 

@@ -93,9 +93,7 @@ class Saver:
             self._stager.on_meet = lambda: replicator.meet(ranks.rank, ranks)
         self._lingering = lingering
         self._stager.on_resize = self._linger_before_resize
-        self._tier = MemoryTier(
-            self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership.newest
-        )
+        self._tier = MemoryTier(self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership)
         self._saves_are_snapshots = staging.snapshots
         self._plans = PlanCache(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
         self._batch_queue: AsyncCallsQueue | None = None
@@ -161,8 +159,9 @@ class Saver:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this job has the root's newest token, as far as storage tells."""
-        return self._seen is not None and self._seen == self._root.ownership.newest()
+        """Whether this job owns the root, as far as storage tells."""
+        ownership = self._root.ownership
+        return self._seen is not None and self._seen in (ownership.newest(), ownership.owner())
 
     def own(self) -> int:
         """Return the token; claim the root first unless this job owns it. FencedError if a later job owns it."""

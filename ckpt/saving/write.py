@@ -129,6 +129,7 @@ class ShareWriter:
         except Exception as error:
             outcome = give_up(self.pending, reason_for(task.rank, error))
         finally:
+            self._tell_of_recoveries()
             if lease is not None and self.context is None:  # nothing keeps it from one save to the next
                 lease.close()
         if isinstance(outcome, Published):
@@ -162,6 +163,19 @@ class ShareWriter:
         nbytes = batch_nbytes + sum(file.nbytes for file in self.task.earlier)
         self._written = SharePublished(0.0, nbytes, batch_nbytes, **times)
         return self._decide((manifest, self.pending.write_part(self.task.rank, manifest)))
+
+    def _tell_of_recoveries(self) -> None:
+        """Log, once, that other processes took this job for dead and decided its saves, and that it goes on."""
+        told: set[int] = set() if self.context is None else self.context.keep(("recoveries", self.task.root), set)
+        for token, claim in self.pending.root.ownership.passed_over.items():
+            if token not in told:
+                told.add(token)
+                _log.warning(
+                    "%s: this job seemed to be dead, as it was stopped, to %s, which decided the saves that were under "
+                    "way then in its restore. This job still owns the root, and goes on",
+                    self.task.root,
+                    claim,
+                )
 
     def _retain(self) -> None:
         """Remove superfluous steps."""

@@ -9,6 +9,9 @@ namespace: nothing has a name in a file system.
 
 Only the first part waits for ranks of other nodes. The second needs the slots, and may be left to another thread.
 A neighbour that cannot be reached is left out: what it staged is read from storage instead.
+
+Every process of the node can see such an address, and connect to it. So a neighbour says who it is, by a text that only
+the ranks know; other connections are dropped, and take no neighbour's place.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import json
 import logging
 import os
 import secrets
+import select
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -31,7 +36,10 @@ __all__ = ["SlotExchange", "node"]
 
 _log = logging.getLogger("ckpt")
 _TIMEOUT_S = 10.0
+_LEAST_S, _PAUSE_S = 0.05, 0.005
 _MAX_SLOTS = 64
+_TOKEN_BYTES = 32
+_MOST_STRANGERS = 128
 
 
 class Members(Protocol):
@@ -53,8 +61,12 @@ class SlotExchange:
     def __init__(self, ranks: Members) -> None:
         self.rank = ranks.rank
         self._neighbours: dict[int, str] = {}
+        self._tokens: set[str] = set()  # of the neighbours
         self._cancelled = False
-        self._name = secrets.token_hex(16)
+        self._name, self._token = secrets.token_hex(16), secrets.token_hex(_TOKEN_BYTES // 2)
+        self._deadline = 0.0
+        self._woken: socket.socket | None = None  # readable when the thread that gives is to end
+        self._wake: socket.socket | None = None
         self._listener: socket.socket | None = None
         self._taking: socket.socket | None = None
         try:
@@ -72,25 +84,29 @@ class SlotExchange:
             _log.warning("the staging memory of rank %d is not shared with its neighbours: %s", self.rank, error)
             self._name = ""
         here = node()
-        offers = [json.loads(offer) for offer in ranks(json.dumps([here, self._name]).encode())]
+        offers = [json.loads(offer) for offer in ranks(json.dumps([here, self._name, self._token]).encode())]
         if self._name:
-            self._neighbours = {
-                rank: str(name)
-                for rank, (where, name) in enumerate(offers)
+            near = [
+                (rank, str(name), str(token))
+                for rank, (where, name, token) in enumerate(offers)
                 if where == here and name not in ("", self._name)
-            }
+            ]
+            self._neighbours = {rank: name for rank, name, _ in near}
+            self._tokens = {token for _, _, token in near}
 
     def _listen(self) -> None:
+        self._woken, self._wake = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0ckpt-{self._name}")
-        self._listener.listen(128)
-        self._listener.settimeout(_TIMEOUT_S)
+        self._listener.listen(_MOST_STRANGERS)
+        self._listener.setblocking(False)
 
     def run(self, own: Iterable[SharedMemory]) -> dict[int, list[SharedMemory]]:
         """Give these regions, and return those of the neighbours, by rank, which the caller closes. Once, any thread.
 
         A neighbour whose regions cannot be had, or all after `cancel`, are left out.
         """
+        self._deadline = time.monotonic() + _TIMEOUT_S
         giver = JoinableThread(self._give, "ckpt-neighbors", (list(own),))
         giver.start()
         taken: dict[int, list[SharedMemory]] = {}
@@ -115,35 +131,69 @@ class SlotExchange:
         if (taking := self._taking) is not None:
             with contextlib.suppress(OSError):
                 taking.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError), self._connected(self._name):
-            pass  # `shutdown` does not wake an `accept` that has a timeout
+        if self._wake is not None:
+            with contextlib.suppress(OSError):
+                self._wake.send(b".")
 
     def close(self) -> None:
         """Stop listening, when `run` will not be called. Idempotent."""
-        if self._listener is not None:
-            self._listener.close()
+        for end in (self._listener, self._woken, self._wake):
+            if end is not None:
+                end.close()
 
     def _give(self, regions: list[SharedMemory]) -> None:
-        """Give the regions to all neighbours. Runs in a thread."""
+        """Give the regions to all neighbours, as they say who they are. Runs in a thread."""
         sizes = json.dumps([region.size for region in regions]).encode()
-        for _ in self._neighbours:
-            assert self._listener is not None
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # a neighbour that has not connected reads from storage
-            with connection, contextlib.suppress(OSError):
-                if self._cancelled:
-                    return
-                connection.settimeout(_TIMEOUT_S)
-                peer_pid(connection)  # PermissionError if it belongs to another user
-                socket.send_fds(connection, [sizes], [region.fd for region in regions])
+        left, strangers = set(self._tokens), dict[int, socket.socket]()  # these have said nothing yet
+        poll = select.poll()
+        for end in (self._listener, self._woken):
+            if end is not None:
+                poll.register(end, select.POLLIN)
+        try:
+            while left and not self._cancelled and (left_s := self._deadline - time.monotonic()) > 0:
+                for fd, _ in poll.poll(1000 * left_s):
+                    if (stranger := strangers.pop(fd, None)) is None:
+                        self._accept(strangers, poll)
+                        continue
+                    poll.unregister(fd)
+                    with stranger, contextlib.suppress(OSError):
+                        said = stranger.recv(_TOKEN_BYTES + 1, socket.MSG_DONTWAIT).decode("ascii", "replace")
+                        if said in left:
+                            left.remove(said)
+                            socket.send_fds(stranger, [sizes], [region.fd for region in regions])
+        except OSError as error:  # there are no more descriptors: who has not connected reads from storage
+            _log.warning("the staging memory of rank %d is not shared with all its neighbours: %s", self.rank, error)
+        finally:
+            for stranger in strangers.values():
+                stranger.close()
+
+    def _accept(self, strangers: dict[int, socket.socket], poll: select.poll) -> None:
+        """Accept a connection of this user, if there is one; of too many that say nothing, the oldest is closed."""
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        try:
+            peer_pid(connection)
+        except PermissionError as error:
+            _log.debug("a connection to the staging memory of rank %d is closed: %s", self.rank, error)
+            connection.close()
+            return
+        connection.settimeout(_TIMEOUT_S)
+        if len(strangers) >= _MOST_STRANGERS:
+            oldest = next(iter(strangers))
+            poll.unregister(oldest)
+            strangers.pop(oldest).close()
+        strangers[connection.fileno()] = connection
+        poll.register(connection, select.POLLIN)
 
     def _take(self, rank: int, address: str) -> list[SharedMemory]:
         """Return the regions of a neighbour; empty if they cannot be had."""
         try:
             with self._connected(address) as self._taking:
                 peer_pid(self._taking)  # PermissionError if it belongs to another user
+                self._taking.send(self._token.encode())
                 data, fds, _, _ = socket.recv_fds(self._taking, 1 << 16, _MAX_SLOTS)
                 for fd in fds:
                     os.set_inheritable(fd, False)  # the memory must not live as long as a child of this process
@@ -155,12 +205,18 @@ class SlotExchange:
             return []
         return _regions(rank, data, fds)
 
-    @staticmethod
     @contextlib.contextmanager
-    def _connected(address: str) -> Iterator[socket.socket]:
+    def _connected(self, address: str) -> Iterator[socket.socket]:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
-            connection.settimeout(_TIMEOUT_S)
-            connection.connect(f"\0ckpt-{address}")
+            while True:
+                connection.settimeout(max(_LEAST_S, self._deadline - time.monotonic()))
+                try:
+                    connection.connect(f"\0ckpt-{address}")
+                    break
+                except BlockingIOError:  # others fill its queue, which it empties; the kernel does not wait for that
+                    if self._cancelled or time.monotonic() >= self._deadline:
+                        raise
+                    time.sleep(_PAUSE_S)
             yield connection
 
 

@@ -62,7 +62,7 @@ class PendingSave(Pending):
         """Make the directory and its intent. See `Pending.begin`."""
         if self.was_abandoned():
             raise StorageError(f"save {self.save.name} was abandoned before it began")
-        if self.save.step not in superseded and os.path.lexists(self.root.step_path(self.save.step)):
+        if self.save.step not in superseded and files.exists(self.root.step_path(self.save.step)):
             raise self.already_published()
         self.root.make()
         directories.make_directories(self.root.pending_path, f"{self.save.name}/parts")
@@ -93,12 +93,12 @@ class PendingSave(Pending):
             raise StorageError(f"save {self.save.name} was abandoned before this rank could write its part")
 
     def was_abandoned(self) -> bool:
-        """Return whether there is a record that the save was abandoned. One look."""
-        return os.path.lexists(self._abandoned_path)
+        """Return whether there is a record that the save was abandoned. One look. StorageError if it fails."""
+        return files.exists(self._abandoned_path)
 
     def has_begun(self) -> bool:
-        """Return whether the save has begun and is not decided."""
-        return os.path.exists(os.path.join(self.path, INTENT))
+        """Return whether the save has begun and is not decided. StorageError if that cannot be told."""
+        return files.exists(os.path.join(self.path, INTENT))
 
     def try_lock(self) -> DirectoryLock | None:
         """Lock the save, so that only one process of this host does the work; None if another one has the lock.
@@ -132,7 +132,7 @@ class PendingSave(Pending):
 
     def has_part(self, rank: int) -> bool:
         """Return whether the part of this rank is complete. One look."""
-        return os.path.exists(os.path.join(self.path, part_name(rank)))
+        return files.exists(os.path.join(self.path, part_name(rank)))
 
     def ranks_in(self, directory: str) -> set[int]:
         """See `Pending.ranks_in`."""
@@ -250,7 +250,7 @@ class PendingSave(Pending):
         """
         self.check_token()
         self.root.make()
-        if not os.path.isdir(refuse_link(self.path)):
+        if not files.is_directory(refuse_link(self.path)):
             if (outcome := self._outcome_with_reason()) is not None:
                 return outcome
             directories.make_directories(self.root.pending_path, self.save.name)  # the record of it stops `begin`
@@ -273,13 +273,13 @@ class PendingSave(Pending):
         return outcome
 
     def outcome(self) -> SaveOutcome:
-        """Return the outcome as found in storage."""
-        if os.path.exists(os.path.join(self.path, INTENT)):
+        """Return the outcome as found in storage. StorageError if that cannot be read."""
+        if self.has_begun():
             return None
         published = read_json(os.path.join(self.root.step_path(self.save.step), INTENT))
         if published is not None and published.get("save") == self.save.name:
             return Published()
-        if os.path.isdir(self._abandoned_path):
+        if files.is_directory(self._abandoned_path):
             where = os.path.join(self._abandoned_path, _REASON)
             document = read_json(where)
             with well_formed(where):
@@ -302,7 +302,7 @@ class PendingSave(Pending):
         if self.has_begun():
             return None
         outcome = self._outcome_with_reason()
-        if outcome is None and not os.path.isdir(self.path):
+        if outcome is None and not files.is_directory(self.path):
             return self.outcome() or Abandoned(unknown_reason(self.save))
         return outcome
 

@@ -12,11 +12,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Container
-from contextlib import suppress
 from enum import Enum
 
 from ckpt.errors import StorageError
-from ckpt.storage.files import fsync, rename_no_replace, storage_errors, under
+from ckpt.storage.files import exists, fsync, is_directory, rename_no_replace, storage_errors, under
 from ckpt.storage.links import is_link_error, open_directory, parent_of, refuse_link
 
 __all__ = [
@@ -37,6 +36,8 @@ __all__ = [
 ]
 
 _REMOVE_ATTEMPTS = 5
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+_REFUSED = (*_ABSENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTSUP)
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -49,12 +50,18 @@ class Rename(Enum):
 
 
 def server_time(path: str) -> float:
-    """Return the time of the file system of directory `path`, in seconds; that of this host if it is not writable."""
-    try:
-        _probe(path)
-        return os.stat(path).st_mtime
-    except OSError:
-        return time.time()
+    """Return the time of the file system of directory `path`, in seconds; that of this host if it is not writable.
+
+    StorageError if the file system failed: by another clock, processes of other hosts would seem to be dead.
+    """
+    with storage_errors("find the time of", path):
+        try:
+            _probe(path)
+            return os.stat(path).st_mtime
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            return time.time()
 
 
 def names_in(path: str) -> list[str]:
@@ -81,8 +88,12 @@ def fresh_names(path: str) -> list[str]:
 
     The client of a network file system answers from its cache for seconds; making a name in the directory ends that.
     """
-    with suppress(OSError):
-        _probe(path)
+    with storage_errors("list", path):
+        try:
+            _probe(path)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
     return names_in(path)
 
 
@@ -122,7 +133,7 @@ def make_with_parents(path: str) -> None:
     """Make a directory, and those it is in, durably, unless it is there. StorageError if a file has its name."""
     missing = []
     path = os.path.abspath(path)
-    while not os.path.isdir(path):
+    while not is_directory(path):
         missing.append(path)
         path = os.path.dirname(path)
     for path in reversed(missing):
@@ -130,7 +141,7 @@ def make_with_parents(path: str) -> None:
             try:
                 os.mkdir(path)
             except FileExistsError:
-                if not os.path.isdir(path):
+                if not is_directory(path):
                     raise StorageError(f"{path} is a file; choose another checkpoint root") from None
                 continue
             fsync(os.path.dirname(path))
@@ -148,7 +159,7 @@ def rename_directory(source: str, target: str) -> Rename:
         try:
             rename_no_replace(source, target)
         except FileNotFoundError:
-            if os.path.lexists(source):
+            if exists(source):
                 raise  # the directory of the target is missing
             return Rename.SOURCE_GONE
         except OSError as error:
@@ -170,7 +181,7 @@ def remove_tree(path: str) -> None:
                 else:
                     shutil.rmtree(path)
             except OSError as error:
-                if not os.path.lexists(path):
+                if not exists(path):
                     return
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or attempt == _REMOVE_ATTEMPTS - 1:
                     raise

@@ -15,7 +15,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -25,8 +25,10 @@ from ckpt.storage.links import is_link_error, parent_of
 __all__ = [
     "append",
     "create_exclusive",
+    "exists",
     "fsync",
     "holds",
+    "is_directory",
     "remove",
     "rename_no_replace",
     "storage_errors",
@@ -137,6 +139,28 @@ def touch(path: str) -> None:
     """Set the time of an existing file to now, by the clock of its file system."""
     with storage_errors("renew", path):
         os.utime(path, follow_symlinks=False)
+
+
+def exists(path: str) -> bool:
+    """Return whether there is anything at `path`, also a link to nothing.
+
+    StorageError if that cannot be told: `os.path.lexists` returns False then, and files would be deleted for that.
+    """
+    return _status(path, os.lstat) is not None
+
+
+def is_directory(path: str, *, follow: bool = True) -> bool:
+    """Return whether there is a directory at `path`, or with `follow` a link to one. StorageError as `exists`."""
+    found = _status(path, os.stat if follow else os.lstat)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _status(path: str, look: Callable[[str], os.stat_result]) -> os.stat_result | None:
+    with storage_errors("find", path):
+        try:
+            return look(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def holds(path: str, data: bytes) -> bool:
@@ -310,6 +334,6 @@ def rename_no_replace(source: str, target: str) -> None:
             number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(number, os.strerror(number), source)
-    if os.path.lexists(target):
+    if exists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     os.rename(source, target)

@@ -11,12 +11,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
-from ckpt.errors import CheckpointExistsError
+from ckpt.errors import CheckpointExistsError, StorageError
 from ckpt.storage.moved_steps import Aside, MovedStep
 from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, parse_save_name, parts_directory
 from ckpt.storage.options import StorageOptions
@@ -280,7 +281,10 @@ class Root(ABC):
 
     @abstractmethod
     def save_of(self, step: int) -> str | None:
-        """Return the name of the save that was published as this step; None if that is not known."""
+        """Return the name of the save that was published as this step; None if there is none, or its intent is damaged.
+
+        StorageError if it cannot be read.
+        """
 
     def saves(self) -> dict[int, str | None]:
         """Return what `save_of` returns, for each of `steps`."""
@@ -307,12 +311,23 @@ class Root(ABC):
         """Hold a step of which `path` is the place, not the root. Raises as `hold_step`."""
 
     def tip(self) -> dict[str, Any] | None:
-        """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none."""
+        """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none.
+
+        The save is None if it is not known, also because it cannot be read: this describes, and decides nothing.
+        """
         steps = self.steps()
-        return {"step": steps[-1], "save": self.save_of(steps[-1])} if steps else None
+        if not steps:
+            return None
+        save = None
+        with contextlib.suppress(StorageError):
+            save = self.save_of(steps[-1])
+        return {"step": steps[-1], "save": save}
 
     def owner_of(self, step: int) -> int:
-        """Return the token of the owner that saved a published step; 0 if that is not known."""
+        """Return the token of the owner that saved a published step; 0 if its intent is damaged or missing.
+
+        StorageError if it cannot be read.
+        """
         save = parse_save_name(self.save_of(step) or "")
         return 0 if save is None else save.owner
 
@@ -398,7 +413,8 @@ class Root(ABC):
     def is_gone(self, save: SaveId) -> bool | None:
         """Return whether a save was abandoned, or removed after it was published.
 
-        None if nothing is known of it: it has not begun, or is gone and the record of that, too.
+        None if there is nothing of it: it has not begun, or is gone and the record of that, too. StorageError if that
+        cannot be told.
         """
 
     @abstractmethod

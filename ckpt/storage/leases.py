@@ -24,9 +24,10 @@ import operator
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import directories, files
@@ -35,7 +36,18 @@ from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
-__all__ = ["EXPIRY_S", "RENEWALS_PER_S", "RENEW_S", "HostWatch", "Lease", "Leases", "Writer", "is_fresh"]
+__all__ = [
+    "EXPIRY_S",
+    "RENEWALS_PER_S",
+    "RENEW_S",
+    "HostWatch",
+    "Lease",
+    "Leases",
+    "Writer",
+    "changed_s",
+    "is_fresh",
+    "keep_renewing",
+]
 
 EXPIRY_S = 15.0
 RENEW_S = 4.0
@@ -44,6 +56,8 @@ _ALONE_PER_S = 10.0  # renewals by processes that never get the lock of their ho
 _COUNTED_RENEWALS = 4  # until then all ranks of a host have registered
 _POLL_S = 0.5
 _MAX_FILE_BYTES = 16 << 20
+
+_Held = TypeVar("_Held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +154,11 @@ class Leases:
             yield Writer(int(line["rank"]), process, not is_done and _is_alive(process, fresh), has_trainer)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the entries of a file, without a last line that is incomplete."""
+        """Return the entries of a file, without a last line that is incomplete. StorageError if they cannot be read."""
         try:
             data = read_document_at(os.path.join(self.path, name), _MAX_FILE_BYTES) or b""
-        except CheckpointCorruptError:
-            return []
+        except CheckpointCorruptError as damage:
+            raise StorageError(f"it is not known which writers are alive: {damage}") from damage
         lines = []
         for line in data.split(b"\n")[:-1]:
             try:
@@ -154,6 +168,13 @@ class Leases:
             if isinstance(document, dict) and _well_formed(document):
                 lines.append(document)
         return lines
+
+    def are_gone(self) -> bool:
+        """Return whether the directory does not exist any more; False if that cannot be told."""
+        try:
+            return not files.is_directory(self.path)
+        except StorageError:
+            return False
 
     def own_file(self) -> str:
         """Return the file of this host. StorageError if the directory does not exist."""
@@ -214,7 +235,7 @@ class Lease:
                         renew_s = self._paced(renew_s)
                     self._leases.renew()
                 except (OSError, ValueError, StorageError):  # ValueError: the socket is closed, the process ends
-                    if not os.path.isdir(self._leases.path):
+                    if self._leases.are_gone():
                         return  # there is a later owner, or the root was removed
         finally:
             if lock is not None:
@@ -254,9 +275,8 @@ class HostWatch:
 
     def _age_s(self, name: str) -> float:
         now = time.monotonic()
-        try:
-            changed = os.stat(os.path.join(self._leases.path, name)).st_mtime
-        except OSError:
+        changed = changed_s(os.path.join(self._leases.path, name))
+        if changed is None:
             return EXPIRY_S * 1000
         if name not in self._changed:
             self._changed[name] = changed, now - abs(directories.server_time(self._leases.path) - changed)
@@ -272,11 +292,35 @@ def _is_alive(process: Process, fresh: bool) -> bool:
 
 
 def is_fresh(path: str, now: float, expiry_s: float = EXPIRY_S) -> bool:
-    """Return whether a lease file was renewed within `expiry_s` of `now`, a time of its file system."""
-    try:
-        return abs(now - os.stat(path).st_mtime) < expiry_s  # if in the future, the clock was set back
-    except OSError:
-        return False
+    """Return whether a lease file was renewed within `expiry_s` of `now`, a time of its file system.
+
+    StorageError if that cannot be told.
+    """
+    changed = changed_s(path)
+    return changed is not None and abs(now - changed) < expiry_s  # if in the future, the clock was set back
+
+
+def changed_s(path: str) -> float | None:
+    """Return when a file was changed last; None if it does not exist. StorageError if that cannot be told."""
+    with files.storage_errors("find", path):
+        try:
+            return os.stat(path).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def keep_renewing(held: _Held, renew: Callable[[_Held], None], closed: threading.Event, pause_s: float) -> None:
+    """Renew what an object holds in a thread, until it is `closed` or dropped. A forked child has no such thread."""
+
+    def keep(ref: weakref.ref[_Held]) -> None:
+        while not closed.wait(pause_s):
+            held = ref()
+            if held is None:
+                return
+            renew(held)
+            del held
+
+    threading.Thread(target=keep, args=(weakref.ref(held),), name="ckpt-reader", daemon=True).start()
 
 
 def _well_formed(line: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
-from ckpt.storage import directories
+from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename
 from ckpt.storage.step_source import LocalStep, StepSource
 
@@ -39,12 +39,15 @@ def find_moved(moved: list[MovedStep], name: str, where: str) -> MovedStep:
 
 
 def moved_to(folder: str, why: Aside) -> list[MovedStep]:
-    """Return the steps that were moved to a directory, by step and name. Of one that was a link, the link was moved."""
+    """Return the steps that were moved to a directory, by step and name. Of one that was a link, the link was moved.
+
+    StorageError if that cannot be told: one that is not found here may be taken for one that was removed.
+    """
     found = []
     for name in directories.names_in(folder):
         path = os.path.join(folder, name)
         match = _NAME.fullmatch(name)
-        if match is not None and (os.path.isdir(path) or os.path.islink(path)):
+        if match is not None and (files.is_directory(path, follow=False) or os.path.islink(path)):
             found.append(MovedStep(int(match[1]), name, why, LocalStep(path)))
     return sorted(found, key=lambda each: (each.step, each.name))
 

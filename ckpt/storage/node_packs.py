@@ -96,8 +96,8 @@ class NodePacks:
         return os.path.join(self.path, save.name)
 
     def _saves(self) -> list[SaveId]:
-        names = (name for name in directories.names_in(self.path) if not os.path.islink(os.path.join(self.path, name)))
-        return [save for name in names if (save := parse_save_name(name)) is not None]
+        found = ((parse_save_name(name), os.path.join(self.path, name)) for name in directories.names_in(self.path))
+        return [save for save, path in found if save is not None and files.is_directory(path, follow=False)]
 
     # -- removal -------------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,8 @@ class NodePacks:
 
         They are gone if the save was abandoned, or the step removed, or superseded before training passed its number.
         Nothing is deleted because the root does not know it: it may be unmounted, or the save may be about to begin.
-        Calls `before_each` before it deletes a save. StorageError if the root cannot be read.
+        Calls `before_each` before it deletes a save. What the root cannot be read for stays. StorageError if nothing of
+        it can be read.
         """
         lock = NodeLock(f"clean {self.path}")
         if not lock.take():
@@ -124,21 +125,25 @@ class NodePacks:
             saves = self._saves()
             if not saves or self._owner() != self._root.path:
                 return
-            newest = self._root.ownership.newest()
+            owner = self._root.ownership.owner()
             for save in saves:
-                if self._is_gone(save, newest):
-                    before_each()
-                    directories.remove_tree(self._path(save))
+                with contextlib.suppress(StorageError):  # it is not known whether this one is gone: it stays
+                    if self._is_gone(save, owner):
+                        before_each()
+                        directories.remove_tree(self._path(save))
         finally:
             lock.release()
 
-    def _is_gone(self, save: SaveId, newest: int) -> bool:
-        """Return whether nothing of a save will be read or published any more. `newest` was read before."""
-        is_over = save.owner < newest or os.path.lexists(os.path.join(self._path(save), _DECIDED))
+    def _is_gone(self, save: SaveId, owner: int) -> bool:
+        """Return whether nothing of a save will be read or published any more. `owner` was read before.
+
+        StorageError if that cannot be told.
+        """
+        is_over = save.owner < owner or files.exists(os.path.join(self._path(save), _DECIDED))
         gone = self._root.is_gone(save)
         if gone is None and is_over:  # and the root is still the one that this save was for
             gone = self._root.ownership.newest() >= save.owner
-        if gone is False and save.owner < newest and max(self._root.steps(), default=-1) > save.step:
+        if gone is False and save.owner < owner and max(self._root.steps(), default=-1) > save.step:
             gone = any(name.startswith(save.name) for name in self._root.superseded())
         return bool(gone)
 
@@ -282,8 +287,11 @@ class NodeLocalStep(StepSource):
         return {rank for name in names if (rank := pack_rank(name)) is not None}
 
     def can_read(self, name: str) -> bool:
-        """Return whether a pack file is on this node or in the root."""
-        return os.path.lexists(os.path.join(self._local.path, name)) or self._is_shared(name)
+        """Return whether a pack file is on this node, as far as that can be told, or in the root."""
+        with contextlib.suppress(StorageError):  # the disk of the node failed: there may be a copy in the mirror
+            if files.exists(os.path.join(self._local.path, name)):
+                return True
+        return self._is_shared(name)
 
     def require(self, names: Callable[[], Iterable[str]]) -> None:
         """See `StepSource.require`."""

@@ -26,6 +26,7 @@ from inprocess.ipc.process import Process
 
 __all__ = ["OBJECT_EXPIRY_S", "OBJECT_RENEW_S", "ObjectLeases", "ObjectOwnership"]
 
+_IDENTITY = "owner/root.json"
 OBJECT_RENEW_S = 10.0
 OBJECT_EXPIRY_S = 45.0
 _POLL_S = 0.5
@@ -46,6 +47,12 @@ class ObjectOwnership(Ownership):
         self._store = store
         self._impatient = impatient
         self._leases: dict[int, ObjectLeases] = {}
+
+    def _identity_data(self) -> bytes | None:
+        return self._get(_IDENTITY)
+
+    def _create_identity(self, data: bytes) -> None:
+        self._store.create(_IDENTITY, data)
 
     def leases(self, token: int) -> ObjectLeases:
         """See `Ownership.leases`."""
@@ -99,16 +106,19 @@ class ObjectOwnership(Ownership):
         return self._store.create(self._key(token), data) is not None
 
     def _remove_old_claims(self, token: int) -> None:
-        before = sorted(number for number in self._claimed() if number < token)
-        for number in before[:-1]:
+        oldest = self._oldest_to_keep(token)
+        for number in (each for each in self._claimed() if each < oldest):
             keys = [each.key for each in self._store.below(f"owner/{number:08d}/")]
             self._store.delete([*keys, self._key(number)])
 
     def _data(self, token: int) -> bytes | None:
+        return self._get(self._key(token))
+
+    def _get(self, key: str) -> bytes | None:
         try:
-            found = self._store.get(self._key(token), MAX_CLAIM_BYTES)
+            found = self._store.get(key, MAX_CLAIM_BYTES)
         except ValueError as problem:
-            raise CheckpointCorruptError(f"{self._store.place(self._key(token))} {problem}") from None
+            raise CheckpointCorruptError(f"{self._store.place(key)} {problem}") from None
         return None if found is None else found.data
 
     def _key(self, token: int) -> str:

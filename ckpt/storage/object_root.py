@@ -125,7 +125,7 @@ class ObjectRoot(Root):
         """See `Root.hold_itself`. The place of a step is the URL of the root, ``/saves/``, and the name of its save."""
         if self._step is None:
             raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
-        return self._hold(self._step, lease=True, renewing=False)
+        return self._hold(self._step, lease=True, renewing=True)
 
     def _hold(self, save: SaveId, lease: bool, renewing: bool) -> HeldObjects:
         def is_published() -> bool:
@@ -397,16 +397,16 @@ class ObjectRoot(Root):
 
     def _undo(self, begun: list[Record]) -> None:
         """Undo changes that earlier owners have begun."""
-        newest = self.ownership.newest() if begun else 0
+        owner = self.ownership.owner() if begun else 0
         for each in begun:
-            if each.by is not None and each.by < newest:
+            if each.by is not None and each.by < owner:
                 self._change_back(each)
 
     def _abandon_late(self, undecided: list[SaveId]) -> None:
         """Abandon what late writers of earlier owners have put of saves that never began: those without an intent."""
-        newest = self.ownership.newest() if undecided else 0
+        owner = self.ownership.owner() if undecided else 0
         for save in undecided:
-            if save.owner < newest and self._store.about(f"saves/{save.name}/{INTENT}") is None:
+            if save.owner < owner and self._store.about(f"saves/{save.name}/{INTENT}") is None:
                 reason = Reason(None, "SaveAbandonedError", "a process of an earlier owner came too late")
                 self._records.create(Record.abandoned(save, reason))
 

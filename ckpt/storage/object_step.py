@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.storage.interface import HeldStep
+from ckpt.storage.leases import keep_renewing
 from ckpt.storage.object_owner import OBJECT_EXPIRY_S, OBJECT_RENEW_S
 from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.ranged_file import RangedFile
@@ -115,7 +116,7 @@ class HeldObjects(HeldStep):
             self.close()
             raise
         if renewing and self._lease is not None:
-            threading.Thread(target=self._keep, name="ckpt-reader", daemon=True).start()
+            keep_renewing(self, HeldObjects._renew, self._closed, OBJECT_RENEW_S)
 
     def check(self) -> None:
         """See `HeldStep.check`."""
@@ -148,13 +149,9 @@ class HeldObjects(HeldStep):
 
     def _renew(self) -> None:
         self._renewed = time.monotonic()
-        if (lease := self._lease) is not None:
+        if (lease := self._lease) is not None and os.getpid() == self._pid:  # that of a fork ends with its parent
             with contextlib.suppress(StorageError):
                 self._store.put(lease, b"")
-
-    def _keep(self) -> None:
-        while not self._closed.wait(OBJECT_RENEW_S):
-            self._renew()
 
 
 def _make_lease(store: ObjectStore, save: str) -> str | None:

@@ -242,7 +242,10 @@ class ObjectStore:
                     self._raise("delete", keys[first], error)
 
     def now(self) -> float:
-        """Return the time by the clock of the store, in seconds; that of this host if nothing can be put."""
+        """Return the time by the clock of the store, in seconds; that of this host if nothing may be put.
+
+        StorageError if the store failed: by another clock, processes of other hosts would seem to be dead.
+        """
         if self._clock is None or time.monotonic() - self._clock[0] > _CLOCK_S:
             key = f"owner/clock/{secrets.token_hex(8)}"
             try:
@@ -251,7 +254,9 @@ class ObjectStore:
                 about = self.about(key)
                 self.delete([key])
                 ahead = 0.0 if about is None else about.modified_s - begin
-            except StorageError:
+            except StorageError as error:
+                if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EACCES):
+                    raise
                 ahead = 0.0
             self._clock = time.monotonic(), ahead
         return time.time() + self._clock[1]

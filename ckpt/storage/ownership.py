@@ -18,16 +18,17 @@ import functools
 import operator
 import os
 import re
+import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import directories, files
-from ckpt.storage.documents import ILL_FORMED, decode_document, encode_document
-from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, is_fresh
+from ckpt.storage.documents import ILL_FORMED, decode_document, encode_document, well_formed
+from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, changed_s, is_fresh
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
@@ -36,6 +37,7 @@ __all__ = ["Claim", "ClaimLease", "MAX_CLAIM_BYTES", "OwnerOverview", "OwnerStat
 
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 MAX_CLAIM_BYTES = 1 << 16
+_IDENTITY = "root.json"
 _ATTEMPTS = 100
 _LATEST_S = 253402300799.0  # the end of the year 9999: later times cannot be printed
 _TEMPORARY_S = 60.0  # the longest wait for a restore or a tool with a temporary claim
@@ -129,19 +131,54 @@ class Ownership:
 
     def __init__(self, root: str) -> None:
         self._root = root
+        self.passed_over: dict[int, Claim] = {}
+        """Temporary claims by which `check` was not stopped: those processes took the job for dead."""
 
     @property
     def path(self) -> str:
         """The directory of the claims. StorageError if it is a symbolic link."""
         return refuse_link(os.path.join(self._root, ".owner"))
 
+    def identity(self) -> str:
+        """Return what no other root has, not even a later one at this place. Makes the root and its record if need be.
+
+        CheckpointError if that is not possible.
+        """
+        data = self._identity_data()
+        if data is None:
+            self._create_identity(encode_document({"id": secrets.token_hex(16)}))
+            data = self._identity_data()
+        if data is None:
+            raise StorageError(f"{self.path}/{_IDENTITY} was removed just now")
+        with well_formed(f"{self.path}/{_IDENTITY}"):
+            return str(decode_document(data, f"{self.path}/{_IDENTITY}")["id"])
+
+    def _identity_data(self) -> bytes | None:
+        return read_document_at(os.path.join(self.path, _IDENTITY), MAX_CLAIM_BYTES)
+
+    def _create_identity(self, data: bytes) -> None:
+        directories.make_with_parents(self.path)
+        files.create_exclusive(os.path.join(self.path, _IDENTITY), data)
+
     def leases(self, token: int) -> Leases:
         """Return the leases of the owner that has, or had, this token."""
         return Leases(os.path.join(self.path, f"{token:08d}"))
 
     def newest(self) -> int:
-        """Return the token of the owner; 0 if there is none."""
+        """Return the newest token, also that of a temporary claim; 0 if there is none."""
         return max(self._claimed(), default=0)
+
+    def owner(self) -> int:
+        """Return the token of the job that owns the root: that of the newest claim that is not temporary, or else 0.
+
+        A restore that took a job for dead, because that was stopped, has decided its saves. That ends no job: none but
+        one that claims the root to save there does.
+        """
+        for token in sorted(self._claimed(), reverse=True):
+            claim = self._read(token)
+            if (claim is None and self._is_there(token)) or (claim is not None and not claim.temporary):
+                return token
+        return 0
 
     def _claimed(self) -> list[int]:
         """Return the tokens of all claims that are there."""
@@ -149,10 +186,10 @@ class Ownership:
 
     def has(self, token: int) -> bool:
         """Return whether this process sees the claim with this token, or a later one."""
-        return os.path.exists(self._file(token)) or self.newest() > token
+        return files.exists(self._file(token)) or self.newest() > token
 
     def check(self, token: int) -> None:
-        """Raise FencedError unless `token` is the owner's.
+        """Raise FencedError unless `token` is the owner's, or of the newest claim, which is temporary.
 
         If the claims were removed, perhaps with the root, the one with `token`, which this job had made, is made again.
         """
@@ -163,7 +200,12 @@ class Ownership:
             newest = self.newest()
         if newest == token:
             return
-        raise self._fenced(token, newest)
+        own = self._read(token)
+        if own is None or own.temporary or (owner := self.owner()) > token:
+            raise self._fenced(token, newest if own is None or own.temporary else owner)
+        self.passed_over |= {
+            later: claim for later in self._claimed() if later > token and (claim := self._read(later)) is not None
+        }
 
     def _fenced(self, token: int, newest: int) -> FencedError:
         return FencedError(
@@ -184,11 +226,23 @@ class Ownership:
             if newest > seen and self._wait_until_settled(newest) is OwnerState.ACTIVE:
                 raise self._fenced(seen, newest)
             token = max(newest + 1, above + 1, int(1000 * time.time()))
-            if self._make(token, temporary) and self.newest() == token:
-                self._make_leases(token)
-                self._remove_old_claims(token)
-                return token
+            with self._withdrawn_on_error(token):
+                if self._make(token, temporary) and self.newest() == token:
+                    self._make_leases(token)
+                    self._remove_old_claims(token)
+                    return token
         raise StorageError(f"{self._root}: too many jobs claim this root at the same time; start one of them")
+
+    @contextlib.contextmanager
+    def _withdrawn_on_error(self, token: int) -> Iterator[None]:
+        """Release the claim that the block makes if that fails: the caller does not learn of it, and claims again."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._make_leases(token)
+                self.release(token)
+            raise
 
     def claim_as(self, token: int, before: int = 0) -> int:
         """Become the owner with the token of a job that owns another root, of which this one has copies.
@@ -256,11 +310,11 @@ class Ownership:
             return None
         leases = self.leases(token)
         names = directories.names_in(leases.path)
-        ages = {name: now - at for name in names if (at := _changed_s(os.path.join(leases.path, name))) is not None}
+        ages = {name: now - at for name in names if (at := changed_s(os.path.join(leases.path, name))) is not None}
         writers = [
             w for name, age in ages.items() for w in leases.of_host(name, functools.partial(operator.lt, abs(age)))
         ]
-        changed = _changed_s(self._file(token))
+        changed = changed_s(self._file(token))
         return self._overview(token, writers, None if changed is None else now - changed, ages.values())
 
     def _overview(
@@ -279,7 +333,9 @@ class Ownership:
     def _claimer_is_active(self, token: int, leases: Leases) -> bool:
         """Return whether the process that made the claim is alive and has not left."""
         claim = self._read(token)
-        if claim is None or leases.has_left(claim.process):
+        if claim is None:  # it is not known which process: if the claim is damaged, it is alive as long as it renews it
+            return self._is_renewed(token)
+        if leases.has_left(claim.process):
             return False
         alive = claim.process.alive
         return self._is_renewed(token) if alive is None else alive
@@ -308,12 +364,24 @@ class Ownership:
             directories.fsync_directory(made)
         return files.create_exclusive(self._file(token), data) or files.holds(self._file(token), data)
 
+    def _oldest_to_keep(self, token: int) -> int:
+        """Return the token of the owner before the one with `token`: its claim says that it was fenced, or was not.
+
+        That of the claim before, if all are temporary.
+        """
+        before = sorted((number for number in self._claimed() if number < token), reverse=True)
+        for number in before:
+            claim = self._read(number)
+            if claim is None or not claim.temporary:
+                return number
+        return max(before, default=0)
+
     def _remove_old_claims(self, token: int) -> None:
         """Remove the claims and leases older than those of the owner before this one."""
-        before = sorted(number for number in tokens_in(directories.names_in(self.path)) if number < token)
+        oldest = self._oldest_to_keep(token)
         for name in directories.names_in(self.path):
             number = re.match(r"\d{8,18}", name)
-            if before and number is not None and int(number[0]) < before[-1]:
+            if number is not None and int(number[0]) < oldest:
                 path = os.path.join(self.path, name)
                 with contextlib.suppress(StorageError):
                     files.remove(path) if name.endswith(".json") else directories.remove_tree(path)
@@ -341,6 +409,13 @@ class Ownership:
         """Return the content of a claim; None if it does not exist."""
         return read_document_at(self._file(token), MAX_CLAIM_BYTES)
 
+    def _is_there(self, token: int) -> bool:
+        """Return whether there is a claim with this token, perhaps a damaged one."""
+        try:
+            return self._data(token) is not None
+        except CheckpointCorruptError:
+            return True
+
     def claimer(self, token: int) -> Process | None:
         """Return the trainer that has, or had, claimed the root with this token; None if that is not known."""
         claim = self._read(token)
@@ -352,13 +427,6 @@ class Ownership:
         if claim is not None and claim.process == Process.here():
             return f"this process, by another Checkpointer or by a restore since then (token {token})"
         return str(claim or f"an unknown process (token {token})")
-
-
-def _changed_s(path: str) -> float | None:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return None
 
 
 def tokens_in(names: Iterable[str]) -> list[int]:

@@ -25,7 +25,7 @@ from ckpt.storage.array_metadata import ArrayMeta, new_context, open_in_memory
 from ckpt.storage.chunk_codec import inner_chunk_array
 from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, PAGE_BYTES
 from ckpt.storage.directories import make_directories
-from ckpt.storage.files import holds, sync_files, write_new, write_pages
+from ckpt.storage.files import exists, holds, sync_files, write_new, write_pages
 from ckpt.storage.links import refuse_link
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
@@ -141,7 +141,7 @@ class PackWriter:
         if relative and parent not in self._made:
             with self._lock:
                 self._made.update(make_directories(refuse_link(self._root), relative, self._made))
-        return path, self._reuse and os.path.lexists(path)
+        return path, self._reuse and exists(path)
 
     def _write_compressed(self, job: FileJob) -> WrittenFile:
         pieces: list[bytes] = []

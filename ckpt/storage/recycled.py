@@ -42,7 +42,7 @@ def recycle_step(root: DirectoryRoot, step: int, plan: str, token: int | None = 
     identifies the step.
     """
     ready = os.path.join(recycled_path(root), plan)
-    if os.path.lexists(ready) or (intent_of_step(root.step_path(step)) or {}).get("plan") != plan:
+    if files.exists(ready) or (intent_of_step(root.step_path(step)) or {}).get("plan") != plan:
         return root.move_step(step, root.abandoned_path, token) is not None
     for made in directories.make_directories(root.path, ".retired"):
         directories.fsync_directory(made)
@@ -63,7 +63,7 @@ def take_recycled(pending: Pending, root: DirectoryRoot, plan: str, names: Itera
     Never a link, nor a file with a second name: what is linked elsewhere must not change.
     """
     source = os.path.join(recycled_path(root), plan)
-    if not os.path.isdir(source):
+    if not files.is_directory(source):
         return
     made: set[str] = set()
     for name in names:
@@ -110,6 +110,6 @@ def _remove_identity(path: str) -> None:
     """Delete the documents that identify a step, durably."""
     for name in _names(path):
         entry = os.path.join(path, name)
-        if not os.path.isdir(entry):
+        if not files.is_directory(entry):
             files.remove(entry)
     directories.fsync_directory(path)

@@ -157,16 +157,21 @@ class CheckpointRoot(DirectoryRoot):
     def is_gone(self, save: SaveId) -> bool | None:
         """See `Root.is_gone`. Looks twice, in opposite orders: the save may be renamed meanwhile."""
         looks: list[Callable[[], bool]] = [
-            lambda: os.path.lexists(os.path.join(self.pending_path, save.name)),
-            lambda: self.save_of(save.step) == save.name,
+            lambda: files.exists(os.path.join(self.pending_path, save.name)),
+            lambda: self._may_be_published(save),
             lambda: bool(self._moved_as(save, "moving")),
-            lambda: any(name.startswith(save.name) for name in self.superseded()),
-            lambda: any(name.startswith(save.name) for name in self._names(self.damaged_path)),
+            lambda: any(_may_be_of(save, name) for name in self.superseded()),
+            lambda: any(_may_be_of(save, name) for name in self._names(self.damaged_path)),
         ]
         if any(look() for look in (*looks, *reversed(looks))):
             return False
-        is_recorded = os.path.lexists(os.path.join(self.abandoned_path, save.name)) or self._moved_as(save, "removed")
+        is_recorded = files.exists(os.path.join(self.abandoned_path, save.name)) or self._moved_as(save, "removed")
         return True if is_recorded else None
+
+    def _may_be_published(self, save: SaveId) -> bool:
+        """Return whether this save is published, or the step is and its intent is damaged."""
+        name = self.save_of(save.step)
+        return name == save.name or (name is None and files.exists(self.step_path(save.step)))
 
     def _moved_as(self, save: SaveId, what: str) -> list[str]:
         """Return the directories of a removed step, or of one that is just being moved, published as this save."""
@@ -342,7 +347,7 @@ class CheckpointRoot(DirectoryRoot):
         try:
             lock = try_lock_exclusive(path)
         except StorageError:
-            if not os.path.isdir(path):
+            if not files.is_directory(path):
                 return True
             raise
         if lock is None:
@@ -364,7 +369,9 @@ class CheckpointRoot(DirectoryRoot):
         """Move the directory of a step to `where`, and return its new path; None if it does not exist."""
         directories.make_directories(self.path, os.path.basename(where))
         directories.fsync_directory(self.path)
-        name = str((intent_of_step(path) or {}).get("save", ""))
+        name = ""
+        with contextlib.suppress(StorageError):  # a step that cannot be read is moved, too, under its number
+            name = str((intent_of_step(path) or {}).get("save", ""))
         if parse_save_name(name) is None:
             name = step_name(step)
         target = os.path.join(where, name)
@@ -396,12 +403,12 @@ class CheckpointRoot(DirectoryRoot):
 
     def clean_records(self) -> None:
         """See `Root.clean_records`. Ranks learn from records what was abandoned: they stay for `_KEEP_RECORDS_S`."""
-        newest = self.ownership.newest()
+        owner = self.ownership.owner()
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
             with contextlib.suppress(OSError, StorageError):
                 moving = _MOVING.fullmatch(name)
-                if moving is not None and int(moving[2]) < newest:
+                if moving is not None and int(moving[2]) < owner:
                     self._move_back(path)
                 is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
                 if is_old and parse_save_name(name) is not None:
@@ -418,13 +425,13 @@ class CheckpointRoot(DirectoryRoot):
 
     def _set_aside_late(self) -> None:
         """Let directories be deleted that late writers have made for saves which were decided, or never began."""
-        newest = self.ownership.newest()
+        owner = self.ownership.owner()
         for save in self.pending():
             path = os.path.join(self.pending_path, save.name)
-            is_late = save.owner < newest or os.path.isdir(os.path.join(self.abandoned_path, save.name))
-            if is_late and not os.path.lexists(os.path.join(path, INTENT)):
-                target = os.path.join(self.abandoned_path, f"{save.name}-late-{secrets.token_hex(4)}")
-                with contextlib.suppress(StorageError):
+            with contextlib.suppress(StorageError):  # the next clean-up looks again
+                is_late = save.owner < owner or files.is_directory(os.path.join(self.abandoned_path, save.name))
+                if is_late and not files.exists(os.path.join(path, INTENT)):
+                    target = os.path.join(self.abandoned_path, f"{save.name}-late-{secrets.token_hex(4)}")
                     directories.rename_directory(path, target)
 
     def check_writable(self) -> None:
@@ -453,6 +460,11 @@ class CheckpointRoot(DirectoryRoot):
                 directories.check_writable(self.pending_path)
             finally:
                 probe.release()
+
+
+def _may_be_of(save: SaveId, name: str) -> bool:
+    """Return whether a step with this name, which was moved aside, is of a save. A damaged one has that of its step."""
+    return name.startswith(save.name) or re.fullmatch(rf"{step_name(save.step)}(-[0-9a-f]{{8}})?", name) is not None
 
 
 def _saves(names: list[str]) -> list[SaveId]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError
+from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
 from ckpt.storage.names import parse_save_name, part_name
 from ckpt.storage.regular_files import read_document_at
@@ -48,21 +48,30 @@ def checked_intent(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def intent_of_step(path: str) -> dict[str, Any] | None:
-    """Return the intent of the published step in directory `path`; None if it is missing or damaged."""
+    """Return the intent of the published step in directory `path`; None if it is missing or damaged.
+
+    StorageError if it cannot be read: then nothing is known of the step, and nothing may be deleted for that.
+    """
     try:
         return read_json(os.path.join(path, INTENT))
-    except CheckpointError:
+    except CheckpointCorruptError:
         return None
 
 
 def owner_of_step(path: str) -> int:
-    """Return the token of the owner that saved the step in directory `path`; 0 if its intent does not say."""
+    """Return the token of the owner that saved the step in directory `path`; 0 if its intent does not say.
+
+    StorageError if it cannot be read.
+    """
     save = parse_save_name(str((intent_of_step(path) or {}).get("save", "")))
     return 0 if save is None else save.owner
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-    """Return the document at `path`; None if it does not exist. CheckpointCorruptError if it is damaged."""
+    """Return the document at `path`; None if it does not exist.
+
+    CheckpointCorruptError if it is damaged, StorageError if it cannot be read.
+    """
     data = read_bytes(path)
     return None if data is None else decode_document(data, path)
 

@@ -20,7 +20,7 @@ from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, lock_shared
 from ckpt.storage.documents import decode_document
 from ckpt.storage.interface import HeldStep
-from ckpt.storage.leases import RENEW_S, is_fresh
+from ckpt.storage.leases import RENEW_S, is_fresh, keep_renewing
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from ckpt.storage.step_source import LocalStep
@@ -61,7 +61,7 @@ class StepReader(HeldStep):
             self.close()
             raise
         if renewing and self._lease is not None:
-            threading.Thread(target=self._keep, name="ckpt-reader", daemon=True).start()
+            keep_renewing(self, StepReader._renew, self._closed, RENEW_S)
 
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless the step is still the one that was opened.
@@ -86,6 +86,8 @@ class StepReader(HeldStep):
             self.check()
         except CheckpointNotFoundError:
             return False
+        except StorageError:
+            return True  # nothing is known of a removal
         return True
 
     def close(self) -> None:
@@ -103,7 +105,7 @@ class StepReader(HeldStep):
         try:
             lock = lock_shared(self.path)
         except StorageError:
-            if not os.path.isdir(self.path):
+            if not files.is_directory(self.path):
                 raise CheckpointNotFoundError(f"{self.path} does not exist (any more)") from None
             return None  # no permission to open the directory itself; reads show whether the files can be opened
         if lock is None:
@@ -112,13 +114,9 @@ class StepReader(HeldStep):
 
     def _renew(self) -> None:
         self._renewed = time.monotonic()
-        if self._lease is not None:
+        if self._lease is not None and os.getpid() == self._pid:  # that of a fork ends with its parent
             with contextlib.suppress(StorageError):
                 files.touch(self._lease)
-
-    def _keep(self) -> None:
-        while not self._closed.wait(RENEW_S):
-            self._renew()
 
 
 def remove_stale_readers(root: str) -> None:
@@ -194,11 +192,14 @@ def _identity(path: str) -> tuple[bytes, int, int] | None:
 
 
 def _save_of(path: str) -> str | None:
-    """Return the name of the save that was published as the step at `path`; None if its intent does not say."""
+    """Return the name of the save that was published as the step at `path`; None if its intent does not say.
+
+    StorageError if it cannot be read: then the step may have readers.
+    """
     where = os.path.join(path, "intent.json")
     try:
         data = read_document_at(where, _MAX_INTENT_BYTES)
         save = None if data is None else decode_document(data, where).get("save")
-    except (CheckpointCorruptError, StorageError):
+    except CheckpointCorruptError:
         return None
     return save if isinstance(save, str) and "/" not in save and save not in ("", ".", "..") else None

@@ -15,12 +15,15 @@ import numpy as np
 
 from ckpt.errors import StorageError
 from ckpt.native import read_checked
+from ckpt.storage.files import exists, is_directory, storage_errors
 from ckpt.storage.names import PUBLISHED_STEP
 from ckpt.storage.regular_files import open_regular, read_regular
 
 __all__ = ["LocalStep", "OpenFile", "StepSource", "step_source"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+_GONE = (FileNotFoundError, NotADirectoryError)
 
 
 _UNCHECKED_BYTES = 1 << 20
@@ -109,8 +112,8 @@ class LocalStep(StepSource):
     @property
     def looks_like_step(self) -> bool:
         is_named = PUBLISHED_STEP.fullmatch(os.path.basename(os.path.abspath(self.path)))
-        has_intent = os.path.lexists(os.path.join(self.path, "intent.json"))
-        return os.path.isdir(self.path) and (is_named is not None or has_intent)
+        has_intent = exists(os.path.join(self.path, "intent.json"))
+        return is_directory(self.path) and (is_named is not None or has_intent)
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """See `StepSource.read`."""
@@ -145,7 +148,8 @@ class LocalStep(StepSource):
         """See `StepSource.usage`. Links are not followed; what is removed meanwhile is left out."""
         total, newest, stack = 0, 0.0, [self.path]
         while stack:
-            with contextlib.suppress(OSError), os.scandir(stack.pop()) as entries:
+            folder = stack.pop()
+            with storage_errors("list", folder), contextlib.suppress(*_GONE), os.scandir(folder) as entries:
                 for entry in entries:
                     status = entry.stat(follow_symlinks=False)
                     newest = max(newest, status.st_mtime)
@@ -153,7 +157,7 @@ class LocalStep(StepSource):
                         stack.append(entry.path)
                     else:
                         total += status.st_size
-        with contextlib.suppress(OSError):
+        with storage_errors("find", self.path), contextlib.suppress(*_GONE):
             newest = max(newest, os.lstat(self.path).st_mtime)
         return total, newest
 

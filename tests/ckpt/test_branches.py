@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from ckpt import AsyncCallsQueue
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
-from ckpt.storage import files
+from ckpt.storage import files, step_reader
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
+from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck, run_ranks
+from tests.support.template import REPOSITORY
 from tools.inspect_ckpt.__main__ import main
 
 
@@ -395,6 +399,85 @@ def test_leases_of_readers_end_with_them(tmp_path: Path) -> None:
         checkpointer.save(_state(3.0), 3)
         assert checkpointer.all_steps() == [3]
     assert not leases.exists()
+
+
+_IDLE = """
+import gc, sys
+import ckpt
+from ckpt.storage import step_reader
+step_reader.RENEW_S = 0.05
+how, root = sys.argv[1:]
+if how == "lazy":
+    held = ckpt.load(root, lazy=True)["w"]
+elif how == "tensor":
+    held = ckpt.open(root)["w"]
+else:
+    held = ckpt.open(root)
+print("opened", flush=True)
+sys.stdin.readline()
+if how != "checkpoint":
+    print(float(held[0]), flush=True)
+del held
+gc.collect()
+print("dropped", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["lazy", "tensor", "checkpoint"])
+def test_an_idle_reader_of_another_host_keeps_its_step(tmp_path: Path, how: str) -> None:
+    """Its lease is all that this process knows of it. It is renewed as long as the object lives, without any read."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", _IDLE]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with ckpt.Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        with subprocess.Popen([*command, how, str(tmp_path)], text=True, cwd=REPOSITORY, **pipes) as reader:
+            assert reader.stdout is not None
+            assert reader.stdin is not None
+            if reader.stdout.readline() != "opened\n":
+                pytest.skip(f"no pid namespaces here: {reader.communicate()[1]}")
+            (lease,) = (tmp_path / ".readers").glob("*/*")
+            os.utime(lease, (1e9, 1e9))  # as if nothing had been read for longer than a lease is valid
+            eventually(lambda: lease.stat().st_mtime > 1e9 + 1)
+            checkpointer.save(_state(2.0), 2)
+            assert checkpointer.all_steps() == [1, 2]
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            if how != "checkpoint":
+                assert float(reader.stdout.readline()) == float(_state(1.0)["w"][0])
+            assert reader.stdout.readline() == "dropped\n"
+            assert not lease.exists()
+            checkpointer.save(_state(3.0), 3)
+            assert checkpointer.all_steps() == [3]
+            reader.communicate("\n")
+
+
+def test_a_fork_of_a_reader_renews_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    """And the thread of the reader ends with it."""
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+    monkeypatch.setattr(step_reader, "RENEW_S", 1000.0)
+    opened = ckpt.open(tmp_path)
+    (lease,) = (tmp_path / ".readers").glob("*/*")
+    os.utime(lease, (1e9, 1e9))
+    opened._reader._renewed = -1e9  # type: ignore[attr-defined]
+    pid = os.fork()
+    if not pid:
+        opened.check()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert lease.stat().st_mtime == 1e9
+    opened.check()
+    assert lease.stat().st_mtime > 1e9
+    threads = [thread for thread in threading.enumerate() if thread.name == "ckpt-reader"]
+    assert len(threads) == 1
+    del opened
+    gc.collect()
+    threads[0].join(20)
+    assert not threads[0].is_alive()
+    assert not lease.exists()
 
 
 def test_an_adoption_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def _holds_data(root: Root, source: StepSource) -> bool:
 
 def _pending_item(root: Root, save: UnpublishedSave, stale_after_s: float) -> _Item:
     remove, why = False, f"pending: {save.note}"
-    if save.in_use:
+    if save.in_use or not save.is_known:
         pass
     elif save.complete:
         why += "; the next start of the job publishes it"

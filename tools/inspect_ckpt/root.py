@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.formats.files import foreign_file
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
@@ -145,7 +145,7 @@ class UnpublishedSave:
     """A pending or abandoned save.
 
     `age_s` is the time since anything in it changed; `in_use`: a writer of its job is alive; `complete`: the parts of
-    all ranks are there.
+    all ranks are there; `is_known`: it could be read.
     """
 
     id: SaveId
@@ -157,6 +157,7 @@ class UnpublishedSave:
     in_use: bool
     complete: bool
     note: str
+    is_known: bool = True
 
 
 def pending_saves(root: Root) -> list[UnpublishedSave]:
@@ -183,6 +184,9 @@ def _pending(root: Root, id_: SaveId) -> UnpublishedSave | None:
     try:
         intent = pending.intent()
         note = "has no intent" if intent is None else ""
+    except StorageError as error:
+        note = f"cannot be read: {error}"
+        return UnpublishedSave(id_, pending.path, "pending", 0.0, total, None, in_use, False, note, is_known=False)
     except CheckpointError:
         note = "its intent is damaged"
     complete, world_size = False, None
@@ -303,11 +307,12 @@ def owned(root: Root) -> Iterator[int]:
     """
     root.make()
     newest = root.ownership.newest()
-    if root.ownership.state(newest) is not OwnerState.GONE:
-        raise CannotReadError(
-            f"{root.path} is owned by {root.ownership.describe(newest)}, which is alive: stop the job first, or let it "
-            "do this itself (Checkpointer.delete, keep_last)"
-        )
+    for token in {newest, root.ownership.owner()}:
+        if root.ownership.state(token) is not OwnerState.GONE:
+            raise CannotReadError(
+                f"{root.path} is owned by {root.ownership.describe(token)}, which is alive: stop the job first, or let "
+                "it do this itself (Checkpointer.delete, keep_last)"
+            )
     token = root.ownership.claim(newest)
     try:
         yield token

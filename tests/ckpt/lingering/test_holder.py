@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ckpt.lingering import takeover
 from ckpt.lingering.job import Address, Job
 from ckpt.lingering.messages import PUBLIC, Hello
 from ckpt.lingering.takeover import Taken, release, take
@@ -290,3 +291,29 @@ def test_files_without_a_holder(runtime: Path) -> None:
     address.write_key()
     assert take(JOB) == []
     assert isinstance(address, Address)
+
+
+def test_holders_that_hang_are_waited_for_together(
+    runtime: Path, trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holders = []
+    for _ in range(3):
+        each = trainer()
+        holders.append(psutil.Process(each.holder))
+        each.kill()
+    waits: list[float] = []
+
+    def counted(path: str, timeout_s: float) -> socket.socket:
+        waits.append(timeout_s)
+        return connect(path, timeout_s)
+
+    monkeypatch.setattr(takeover, "connect", counted)
+    monkeypatch.setattr(takeover, "_TIMEOUT_S", 0.5)
+    for holder in holders:
+        holder.suspend()
+    assert take(JOB) == []
+    assert waits[0] > 0.3
+    assert waits[1:] == 2 * [takeover._LEAST_S]
+    for holder in holders:
+        holder.kill()
+    eventually(lambda: take(JOB) == [] and files_of(runtime) == [])  # it removes what the dead ones have left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -87,7 +88,41 @@ def test_again_and_again(tmp_path: Path, runtime: Path, stack: contextlib.ExitSt
         assert len(files_of(runtime)) == 4
         assert len(held_memory(runtime)) <= (3 * 2 if steps else 0) + 2  # slots, and what was restored
     assert starts(stack, runtime, start, 2, tmp_path / "root", 1, "close") == 2 * [_lingering(9)]
-    assert not (tmp_path / "root").exists()
+    assert [path.name for path in (tmp_path / "root").rglob("*")] == [".owner", "root.json"]
+    no_holders_are_left(runtime)
+
+
+@pytest.mark.parametrize("saves", [(), (2,), (2, 7)], ids=str)
+@pytest.mark.parametrize("again", ["nothing", "empty", "other steps", "copy"])
+def test_memory_of_a_root_that_was_removed(
+    tmp_path: Path, runtime: Path, stack: contextlib.ExitStack, saves: tuple[int, ...], again: str
+) -> None:
+    """The next start begins with what is there now, and keeps memory of that."""
+    root, other = tmp_path / "root", tmp_path / "other"
+    starts(stack, runtime, start, 1, other, 3, "close", saves=(3,))
+    starts(stack, runtime, start, 1, root, 7, saves=saves)
+    shutil.rmtree(root)
+    if again == "empty":
+        root.mkdir()
+    elif again == "other steps":
+        root.mkdir()
+        shutil.copytree(other / "step_00000003", root / "step_00000003")
+    elif again == "copy":
+        shutil.copytree(other, root)
+    there = 3 if (root / "step_00000003").exists() else None
+    expected = _NOTHING if there is None else [3, "storage", ANY_BYTES, True]
+    assert starts(stack, runtime, start, 1, root, 2) == [expected]
+    assert starts(stack, runtime, start, 1, root, 0, "close") == [_lingering((there or 0) + 2)]
+    no_holders_are_left(runtime)
+
+
+def test_memory_of_a_root_that_is_not_there_now(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    """As one that cannot be made, or read: it is not known which root it is."""
+    starts(stack, runtime, start, 1, tmp_path / "root", 7)
+    os.rename(tmp_path / "root", tmp_path / "aside")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / ".owner").write_text("")
+    assert starts(stack, runtime, start, 1, tmp_path / "root", 0, "close") == [_NOTHING]
     no_holders_are_left(runtime)
 
 
@@ -226,15 +261,15 @@ def test_another_start_that_has_claimed_the_root(tmp_path: Path, runtime: Path, 
 
 def _start_without_storage(rank: int, world_size: int, *args: Any, **options: Any) -> None:
     """As `start`, but the first look at the owner of the root fails."""
-    newest = Ownership.newest
+    owner = Ownership.owner
     failures = [StorageError("a server is down")]
 
     def fails_once(ownership: Ownership) -> int:
         if failures:
             raise failures.pop()
-        return newest(ownership)
+        return owner(ownership)
 
-    Ownership.newest = fails_once  # type: ignore[method-assign]
+    Ownership.owner = fails_once  # type: ignore[method-assign]
     start(rank, world_size, *args, **options)
 
 

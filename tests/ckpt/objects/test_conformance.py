@@ -260,6 +260,31 @@ def test_when_saves_began_and_were_abandoned(root: Root, token: int) -> None:
     assert "parts/000/rank_00000.json" in root.source_at(place).scan()[0]
 
 
+def test_temporary_claims_do_not_fence_the_owner(root: Root) -> None:
+    root.make()
+    ownership = root.ownership
+    owner = ownership.claim(0)
+    restores = owner
+    for _ in range(3):
+        before, restores = restores, ownership.claim(restores, temporary=True)
+        ownership.check(owner)
+        assert ownership.owner() == owner
+        ownership.release(restores)
+        ownership.check(owner)
+        ownership.check(restores)
+        if before != owner:
+            with pytest.raises(FencedError):
+                ownership.check(before)
+    later = ownership.claim(restores)
+    restored = ownership.claim(later, temporary=True)
+    assert ownership.owner() == later
+    for token in (owner, restores):
+        with pytest.raises(FencedError, match="owned by a job that started later"):
+            ownership.check(token)
+    ownership.check(later)
+    ownership.check(restored)
+
+
 def test_an_overview_of_the_owner_tells_what_its_state_does(root: Root) -> None:
     assert root.ownership.overview(time.time()) is None
     root.make()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from ckpt.replication import process
 from ckpt.replication.control import Admit, Ended, ListHeld
 from ckpt.replication.process import ReplicaKeeper
 from ckpt.replication.replica import Address, Replica, TransportError
@@ -73,15 +74,15 @@ def test_training_goes_first(leak_check: LeakCheck) -> None:
 
 def test_nothing_grows(leak_check: LeakCheck) -> None:
     with keepers(2) as ((sender, _), (holder, address)):
-        process = [psutil.Process(keeper.pid) for keeper in (sender, holder)]
+        both = [psutil.Process(keeper.pid) for keeper in (sender, holder)]
         for number in range(60):
             send(sender, address, str(number), str(number - 1))
             for _, region in holder.held():
                 region.close()
             if number == 20:
-                eventually(lambda: process[1].num_threads() == 3)
-                before = [(each.num_fds(), each.num_threads()) for each in process]
-        eventually(lambda: [(each.num_fds(), each.num_threads()) for each in process] == before)
+                eventually(lambda: both[1].num_threads() == 3)
+                before = [(each.num_fds(), each.num_threads()) for each in both]
+        eventually(lambda: [(each.num_fds(), each.num_threads()) for each in both] == before)
 
 
 def test_a_slot_is_lent_and_read_from_another_node(leak_check: LeakCheck) -> None:
@@ -137,6 +138,33 @@ def test_a_transfer_to_a_holder_that_is_killed_fails_and_is_reported(leak_check:
             assert "refused" in ends_of(sender).error
         with pytest.raises(TransportError, match="has ended"):
             holder.held()
+
+
+def test_a_process_that_does_not_answer_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    monkeypatch.setattr(process, "_ANSWER_S", 0.3)
+    with keepers(2) as ((sender, _), (holder, address)), staged(content("2", SIZE)) as slot:
+        send(sender, address, "1")
+        os.kill(holder.pid, signal.SIGSTOP)
+        with pytest.raises(TransportError, match=rf"pid {holder.pid}\) did not answer in 0.3 s"):
+            holder.held()
+        with monkeypatch.context() as patch:
+            patch.delattr(process, "select")  # nothing waits
+            with pytest.raises(TransportError, match="did not answer"):
+                holder.held()
+            with pytest.raises(TransportError, match="did not answer"):
+                holder.lend([(Replica("2", number, SLOT, SIZE), slot.fd) for number in range(3)])
+        os.kill(holder.pid, signal.SIGCONT)
+        found: list[str] = []
+
+        def answers() -> bool:
+            with contextlib.suppress(TransportError):
+                found.extend(replica.snapshot for replica, _ in _closed(holder.held()))
+            return bool(found)
+
+        eventually(answers)
+        assert found == ["1"]
 
 
 def test_what_is_in_flight_is_given_up(leak_check: LeakCheck) -> None:

@@ -1,5 +1,7 @@
 """What ranks conclude from what they hold in memory: which snapshots are whole, and of the lineage training is on."""
 
+from dataclasses import replace
+
 import pytest
 
 from ckpt.lingering.messages import Record
@@ -149,13 +151,22 @@ def test_the_snapshot_that_the_last_start_began_with() -> None:
     assert _steps(*offers, Offer("c", earlier=(went_back,))) == []
 
 
-@pytest.mark.parametrize(("token", "steps"), [(5, [8]), (6, [8]), (7, [])])
+@pytest.mark.parametrize(("token", "steps"), [(0, []), (5, []), (6, [8]), (7, [])])
 def test_another_owner_of_the_root(token: int, steps: list[int]) -> None:
-    """The owner that the last start knew of at its restore, or saved as, is not another one."""
+    """The owner that the last start knew of at its restore, or saved as, is not another one; if it is there."""
     left = _left(3, *_shares(8, 0, 1), token=5)
     owned = ShareOf(SaveId(9, 6, "0" * 16), 0, 4, 0)
     other = _left(3, *_shares(8, 2, 3), owned)
     assert _steps(Offer("a", token=token, earlier=(left,)), Offer("a", earlier=(other,))) == steps
+
+
+@pytest.mark.parametrize(("roots", "steps"), [("aaa", [8]), ("baa", []), ("aba", []), ("aab", [])])
+def test_another_root(roots: str, steps: list[int]) -> None:
+    """What the coordinator finds at the place of the root is what all that was left belongs to, or nothing is taken."""
+    here, *of_left = roots
+    left = [_left(3, *_shares(8, rank, rank + 1)) for rank in (0, 2)]
+    records = [replace(each, record=replace(each.record, root=root)) for each, root in zip(left, of_left, strict=True)]
+    assert _steps(Offer("a", root=here, earlier=(records[0],)), Offer("a", earlier=(records[1],))) == steps
 
 
 def test_memory_of_a_start_without_a_number_is_not_taken() -> None:

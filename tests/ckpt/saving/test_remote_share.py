@@ -1,10 +1,14 @@
 """Shares that are read on other nodes: connections that end between two reads, and more readers than connections."""
 
+import os
+import signal
 from contextlib import ExitStack, closing
 
 import pytest
 
 from ckpt.replication import tcp_server
+from ckpt.replication.interface import RemoteHolder
+from ckpt.replication.process import ReplicaKeeper
 from ckpt.replication.replica import Address, Replica
 from ckpt.replication.tcp import TcpTransport
 from ckpt.replication.tcp_server import TcpServer
@@ -54,3 +58,29 @@ def test_what_cannot_be_read_is_damaged(leak_check: LeakCheck) -> None:
     with pytest.raises(DamagedFileError, match="cannot be read: the holder of replicas at"):
         share.read(0, 10)
     share.close()
+
+
+class _Counting(TcpTransport):
+    """Counts the connections that were tried."""
+
+    opened = 0
+
+    def open(self, holder: Address) -> RemoteHolder:
+        self.opened += 1
+        return super().open(holder)
+
+
+def test_a_holder_that_does_not_answer_is_waited_for_once(leak_check: LeakCheck) -> None:
+    """By all shares of a restore together."""
+    keeper = ReplicaKeeper(0.0)
+    with closing(keeper):
+        address = keeper.admit(HOST, SECRET, None, 1 << 30)
+        os.kill(keeper.pid, signal.SIGSTOP)
+        transport, failed = _Counting(HOST, SECRET, 0.3), dict[Address, str]()
+        shares = [RemoteShare(transport, address, Replica("1", rank, _SIZE, _SIZE), failed) for rank in range(3)]
+        for share in shares:
+            for _ in range(2):
+                with pytest.raises(DamagedFileError, match="silent for too long"):
+                    share.read(0, 10)
+        os.kill(keeper.pid, signal.SIGCONT)
+    assert transport.opened == 1

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.events import Event, SnapshotNotReplicated, SnapshotReplicated, SnapshotStaged
+from ckpt.replication import process
 from tests.ckpt.saving.snapshot_jobs import fresh, is_state_of, train_step
 from tests.support import run_ranks
 
@@ -101,9 +102,9 @@ def _killed(rank: int, world_size: int, root: Path) -> tuple[int | None, list[Ev
         _until_replicated(checkpointer, 3)
         dist.barrier()
         if rank == 1:
-            process = _replica_process_of(os.getpid())
-            process.kill()
-            process.wait(10)
+            replicas = _replica_process_of(os.getpid())
+            replicas.kill()
+            replicas.wait(10)
         dist.barrier()
         _train(checkpointer, state, rank, 4, 10)  # nothing waits for replicas
         before = checkpointer.replicated_step
@@ -123,6 +124,35 @@ def test_a_replica_process_is_killed(tmp_path: Path) -> None:
     assert {(before, step, right) for before, _, step, right in results} == {(3, 10, True)}
     causes = [event.cause for _, events, _, _ in results for event in events]
     assert any("has ended" in cause for cause in causes)
+
+
+def _stopped(rank: int, world_size: int, root: Path) -> tuple[int | None, bool]:
+    process._ANSWER_S = 0.5
+    with _made(root, rank) as checkpointer:
+        state = fresh()
+        checkpointer.restore(state)
+        _train(checkpointer, state, rank, 1, 3)
+        _until_replicated(checkpointer, 3)
+        dist.barrier()
+        held = _replica_process_of(os.getpid()) if rank == 1 else None
+        if held is not None:
+            held.suspend()
+        dist.barrier()
+        _train(checkpointer, state, rank, 4, 10)
+        dist.barrier()
+        checkpointer.recover_from_fault(timedelta(seconds=10), rank)
+        step = checkpointer.restore(state)
+        right = is_state_of(state, rank, 10)
+        _train(checkpointer, state, rank, 11, 12)
+        dist.barrier()
+        if held is not None:
+            held.resume()
+    return step, right
+
+
+def test_a_replica_process_hangs(tmp_path: Path) -> None:
+    """Nothing waits for it for long, not even the restore: what it holds is not needed."""
+    assert [result.value for result in run_ranks(_stopped, 4, tmp_path / "root")] == 4 * [(10, True)]
 
 
 @contextlib.contextmanager

@@ -4,9 +4,12 @@ import contextlib
 import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -84,7 +87,7 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
         return SlotExchange(ranks).run([regions[0]])  # type: ignore[arg-type]
 
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 0.3)
-    ranks_offer = f'["{neighbors.node()}", "an unused address"]'.encode()
+    ranks_offer = f'["{neighbors.node()}", "an unused address", "a token"]'.encode()
     first, _ = _exchange(2, act)
     assert first == {}
     for region in regions:
@@ -189,4 +192,92 @@ def test_a_neighbour_that_never_gives_can_be_left(leak_check: LeakCheck) -> None
     cancelled.cancel()
     assert cancelled.run([regions[1]]) == {}
     for region in regions:
+        region.close()
+
+
+_STRANGER = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+listening = [line.split()[-1] for line in open("/proc/net/unix").read().splitlines()]
+connections = []
+for name in sys.argv[1:]:
+    assert f"@ckpt-{name}" in listening
+    try:
+        for _ in range(1000):
+            connections.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connections[-1].setblocking(False)
+            connections[-1].connect(f"\\0ckpt-{name}")
+    except BlockingIOError:
+        pass  # its queue is full
+print(len(connections), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _another_user(names: list[str]) -> Iterator[None]:
+    """Have a process of another user connect to these addresses as often as it can, and say nothing."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", _STRANGER, *names], text=True, cwd="/", **pipes) as stranger:  # type: ignore[call-overload]
+        assert int(stranger.stdout.readline()) > 128 * len(names)
+        yield
+        stranger.stdin.close()
+        assert stranger.wait(20) == 0
+
+
+@contextlib.contextmanager
+def _this_user(names: list[str]) -> Iterator[None]:
+    """Connect as this user, and say nothing, or what no rank says."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            for said in (b"", b"x", b"y" * 32, b"z" * 100):
+                connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                connection.connect(f"\0ckpt-{name}")
+                if said:
+                    connection.send(said)
+        yield
+
+
+@pytest.mark.parametrize("strangers", [_another_user, _this_user])
+def test_strangers_take_no_neighbours_place(
+    strangers: Callable[[list[str]], contextlib.AbstractContextManager[None]], leak_check: LeakCheck
+) -> None:
+    """They find the addresses in /proc/net/unix, and connect before the neighbours do."""
+    own = [SharedMemory.create(f"slot-{rank}", 4096) for rank in range(3)]
+    exchanges: dict[int, SlotExchange] = {}
+    met, connected = threading.Barrier(4), threading.Event()
+
+    def act(ranks: _Ranks) -> object:
+        exchanges[ranks.rank] = SlotExchange(ranks)  # type: ignore[arg-type]
+        met.wait(20)
+        assert connected.wait(20)
+        return exchanges[ranks.rank].run([own[ranks.rank]])
+
+    def connect() -> None:
+        met.wait(20)
+        try:
+            with strangers([exchange._name for exchange in exchanges.values()]):
+                connected.set()
+                ended.wait(40)
+        finally:
+            connected.set()
+
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect)
+        try:
+            results = _exchange(3, act)
+        finally:
+            ended.set()
+        connecting.result()
+    for rank, taken in enumerate(results):
+        assert isinstance(taken, dict), taken
+        assert set(taken) == {0, 1, 2} - {rank}
+        for regions in taken.values():
+            regions[0].close()
+    for region in own:
         region.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["Call", "Syscalls"]
+__all__ = ["Call", "FailingLooks", "Syscalls"]
 
 _CALLS = ["fsync", "ftruncate", "link", "listdir", "lstat", "mkdir", "open", "pwrite", "rename", "rmdir", "scandir"]
 _CALLS += ["stat", "fstat", "unlink", "utime", "write"]
@@ -32,12 +32,43 @@ class Call:
     name: str
     args: tuple[Any, ...]
 
+    @property
+    def path(self) -> str:
+        """The path that it is about, if that is its first argument."""
+        return self.args[0] if self.args and isinstance(self.args[0], str) else ""
+
     def __str__(self) -> str:
         return f"{self.name}({', '.join(_short(arg) for arg in self.args)})"
 
 
 Hook = Callable[[Call, Callable[..., Any]], Any]
 """Called in place of a system call; its second argument makes the call, with the arguments it is given."""
+
+
+_LOOKS = {"listdir", "lstat", "open", "scandir", "stat"}
+
+
+class FailingLooks:
+    """A hook that has looks at the storage fail with an error: those at a path that contains `at_path`, or number `at`.
+
+    Syncs are skipped: power is not lost here. `looks` are all that were made.
+    """
+
+    def __init__(self, number: int, at_path: str | None = None, *, at: int = -1) -> None:
+        self.looks: list[Call] = []
+        self.at_path = at_path
+        self._errno = number
+        self._at = at
+
+    def __call__(self, call: Call, perform: Callable[..., Any]) -> Any:
+        if call.name == "fsync":
+            return None
+        is_look = call.name in _LOOKS and not (call.name == "open" and call.args[1] & (os.O_WRONLY | os.O_RDWR))
+        if is_look and ".probe." not in call.path:
+            self.looks.append(call)
+            if len(self.looks) - 1 == self._at or (self.at_path is not None and self.at_path in call.path):
+                raise OSError(self._errno, os.strerror(self._errno))
+        return perform(*call.args)
 
 
 class Syscalls:

@@ -1,7 +1,11 @@
 """What a node deletes of its pack files, and what it never deletes."""
 
+import contextlib
+import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +17,7 @@ from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Published, Reason
 from ckpt.storage.roots import open_root
+from tests.ckpt.storage.syscalls import Call, Syscalls
 
 
 class Node:
@@ -156,6 +161,46 @@ def test_clean_before_is_for_the_first_save_of_an_owner(node: Node) -> None:
     assert (node.path / left.name).exists(), "this owner has saved here before"
     node.packs.clean_before(node.token + 1)
     assert not (node.path / left.name).exists()
+
+
+def test_a_damaged_intent(node: Node) -> None:
+    """It is known that there is a step, and not which save it is."""
+    kept = node.save(1)
+    node.publish(kept)
+    intent = Path(node.root.path) / "step_00000001" / "intent.json"
+    intent.write_bytes(b"{")
+    assert node.clean() == {kept.name}
+    assert node.root.move_aside(1, node.token, "damaged")
+    assert node.clean() == {kept.name}
+
+
+def test_a_look_that_fails_deletes_nothing(node: Node) -> None:
+    """Each look of a clean-up fails in turn."""
+    kept = [node.save(step) for step in (1, 2, 3, 4)]
+    for save in kept[1:]:
+        node.publish(save)
+    assert node.root.move_aside(3, node.token, "superseded")
+    assert node.root.move_aside(4, node.token, "damaged")
+    node.token = node.root.ownership.claim(node.token)
+    looks = ("listdir", "lstat", "open", "scandir", "stat")
+    made = 0
+
+    def fail(call: Call, perform: Callable[..., Any]) -> Any:
+        nonlocal made
+        if call.name in looks and ".probe." not in call.path:
+            made += 1
+            if made - 1 == at:
+                raise OSError(error, "")
+        return perform(*call.args)
+
+    for error in (errno.EIO, errno.EACCES, errno.ESTALE):
+        at, made = -1, 0
+        while at < made:
+            at, made = at + 1, 0
+            with contextlib.suppress(StorageError), Syscalls().hooked(fail):
+                node.packs.clean(lambda: None)
+            assert node.clean() == {save.name for save in kept}, f"look {at} fails with {errno.errorcode[error]}"
+        assert at > 20
 
 
 def test_public_names() -> None:

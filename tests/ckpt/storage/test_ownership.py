@@ -111,6 +111,8 @@ def test_what_cannot_be_a_claim_is_none(ownership: Ownership, tmp_path: Path) ->
     (tmp_path / ".owner" / f"{token + 2}.json").write_text("nonsense")
     with pytest.raises(FencedError, match=rf"unknown process.*This job \(token {token}\)"):
         ownership.check(token)
+    assert ownership.state(token + 2) is OwnerState.ACTIVE, "it is not known whose it is: alive while it is renewed"
+    os.utime(tmp_path / ".owner" / f"{token + 2}.json", (1.0, 1.0))
     assert ownership.state(token + 2) is OwnerState.GONE
 
 

@@ -5,10 +5,15 @@ See tests/ckpt/crash/ownership_model.py. Both jobs run in this process; one acts
 
 import errno
 import os
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import ckpt
@@ -16,6 +21,7 @@ from ckpt.errors import CheckpointError
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import assert_whole, opened, save, state_of
 from tests.ckpt.storage.syscalls import Call, Syscalls
+from tests.support.template import REPOSITORY
 
 
 def _restore(root: Path) -> int | None:
@@ -243,3 +249,113 @@ def test_a_step_that_comes_back_late_is_of_the_branch_that_was_left(tmp_path: Pa
         assert CheckpointRoot(str(tmp_path)).steps() == [5, 6]
         _assert_continued(tmp_path, [5, 6])
         assert len(CheckpointRoot(str(tmp_path)).superseded()) == 1
+
+
+# -- a job that was stopped, and taken for dead on another host --------------------------------------------------------
+
+_STOPPED = """
+import sys
+from pathlib import Path
+from ckpt.errors import CheckpointError
+from tests.ckpt.storage.small_saves import opened, save
+from tests.ckpt.storage.syscalls import Syscalls
+
+def wait(call, perform):
+    if call.name == "renameat2" and call.args[1].endswith("step_00000002"):
+        print("in flight", flush=True)
+        sys.stdin.readline()
+    return perform(*call.args)
+
+root = Path(sys.argv[1])
+with opened(root) as checkpointer:
+    save(checkpointer, 1)
+    for step in (2, 3, 4):
+        try:
+            with Syscalls().hooked(wait):
+                save(checkpointer, step)
+        except CheckpointError as error:
+            print(type(error).__name__, error, flush=True)
+        else:
+            print("saved", step, flush=True)
+"""
+
+
+class _Trainer:
+    """A job in a pid namespace of its own, so that this process knows of it by its leases alone."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", _STOPPED]
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            [*command, str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        if self.line() != "in flight":
+            pytest.skip(f"no pid namespaces here: {self.process.communicate()[1]}")
+        (self.trainer,) = psutil.Process(self.process.pid).children()
+
+    def line(self) -> str:
+        """Return what the job says next."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def stop(self) -> None:
+        """Stop it for longer than its leases are valid."""
+        self.trainer.send_signal(signal.SIGSTOP)
+        for path in (self.root / ".owner").rglob("*"):
+            os.utime(path, (time.time() - 60,) * 2)
+
+    def go_on(self) -> None:
+        for path in (self.root / ".owner").rglob("*"):  # as its threads do soon
+            os.utime(path)
+        self.trainer.send_signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[_Trainer]:
+    """A job that has saved step 1, stopped just before it publishes step 2."""
+    trainer = _Trainer(tmp_path)
+    trainer.stop()
+    yield trainer
+    trainer.process.kill()
+    trainer.process.communicate()
+
+
+def test_a_restore_does_not_end_a_job_that_it_takes_for_dead(stopped: _Trainer) -> None:
+    """All parts of step 2 are there, so the restore publishes it; the job goes on and says why."""
+    state = state_of(-1.0)
+    with ckpt.Checkpointer(stopped.root) as evaluation:
+        assert evaluation.restore(state) == 2
+        stopped.go_on()
+        assert [stopped.line() for _ in range(3)] == ["saved 2", "saved 3", "saved 4"]
+        assert evaluation.restore(state) == 4
+    assert assert_whole(stopped.root) == [1, 2, 3, 4]
+    assert "This job still owns the root, and goes on" in stopped.process.communicate()[1]
+
+
+def test_a_save_that_a_restore_has_given_up_is_the_only_one_that_is_lost(stopped: _Trainer) -> None:
+    (part,) = (stopped.root / ".pending").rglob("parts/*/rank_00000.json")
+    part.unlink()
+    with ckpt.Checkpointer(stopped.root) as evaluation:
+        assert evaluation.restore(state_of(-1.0)) == 1
+    stopped.go_on()
+    assert stopped.line().startswith("SaveAbandonedError the save of step 2 was abandoned on all ranks")
+    assert [stopped.line() for _ in range(2)] == ["saved 3", "saved 4"]
+    assert assert_whole(stopped.root) == [1, 3, 4]
+
+
+def test_a_job_that_saves_still_ends_one_that_it_takes_for_dead(stopped: _Trainer) -> None:
+    with opened(stopped.root) as later:
+        assert later.restore(state_of(-1.0)) == 2
+        save(later, 5)
+    stopped.go_on()
+    assert stopped.line() == "saved 2"
+    assert [stopped.line().partition(" ")[0] for _ in range(2)] == ["FencedError", "FencedError"]
+    assert assert_whole(stopped.root) == [1, 2, 5]

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,3 +92,28 @@ def test_without_a_place_the_error_says_what_to_do(folder: Path, monkeypatch: py
     with pytest.raises(OSError, match="set TMPDIR to a folder of your own") as error:
         unix_sockets.private_directory()
     assert str(folder / "gone") in str(error.value)
+
+
+_OTHER_USER = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])
+except PermissionError:
+    sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_cannot_connect_where_it_can_see_the_socket() -> None:
+    """So no connection of a stranger is ever accepted, even where the directory is open to all."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        path = os.path.join(folder, "socket")
+        with unix_sockets.listen(path) as listener:
+            assert subprocess.run([sys.executable, "-c", _OTHER_USER, path], cwd="/", check=False).returncode == 7
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            unix_sockets.connect(path, 10).close()
