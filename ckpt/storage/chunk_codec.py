@@ -59,9 +59,8 @@ def check_chunk(meta: ArrayMeta, index: tuple[int, ...], nbytes: int, read: Read
         places = inner_chunk_places(meta, index, nbytes, read)
         return b"".join(_check_one(read, start, size) for _, start, size in sorted(places, key=lambda place: place[1]))
     index_offset = nbytes - meta.index_bytes
-    _check_one(
-        read, index_offset, meta.index_bytes
-    )  # first: then the file has as many inner chunks as are listed below
+    # The index comes first: then the file has as many inner chunks as are listed below.
+    _check_one(read, index_offset, meta.index_bytes)
     layout = meta.layout(index)
     if bytes(_exactly(read, index_offset, meta.index_bytes)) != layout.index:
         raise DamagedFileError("has another index of inner chunks than this package writes")
