@@ -66,12 +66,14 @@ def test_the_step_before_is_restored(
 
 def test_training_goes_on_with_a_step_that_stays_unreadable(checkpointer: ckpt.Checkpointer, root: Path) -> None:
     """The same number is saved again, though it cannot be told whose the step in its place is."""
-    failing = FailingLooks(errno.EIO, _NEWEST)
+    looks = FailingLooks(errno.EIO, _NEWEST)
 
     def hook(call: Call, perform: Callable[..., Any]) -> Any:
         if call.name == "renameat2" and call.args[0].endswith("step_00000003"):
-            failing.at_path = ".superseded/step_00000003"  # it stays unreadable where it is now
-        return failing(call, perform)
+            looks.at_path = "step_00000003-moving"  # it stays unreadable on its way, and where it is then
+        elif call.name == "renameat2" and "step_00000003-moving" in call.args[0]:
+            looks.at_path = ".superseded/step_00000003"
+        return looks(call, perform)
 
     assert _restore(checkpointer, hook) == 2
     with Syscalls().hooked(hook):
