@@ -8,6 +8,8 @@ Touches storage only to claim the root, before the first save of a run. Runs in 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import logging
 import time
 import traceback
@@ -466,6 +468,7 @@ class Saver:
             on_differing=lambda report: self._warn_of_replicas(save.step, report),
             on_removed=self._removed,
             on_begun=self._on_begun,
+            first_reason=functools.partial(self._first_reason, save),
             observed=observed,
         )
 
@@ -503,6 +506,14 @@ class Saver:
 
     def _on_begun(self, at_ns: int) -> CallTimer | None:
         return self.timers.begin(at_ns, self._ranks.rank)
+
+    def _first_reason(self, save: SaveId, reason: Reason) -> Reason:
+        """Return why a save is abandoned, the same on all ranks: what the first rank said that knew it."""
+        if self._ranks.world_size == 1:
+            return reason
+        text = json.dumps(reason.to_document()) if reason.is_known else None
+        first = self._ranks.tell_first(save.name, text)
+        return reason if first is None else Reason.from_document(json.loads(first))
 
     def _removed(self, report: StepsRemoved) -> None:
         if is_observed():

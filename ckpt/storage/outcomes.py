@@ -17,19 +17,25 @@ class NotDurableError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a save was abandoned: the rank, and the error's type, message and traceback."""
+    """Why a save was abandoned: the rank, and the error's type, message and traceback.
+
+    Without `is_known` it may only have come of that: the error of a rank that failed when the save was abandoned.
+    """
 
     rank: int | None
     kind: str
     message: str
     traceback: str = ""
+    is_known: bool = True
 
     def to_document(self) -> dict[str, Any]:
-        return {"rank": self.rank, "kind": self.kind, "message": self.message, "traceback": self.traceback}
+        known = {} if self.is_known else {"known": False}
+        return {"rank": self.rank, "kind": self.kind, "message": self.message, "traceback": self.traceback, **known}
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Reason:
-        return cls(document.get("rank"), str(document["kind"]), str(document["message"]), str(document["traceback"]))
+        kind, message, trace = (str(document[name]) for name in ("kind", "message", "traceback"))
+        return cls(document.get("rank"), kind, message, trace, document.get("known", True) is True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,11 @@ class Abandoned:
 
     reason: Reason
 
+    @property
+    def is_explained(self) -> bool:
+        """Whether it is known why; see `unknown_reason`."""
+        return self.reason.is_known
+
 
 SaveOutcome = Published | Abandoned | None
 """None: not decided, or not begun."""
@@ -54,4 +65,5 @@ def unknown_reason(save: SaveId) -> Reason:
         None,
         "SaveAbandonedError",
         f"save {save.name} was abandoned and left no record of the reason (removed by hand, or no space to write it)",
+        is_known=False,
     )
