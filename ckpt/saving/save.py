@@ -215,8 +215,7 @@ class Saver:
         self._observed = [each for each in self._observed if not each.ended]
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
-            prepared = self._plans.prepare(state, self)
-            self._stager.fit(prepared.cached)
+            prepared = self._prepared(state, self)
             lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
             save = self._plans.save_id()
             assert save is not None
@@ -248,8 +247,7 @@ class Saver:
         self._ranks.doing = f"the snapshot of step {step}"
         self._saves_are_snapshots = True
         self._plans.begin_attempt(step)
-        prepared = self._plans.prepare(state)
-        self._stager.fit(prepared.cached)
+        prepared = self._prepared(state)
         save = self._plans.save_id()
         assert save is not None
         if prepared.cached.layout.plan.batches > 1:
@@ -264,6 +262,14 @@ class Saver:
             nbytes = sum(file.nbytes for file in prepared.cached.layout.plan.files)
             times = (staged.times[name] for name in ("wait_s", "stage_s", "stall_s"))
             emit(SnapshotStaged(time.time(), self._ranks.rank, step, nbytes, *times))
+
+    def _prepared(self, state: Any, claims: Saver | None = None) -> PreparedState:
+        """Return the state with its plan, in a session, and make room for it."""
+        prepared = self._plans.prepare(state, claims)
+        if (session := self._plans.session) is not None:
+            self.snapshots.begin_session(session)
+        self._stager.fit(prepared.cached)
+        return prepared
 
     def _hold(self, prepared: PreparedState, save: SaveId, staged: StagedBatch, lineage: Lineage) -> None:
         """Make a snapshot of what was staged."""
