@@ -19,6 +19,7 @@ from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
+from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
@@ -67,7 +68,8 @@ class Wrapper(Settings):
     needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -
     soft_timeout` more ends this process.
 
-    TypeError or ValueError if arguments contradict each other.
+    TypeError or ValueError if arguments contradict each other; RuntimeError if no interpreter is known for the monitor
+    processes.
     """
 
     hooks: Hooks = field(init=False, repr=False)
@@ -78,6 +80,7 @@ class Wrapper(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        interpreter()
         self.hooks = Hooks(self)
 
     @property

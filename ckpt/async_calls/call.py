@@ -11,13 +11,16 @@ writer process.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pickle
+import sys
 import time
 import traceback
 import types
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -26,6 +29,7 @@ import cloudpickle
 from ckpt.async_calls.agreement import Agreement, Failure
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, RemoteTraceback, WriterError
+from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["AsyncRequest", "Call", "CallTimer", "CodePickler", "RecoverableCall", "Work", "load_work"]
@@ -293,13 +297,14 @@ _REDUCERS: Any = cloudpickle.Pickler.dispatch_table
 
 
 def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
-    """Return a memfd with the work, pickled by value where needed.
+    """Return a memfd with the import path and the work, pickled by value where needed.
 
     A region of shared memory is replaced by its id, and added to `regions`.
     """
     fd = os.memfd_create("ckpt-call", os.MFD_CLOEXEC)
     try:
-        with open(fd, "wb", closefd=False) as file:
+        with open(fd, "wb", closefd=False) as file, _main_by_value():
+            pickle.dump(import_path(), file)
             _Pickler(file, regions).dump(work)
     except BaseException:
         os.close(fd)
@@ -307,10 +312,31 @@ def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
     return fd
 
 
+@contextlib.contextmanager
+def _main_by_value() -> Iterator[None]:
+    """Pickle functions of the program's own script by value, also where it has been imported under another name.
+
+    That is so in processes that `multiprocessing` has started by "spawn" or "forkserver".
+    """
+    main = sys.modules.get("__mp_main__")
+    if main is None or main.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(main)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(main)
+
+
 def load_work(fd: int, regions: Mapping[str, SharedMemory]) -> Work:
     """Return the work in `fd`, with its regions put back. Raises whatever importing and unpickling raise."""
     with open(fd, "rb", closefd=False) as file:
         file.seek(0)  # the offset is shared with the process that wrote it
+        path: list[str] = pickle.load(file)
+        if path != sys.path:  # it has changed in the trainer since this process was started
+            sys.path[:] = path
+            importlib.invalidate_caches()
         work: Work = _Unpickler(file, regions).load()
     return work
 

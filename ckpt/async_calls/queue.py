@@ -28,6 +28,7 @@ from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
+from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.threads import finishes_within
 from inprocess.ipc.wakeup import Wakeup
 
@@ -72,8 +73,10 @@ class AsyncCallsQueue:
         finished what was scheduled, daemon or not; `close(abort=True)` kills them without a SIGTERM; and bytes in
         `SharedMemory` always go through shared memory.
 
-        ValueError for a number of writers below 1, and for priorities that this process cannot give itself.
+        ValueError for a number of writers below 1, and for priorities that this process cannot give itself;
+        RuntimeError if no interpreter is known for the writers.
         """
+        interpreter()
         if num_writers < 1:
             raise ValueError(f"num_writers must be at least 1, not {num_writers}")
         self._config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
