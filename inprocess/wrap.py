@@ -21,6 +21,7 @@ from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
 from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.restart_index import announced_restart_index
+from inprocess.ipc.uncopied import Uncopied
 from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.signals import MainThreadInterrupter
@@ -102,7 +103,7 @@ class Wrapper(Settings):
         return wrapped
 
 
-class CallWrapper:
+class CallWrapper(Uncopied):
     """One call of a wrapped function on this rank. The function gets it in parameters annotated with this class.
 
     A context manager. ValueError outside the main thread (only that thread can be freed from a blocking call), and if a

@@ -31,6 +31,7 @@ from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, RemoteTraceback, WriterError
 from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = ["AsyncRequest", "Call", "CallTimer", "CodePickler", "RecoverableCall", "Work", "load_work"]
 
@@ -164,7 +165,7 @@ def _work_of(request: AsyncRequest, fn: Callable[..., Any]) -> Work:
     return Work(fn, args, dict(request.async_fn_kwargs), request.preload_fn)
 
 
-class Call:
+class Call(Uncopied):
     """One call of a queue, in the trainer. Not thread-safe.
 
     It keeps its pickled work until it is settled, so that another writer can have it if this one dies before beginning.

@@ -30,6 +30,7 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.threads import finishes_within
+from inprocess.ipc.uncopied import Uncopied
 from inprocess.ipc.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _NEVER = 2**62  # above the index of any call
 _ENDING_S = 10.0  # of the time for `close`, at most a quarter of it: to end processes, after the wait for calls
 
 
-class AsyncCallsQueue:
+class AsyncCallsQueue(Uncopied):
     """Runs requests in background processes and finalizes them in the order scheduled.
 
     All methods are for one thread of the trainer. Only `maybe_finalize_async_calls` with ``no_dist=False`` makes

@@ -346,7 +346,7 @@ class _BegunPlan:
 
 
 def _failed(error: Exception) -> bytes:
-    return _FAILED + f"{type(error).__name__}: {error}".encode()
+    return _FAILED + f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
 
 
 def _raise_failed(answers: list[bytes]) -> None:

@@ -30,7 +30,13 @@ class Reason:
 
     def to_document(self) -> dict[str, Any]:
         known = {} if self.is_known else {"known": False}
-        return {"rank": self.rank, "kind": self.kind, "message": self.message, "traceback": self.traceback, **known}
+        return {
+            "rank": self.rank,
+            "kind": self.kind,
+            "message": _printable(self.message),
+            "traceback": _printable(self.traceback),
+            **known,
+        }
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Reason:
@@ -67,3 +73,8 @@ def unknown_reason(save: SaveId) -> Reason:
         f"save {save.name} was abandoned and left no record of the reason (removed by hand, or no space to write it)",
         is_known=False,
     )
+
+
+def _printable(text: str) -> str:
+    """Return a text that can be encoded: a path in it may not be, where names of files are in ASCII."""
+    return text.encode(errors="backslashreplace").decode()

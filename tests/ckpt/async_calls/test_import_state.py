@@ -23,7 +23,8 @@ def note(path, text):
         file.write(text)
 
 def job(folder, fn=note):
-    options = dict(mirror=ckpt.Mirror(os.path.join(folder, "mirror")), export=ckpt.ExportOptions(folder + "/exports", every=7))
+    export = ckpt.ExportOptions(folder + "/exports", every=7)
+    options = dict(mirror=ckpt.Mirror(os.path.join(folder, "mirror")), export=export)
     events = []
     with ckpt.observe(events.append) as observation:
         with ckpt.Checkpointer(os.path.join(folder, "root"), **options) as checkpointer:
