@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import pickle
 import sys
@@ -297,15 +298,39 @@ def _run_all(fns: deque[Callable[[], Any]]) -> Exception | None:
 _REDUCERS: Any = cloudpickle.Pickler.dispatch_table
 
 
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a call finds in a writer as in its trainer, at the time when it is scheduled: before it is unpickled.
+
+    `import_path` may have changed since the writer was started. With `authkey`, the key of the trainer's
+    `multiprocessing`, a call can use its managers and queues; None if the trainer does not use them.
+    """
+
+    import_path: list[str]
+    authkey: bytes | None
+
+    @classmethod
+    def here(cls) -> _Surroundings:
+        process = sys.modules.get("multiprocessing.process")
+        return cls(import_path(), None if process is None else bytes(process.current_process().authkey))
+
+    def enter(self) -> None:
+        if self.import_path != sys.path:
+            sys.path[:] = self.import_path
+            importlib.invalidate_caches()
+        if self.authkey is not None:
+            multiprocessing.current_process().authkey = self.authkey
+
+
 def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
-    """Return a memfd with the import path and the work, pickled by value where needed.
+    """Return a memfd with the work and its surroundings, pickled by value where needed.
 
     A region of shared memory is replaced by its id, and added to `regions`.
     """
     fd = os.memfd_create("ckpt-call", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file, _main_by_value():
-            pickle.dump(import_path(), file)
+            pickle.dump(_Surroundings.here(), file)
             _Pickler(file, regions).dump(work)
     except BaseException:
         os.close(fd)
@@ -334,10 +359,8 @@ def load_work(fd: int, regions: Mapping[str, SharedMemory]) -> Work:
     """Return the work in `fd`, with its regions put back. Raises whatever importing and unpickling raise."""
     with open(fd, "rb", closefd=False) as file:
         file.seek(0)  # the offset is shared with the process that wrote it
-        path: list[str] = pickle.load(file)
-        if path != sys.path:  # it has changed in the trainer since this process was started
-            sys.path[:] = path
-            importlib.invalidate_caches()
+        surroundings: _Surroundings = pickle.load(file)
+        surroundings.enter()
         work: Work = _Unpickler(file, regions).load()
     return work
 
