@@ -158,7 +158,7 @@ class ForkServer:
                 fd = theirs.fileno()
                 streams = dict.fromkeys(("stdout", "stderr"))  # those of the trainer
                 self._process = start_module(
-                    "ckpt.async_calls.fork_server", str(fd), pass_fds=[fd], env=_ONE_THREAD, cwd=None, **streams
+                    "ckpt.async_calls.fork_server_main", str(fd), pass_fds=[fd], env=_ONE_THREAD, cwd=None, **streams
                 )
             except BaseException:
                 control.close()
@@ -299,7 +299,3 @@ def main(control_fd: int) -> None:
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(status)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
