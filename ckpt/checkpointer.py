@@ -47,6 +47,7 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.restart_index import current_restart_index
 from inprocess.ipc.threads import finishes_within
+from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,7 +84,7 @@ class _Due:
         return self.snapshot_every is not None and step % self.snapshot_every == 0
 
 
-class Checkpointer:
+class Checkpointer(Uncopied):
     """Saves the state of a training job without stopping it, and restores it on any number of ranks.
 
     Every rank makes one, with the same arguments, and calls the same methods in the same order. All methods are for the

@@ -25,6 +25,7 @@ from typing import Self
 
 from ckpt.events import Event, EventsDropped, SaveAbandoned, SavePublished
 from inprocess.ipc.threads import JoinableThread
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = ["Observation", "Sink", "emit", "is_observed", "observe", "shortened"]
 
@@ -55,7 +56,7 @@ def observe(sink: Sink, *, limit: int = 10_000) -> Observation:
     return Observation(sink, limit)
 
 
-class Observation:
+class Observation(Uncopied):
     """One sink, from `observe` until it is closed. A context manager. For any thread."""
 
     def __init__(self, sink: Sink, limit: int) -> None:

@@ -31,6 +31,7 @@ from ckpt.errors import CheckpointError
 from ckpt.signal_pipe import SignalPipe, signal_name
 from ckpt.stop_agreement import Outcome, StopAgreement, StopRequest
 from inprocess.ipc.threads import JoinableThread
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = ["PreemptionWatcher"]
 
@@ -63,7 +64,7 @@ class Saves(Protocol):
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> None: ...
 
 
-class PreemptionWatcher:
+class PreemptionWatcher(Uncopied):
     """Stops a job at one step on all ranks when one of them is asked to, with that step saved, in limited time.
 
     Every rank makes one, with the same arguments, in the main thread, and calls `should_stop` at the same steps::

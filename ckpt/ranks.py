@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Ranks", "moved_bytes"]
 
 _log = logging.getLogger("ckpt")
-_ANNOUNCEMENTS = 2
+_ANNOUNCEMENTS = 4
+_ABSENT = "-"  # no value of a key
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
 _HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what the rank does
@@ -134,7 +135,7 @@ class Ranks:
         return sizes, begins
 
     def announce(self, name: str) -> None:
-        """Tell the other ranks `name`, for `has_announced`; the last two names are kept. Never waits for them.
+        """Tell the other ranks `name`, for `has_announced`; the last names are kept. Never waits for them.
 
         Without a process group, or if its store fails, it is not told.
         """
@@ -142,9 +143,8 @@ class Ranks:
             if (store := self.store()) is None:
                 return
             store.set(f"told/{name}", "1")
-            self._told.append(name)
-            while len(self._told) > _ANNOUNCEMENTS:
-                store.delete_key(f"told/{self._told.popleft()}")
+            self._told.append(f"told/{name}")
+            self._forget_told(store)
         except (RuntimeError, ValueError) as error:
             _log.debug("the store of the process group failed: %s", error)
 
@@ -156,6 +156,28 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             _log.debug("the store of the process group failed: %s", error)
             return False
+
+    def tell_first(self, name: str, text: str | None) -> str | None:
+        """Tell the other ranks a text under `name`, unless one was told before; return the first. Never waits.
+
+        With None only return it, None if there is none. Without a process group, or if its store fails, return `text`.
+        The last names are kept.
+        """
+        try:
+            if (store := self.store()) is None:
+                return text
+            first = store.compare_set(f"first/{name}", _ABSENT if text is None else "", text or _ABSENT).decode()
+            if text is not None and first == text:
+                self._told.append(f"first/{name}")
+                self._forget_told(store)
+        except (RuntimeError, ValueError) as error:
+            _log.debug("the store of the process group failed: %s", error)
+            return text
+        return None if first == _ABSENT else str(first)
+
+    def _forget_told(self, store: Any) -> None:
+        while len(self._told) > _ANNOUNCEMENTS:
+            store.delete_key(self._told.popleft())
 
     def store(self) -> Any:
         """Return the part of the store that is for this group; None without a process group."""

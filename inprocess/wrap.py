@@ -19,7 +19,9 @@ from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
+from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.restart_index import announced_restart_index
+from inprocess.ipc.uncopied import Uncopied
 from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.signals import MainThreadInterrupter
@@ -67,7 +69,8 @@ class Wrapper(Settings):
     needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -
     soft_timeout` more ends this process.
 
-    TypeError or ValueError if arguments contradict each other.
+    TypeError or ValueError if arguments contradict each other; RuntimeError if no interpreter is known for the monitor
+    processes.
     """
 
     hooks: Hooks = field(init=False, repr=False)
@@ -78,6 +81,7 @@ class Wrapper(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        interpreter()
         self.hooks = Hooks(self)
 
     @property
@@ -99,7 +103,7 @@ class Wrapper(Settings):
         return wrapped
 
 
-class CallWrapper:
+class CallWrapper(Uncopied):
     """One call of a wrapped function on this rank. The function gets it in parameters annotated with this class.
 
     A context manager. ValueError outside the main thread (only that thread can be freed from a blocking call), and if a

@@ -11,13 +11,17 @@ writer process.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
 import types
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -26,7 +30,9 @@ import cloudpickle
 from ckpt.async_calls.agreement import Agreement, Failure
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, RemoteTraceback, WriterError
+from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = ["AsyncRequest", "Call", "CallTimer", "CodePickler", "RecoverableCall", "Work", "load_work"]
 
@@ -160,7 +166,7 @@ def _work_of(request: AsyncRequest, fn: Callable[..., Any]) -> Work:
     return Work(fn, args, dict(request.async_fn_kwargs), request.preload_fn)
 
 
-class Call:
+class Call(Uncopied):
     """One call of a queue, in the trainer. Not thread-safe.
 
     It keeps its pickled work until it is settled, so that another writer can have it if this one dies before beginning.
@@ -292,14 +298,39 @@ def _run_all(fns: deque[Callable[[], Any]]) -> Exception | None:
 _REDUCERS: Any = cloudpickle.Pickler.dispatch_table
 
 
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a call finds in a writer as in its trainer, at the time when it is scheduled: before it is unpickled.
+
+    `import_path` may have changed since the writer was started. With `authkey`, the key of the trainer's
+    `multiprocessing`, a call can use its managers and queues; None if the trainer does not use them.
+    """
+
+    import_path: list[str]
+    authkey: bytes | None
+
+    @classmethod
+    def here(cls) -> _Surroundings:
+        process = sys.modules.get("multiprocessing.process")
+        return cls(import_path(), None if process is None else bytes(process.current_process().authkey))
+
+    def enter(self) -> None:
+        if self.import_path != sys.path:
+            sys.path[:] = self.import_path
+            importlib.invalidate_caches()
+        if self.authkey is not None:
+            multiprocessing.current_process().authkey = self.authkey
+
+
 def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
-    """Return a memfd with the work, pickled by value where needed.
+    """Return a memfd with the work and its surroundings, pickled by value where needed.
 
     A region of shared memory is replaced by its id, and added to `regions`.
     """
     fd = os.memfd_create("ckpt-call", os.MFD_CLOEXEC)
     try:
-        with open(fd, "wb", closefd=False) as file:
+        with open(fd, "wb", closefd=False) as file, _main_by_value():
+            pickle.dump(_Surroundings.here(), file)
             _Pickler(file, regions).dump(work)
     except BaseException:
         os.close(fd)
@@ -307,10 +338,29 @@ def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
     return fd
 
 
+@contextlib.contextmanager
+def _main_by_value() -> Iterator[None]:
+    """Pickle functions of the program's own script by value, also where it has been imported under another name.
+
+    That is so in processes that `multiprocessing` has started by "spawn" or "forkserver".
+    """
+    main = sys.modules.get("__mp_main__")
+    if main is None or main.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(main)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(main)
+
+
 def load_work(fd: int, regions: Mapping[str, SharedMemory]) -> Work:
     """Return the work in `fd`, with its regions put back. Raises whatever importing and unpickling raise."""
     with open(fd, "rb", closefd=False) as file:
         file.seek(0)  # the offset is shared with the process that wrote it
+        surroundings: _Surroundings = pickle.load(file)
+        surroundings.enter()
         work: Work = _Unpickler(file, regions).load()
     return work
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.async_calls.call import AsyncRequest
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.queue import AsyncCallsQueue
+from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedAsyncCaller"]
 
 
-class DistributedAsyncCaller:
+class DistributedAsyncCaller(Uncopied):
     """Runs one function at a time in a background process. For one thread of the trainer."""
 
     def __init__(

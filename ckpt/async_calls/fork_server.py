@@ -16,7 +16,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import json
 import os
 import select
 import signal
@@ -31,17 +30,10 @@ from ckpt.async_calls.messages import CODEC, Exited, MessageChannel, Spawn, Spaw
 from ckpt.async_calls.writer_main import run_writer
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin, in_forked_children
+from inprocess.ipc.process import start_module
 
 __all__ = ["ForkServer", "main"]
 
-# The trainer's import path comes before any module of this package is imported; -P keeps the current directory from
-# shadowing the standard library until then.
-_BOOTSTRAP = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from ckpt.async_calls.fork_server import main
-main(int(sys.argv[2]))
-"""
 _KILLED_WAIT_S = 0.5  # for the end of a killed process
 _PREIMPORT = ("numpy", "cloudpickle", "psutil")
 # No threads in a process that forks.
@@ -163,12 +155,10 @@ class ForkServer:
         control, theirs = MessageChannel.pair(CODEC)
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, **_ONE_THREAD},
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
+                fd = theirs.fileno()
+                streams = dict.fromkeys(("stdout", "stderr"))  # those of the trainer
+                self._process = start_module(
+                    "ckpt.async_calls.fork_server_main", str(fd), pass_fds=[fd], env=_ONE_THREAD, cwd=None, **streams
                 )
             except BaseException:
                 control.close()

@@ -30,7 +30,9 @@ from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
+from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.threads import finishes_within
+from inprocess.ipc.uncopied import Uncopied
 from inprocess.ipc.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ _NEVER = 2**62  # above the index of any call
 _ENDING_S = 10.0  # of the time for `close`, at most a quarter of it: to end processes, after the wait for calls
 
 
-class AsyncCallsQueue:
+class AsyncCallsQueue(Uncopied):
     """Runs requests in background processes and finalizes them in the order scheduled.
 
     All methods are for one thread of the trainer. Only `maybe_finalize_async_calls` with ``no_dist=False`` makes
@@ -73,8 +75,10 @@ class AsyncCallsQueue:
         finished what was scheduled, daemon or not; `close(abort=True)` kills them without a SIGTERM; and bytes in
         `SharedMemory` always go through shared memory.
 
-        ValueError for a number of writers below 1, and for priorities that this process cannot give itself.
+        ValueError for a number of writers below 1, and for priorities that this process cannot give itself;
+        RuntimeError if no interpreter is known for the writers.
         """
+        interpreter()
         if num_writers < 1:
             raise ValueError(f"num_writers must be at least 1, not {num_writers}")
         self._config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)

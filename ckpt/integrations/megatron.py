@@ -12,14 +12,12 @@ Names, order of arguments and defaults are those of `megatron.core.dist_checkpoi
     a function added to a scheduled request still runs         the list was copied
     no collective while nothing is scheduled                   always one
     close() finalizes with all ranks, and may be followed      makes no collective; the end
-    multiprocessing.Manager of the trainer can be used         not from a writer
 
 Neither Megatron nor nvidia_resiliency_ext is imported. Nothing here imports torch in a writer.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -272,31 +270,8 @@ def _for_writer(request: Any) -> async_calls.AsyncRequest:
             raise ValueError(f"preload_fn replaces the second of async_fn_args, but there are only {len(args)}")
         args = (args[0], call.preload_fn(), *args[2:])
     return async_calls.AsyncRequest(
-        None if fn is None else _InWriter(fn),
+        fn,
         args if fn is not None else (),
         [partial(async_calls.AsyncRequest(None, (), request.finalize_fns).execute_finalize_fns, False)],
         call.async_fn_kwargs,
     )
-
-
-class _InWriter:
-    """A function for a writer, which joins the processes of the trainer's `multiprocessing` when it gets it.
-
-    Megatron's writers answer through a queue of a manager, a server process of the trainer. It accepts who knows the
-    key of the trainer. A call is unpickled in the order function, arguments, and an argument may connect at once.
-    """
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self.__qualname__ = getattr(getattr(fn, "func", fn), "__qualname__", type(fn).__qualname__)  # for messages
-
-    def __reduce__(self) -> Any:
-        return _received, (bytes(multiprocessing.current_process().authkey), self._fn)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fn(*args, **kwargs)
-
-
-def _received(key: bytes, fn: Callable[..., Any]) -> Callable[..., Any]:
-    multiprocessing.current_process().authkey = key
-    return fn

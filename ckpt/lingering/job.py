@@ -51,7 +51,7 @@ class Job:
     @property
     def digest(self) -> str:
         """A text without zero bytes that only this job on this node has."""
-        return hashlib.sha256(f"{self.name}\0{self.root}\0{self.node}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.name}\0{self.root}\0{self.node}".encode(errors="surrogateescape")).hexdigest()
 
     def new_address(self) -> Address:
         """Return where a holder of this job can listen. OSError if there is no private directory."""

@@ -22,6 +22,7 @@ from ckpt.storage.dtypes import stored
 from ckpt.storage.interface import HeldStep
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
+from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class LazyTensor:
+class LazyTensor(Uncopied):
     """A tensor of a checkpoint, read when it is indexed. `dtype` is torch's name, `shape` the global shape."""
 
     name: str
@@ -116,7 +117,7 @@ class LazyTensor:
         return ts.virtual_chunked(read, dtype=ts.dtype(how.numpy_dtype), shape=shape, chunk_layout=layout)
 
 
-class Checkpoint(Mapping[str, LazyTensor]):
+class Checkpoint(Mapping[str, LazyTensor], Uncopied):
     """A published step: a mapping of names (keys joined by "/") to tensors, including aliases.
 
     `values_by_name` has the leaves that are not tensors. Leaves of single ranks are named ``<name>@rank<r>``. While it

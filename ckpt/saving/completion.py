@@ -1,7 +1,11 @@
 """Which snapshots are complete on all ranks, known without a collective: ranks count themselves in the store of torch.
 
-    held/<save>     how many ranks have had this snapshot whole in memory
-    fate/<save>     "complete" or "withdrawn": written once, by the first rank that finds it complete or gives it up
+    held/<session>/<save>     how many ranks have had this snapshot whole in memory
+    fate/<session>/<save>     "complete" or "withdrawn": written once, by the first rank that finds it complete or gives
+                              it up
+
+A session is a nonce that all ranks have agreed on in a collective. After a fault there is another one, and ranks count
+anew what they still hold: whether the store is the same or not, no rank is counted twice, and no rank that has left.
 
 Each rank adds itself once to every snapshot, and looks only when it needs a slot. The fate decides: without it a rank
 could give a snapshot up after another one has found it complete and let go of the one before. When rank 0 finds a
@@ -30,8 +34,13 @@ class Completion:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._counted: list[str] = []  # whose keys may exist, oldest first; on rank 0
+        self._session = ""
+        self._counted: list[str] = []  # whose keys may exist, oldest first, with their sessions; on rank 0
         self._complete: str | None = None  # the newest one that is known to be complete
+
+    def begin(self, session: str) -> None:
+        """Count in this session from now on. All ranks begin the same ones, in the same order."""
+        self._session = session
 
     def count(self, name: str) -> bool:
         """Count this rank as one that has a snapshot, once; return whether it was tried: False without a store.
@@ -47,9 +56,9 @@ class Completion:
             _log.debug("the process group is gone: %s", error)
             return False
         if self._ranks.rank == 0:
-            self._counted.append(name)
+            self._counted.append(self._in_session(name))
         try:
-            store.add(f"held/{name}", 1)
+            store.add(f"held/{self._in_session(name)}", 1)
         except (RuntimeError, ValueError) as error:
             _log.debug("the store of the process group failed: %s", error)
         return True
@@ -79,11 +88,11 @@ class Completion:
         """
         try:
             store = self._ranks.store()
-            count = None if store is None else value_of(store, f"held/{name}")
+            count = None if store is None else value_of(store, f"held/{self._in_session(name)}")
             if count is None:  # rank 0 has deleted it
                 return False
             is_complete = int(count) == self._ranks.world_size
-            return _decided(store, name, _COMPLETE if is_complete else _WITHDRAWN) == _WITHDRAWN
+            return self._decided(store, name, _COMPLETE if is_complete else _WITHDRAWN) == _WITHDRAWN
         except (RuntimeError, ValueError) as error:
             _log.debug("the store of the process group failed: %s", error)
             return False
@@ -91,7 +100,7 @@ class Completion:
     def progress(self, name: str) -> tuple[int, int]:
         """Return on how many ranks a snapshot is complete, and how many there are; for messages."""
         try:
-            return int(value_of(self._ranks.store(), f"held/{name}") or 0), self._ranks.world_size
+            return int(value_of(self._ranks.store(), f"held/{self._in_session(name)}") or 0), self._ranks.world_size
         except (RuntimeError, ValueError, AttributeError):
             return 0, self._ranks.world_size
 
@@ -99,8 +108,8 @@ class Completion:
         for name in reversed(names):
             if name == self._complete:
                 return name
-            everywhere = int(value_of(store, f"held/{name}") or 0) == self._ranks.world_size
-            if everywhere and _decided(store, name, _COMPLETE) == _COMPLETE:
+            everywhere = int(value_of(store, f"held/{self._in_session(name)}") or 0) == self._ranks.world_size
+            if everywhere and self._decided(store, name, _COMPLETE) == _COMPLETE:
                 self._complete = name
                 self._delete_before(store, name)
                 return name
@@ -110,21 +119,22 @@ class Completion:
         """Delete the keys before those of a complete snapshot, on rank 0: no rank adds to them any more."""
         if self._ranks.rank != 0:
             return
-        end = self._counted.index(name)
+        end = self._counted.index(self._in_session(name))
         for old in self._counted[:end]:
             store.delete_key(f"held/{old}")
             store.delete_key(f"fate/{old}")
         del self._counted[:end]
 
     def forget(self) -> None:
-        """Forget the counts, after the store was replaced."""
-        self._counted.clear()
+        """Forget what is complete, after a fault: ranks may have been replaced, and the store."""
         self._complete = None
 
+    def _in_session(self, name: str) -> str:
+        return f"{self._session}/{name}"
 
-def _decided(store: Any, name: str, fate: str) -> str:
-    """Return the fate of a snapshot, which is this one unless it was decided before."""
-    return str(store.compare_set(f"fate/{name}", "", fate).decode())
+    def _decided(self, store: Any, name: str, fate: str) -> str:
+        """Return the fate of a snapshot, which is this one unless it was decided before."""
+        return str(store.compare_set(f"fate/{self._in_session(name)}", "", fate).decode())
 
 
 def value_of(store: Any, key: str) -> str | None:

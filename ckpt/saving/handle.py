@@ -23,7 +23,7 @@ from ckpt.saving.task import (
 )
 from ckpt.saving.write import Fenced, error_for, give_up, reason_for, write_share
 from ckpt.staging.arena import Slot
-from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
 from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.roots import open_root
 
@@ -36,7 +36,8 @@ class SaveHandle:
     """The trainer's end of a `WriteTask`: a `RecoverableCall`, of which the writer process gets the task alone.
 
     `on_decided` is called when the save is published or given up, `on_differing` when ranks have different values of
-    some names, `on_removed` when steps were removed, `on_begun` when the writer begins. `observed` is told how the save
+    some names, `on_removed` when steps were removed, `on_begun` when the writer begins. `first_reason` is given why the
+    save is abandoned, as far as this rank knows, and returns why it is for all ranks. `observed` is told how the save
     ends; None for a batch that is not the last. All of it in the thread that uses the queue.
     """
 
@@ -49,6 +50,7 @@ class SaveHandle:
         on_differing: Callable[[ReplicasDiffer], None] = lambda report: None,
         on_removed: Callable[[StepsRemoved], None] = lambda report: None,
         on_begun: Callable[[int], CallTimer | None] | None = None,
+        first_reason: Callable[[Reason], Reason] = lambda reason: reason,
         observed: ObservedSave | None = None,
     ) -> None:
         self.task = task
@@ -59,6 +61,7 @@ class SaveHandle:
         self._slot: Slot | None = slot
         self._on_differing = on_differing
         self._on_removed = on_removed
+        self._first_reason = first_reason
         self._observed = observed
         self._reported: Abandoned | NotDurable | None = None
 
@@ -119,6 +122,8 @@ class SaveHandle:
             return NotDurable(
                 reason.message
             )  # another rank published it, and this one could not see that it is durable
+        if isinstance(outcome, Abandoned):  # storage may not have taken the reason, as on a full disk
+            return Abandoned(self._first_reason(outcome.reason))
         return outcome
 
     def _observe(self, outcome: Published | NotDurable | Abandoned | Fenced) -> None:

@@ -128,6 +128,11 @@ class PlanCache:
         self._returns = 0  # how often steps went back in this session
 
     @property
+    def session(self) -> str | None:
+        """What all ranks have agreed on last, a name that no other agreement has; None before there is one."""
+        return None if self._session is None else self._session.nonce.hex()
+
+    @property
     def owner(self) -> int | None:
         """The token that this job saves with; None before the ranks have agreed on one."""
         return None if self._session is None else self._session.owner or None
@@ -341,7 +346,7 @@ class _BegunPlan:
 
 
 def _failed(error: Exception) -> bytes:
-    return _FAILED + f"{type(error).__name__}: {error}".encode()
+    return _FAILED + f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
 
 
 def _raise_failed(answers: list[bytes]) -> None:

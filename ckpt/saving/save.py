@@ -8,6 +8,8 @@ Touches storage only to claim the root, before the first save of a run. Runs in 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import logging
 import time
 import traceback
@@ -216,8 +218,7 @@ class Saver:
         self._observed = [each for each in self._observed if not each.ended]
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
-            prepared = self._plans.prepare(state, self)
-            self._stager.fit(prepared.cached)
+            prepared = self._prepared(state, self)
             lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
             save = self._plans.save_id()
             assert save is not None
@@ -249,8 +250,7 @@ class Saver:
         self._ranks.doing = f"the snapshot of step {step}"
         self._saves_are_snapshots = True
         self._plans.begin_attempt(step)
-        prepared = self._plans.prepare(state)
-        self._stager.fit(prepared.cached)
+        prepared = self._prepared(state)
         save = self._plans.save_id()
         assert save is not None
         if prepared.cached.layout.plan.batches > 1:
@@ -265,6 +265,14 @@ class Saver:
             nbytes = sum(file.nbytes for file in prepared.cached.layout.plan.files)
             times = (staged.times[name] for name in ("wait_s", "stage_s", "stall_s"))
             emit(SnapshotStaged(time.time(), self._ranks.rank, step, nbytes, *times))
+
+    def _prepared(self, state: Any, claims: Saver | None = None) -> PreparedState:
+        """Return the state with its plan, in a session, and make room for it."""
+        prepared = self._plans.prepare(state, claims)
+        if (session := self._plans.session) is not None:
+            self.snapshots.begin_session(session)
+        self._stager.fit(prepared.cached)
+        return prepared
 
     def _hold(self, prepared: PreparedState, save: SaveId, staged: StagedBatch, lineage: Lineage) -> None:
         """Make a snapshot of what was staged."""
@@ -477,6 +485,7 @@ class Saver:
             on_differing=lambda report: self._warn_of_replicas(save.step, report),
             on_removed=self._removed,
             on_begun=self._on_begun,
+            first_reason=functools.partial(self._first_reason, save),
             observed=observed,
         )
 
@@ -514,6 +523,14 @@ class Saver:
 
     def _on_begun(self, at_ns: int) -> CallTimer | None:
         return self.timers.begin(at_ns, self._ranks.rank)
+
+    def _first_reason(self, save: SaveId, reason: Reason) -> Reason:
+        """Return why a save is abandoned, the same on all ranks: what the first rank said that knew it."""
+        if self._ranks.world_size == 1:
+            return reason
+        text = json.dumps(reason.to_document()) if reason.is_known else None
+        first = self._ranks.tell_first(save.name, text)
+        return reason if first is None else Reason.from_document(json.loads(first))
 
     def _removed(self, report: StepsRemoved) -> None:
         if is_observed():

@@ -44,7 +44,7 @@ _ARRIVAL_PAUSE_S = 0.001
 class _Held:
     """A snapshot in a slot, the `used`-th that was acquired. `thread` makes its share whole, and is None then.
 
-    It is `counted` in the store of the present process group; `complete` if all ranks have it.
+    `counted` is the session in which this rank has counted it; it is `complete` if all ranks have it.
     """
 
     save: SaveId
@@ -53,7 +53,7 @@ class _Held:
     thread: JoinableThread | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     whole: bool = False
-    counted: bool = False
+    counted: str | None = None
     complete: bool = False
 
 
@@ -64,6 +64,7 @@ class Snapshots:
         self._ranks = ranks
         self._held: list[_Held] = []
         self._completion = Completion(ranks)
+        self._session: str | None = None  # in which snapshots are counted; None after a fault, until there is one
         self.last_restart = 0
         """The restart index of the newest one."""
         self.on_complete: Callable[[SaveId], None] = lambda save: None
@@ -105,15 +106,16 @@ class Snapshots:
             if held.thread is not None and not held.thread.is_alive():
                 held.thread.join()
                 held.thread = None
-            if held.whole and not held.counted:
-                held.counted = self._completion.count(held.save.name)
+            is_due = held.whole and self._session is not None and held.counted != self._session
+            if is_due and self._completion.count(held.save.name):
+                held.counted = self._session
         newest = self._held[-1].save if self._held else None
         self.on_poll(newest, next((held.save for held in reversed(self._held) if held.whole), None))
 
     def release_superseded(self) -> None:
         """Let go of the slots of all snapshots that are older than one that is complete on all ranks."""
         self.poll()
-        newest = self._completion.newest_of([held.save.name for held in self._held if held.counted])
+        newest = self._completion.newest_of([held.save.name for held in self._held if self._is_counted(held)])
         for held in self._held:
             held.complete = held.complete or held.save.name == newest
         complete = [held for held in self._held if held.complete]
@@ -136,7 +138,7 @@ class Snapshots:
         if newer is not None and not self._completion.is_begun(newer.name):
             return
         for held in [held for held in self._held if not held.complete]:
-            if held.counted and not self._completion.withdraw(held.save.name):
+            if self._is_counted(held) and not self._completion.withdraw(held.save.name):
                 return
             _log.warning("the snapshot of step %d is given up: not all ranks have made it", held.save.step)
             self._let_go(held)
@@ -168,10 +170,18 @@ class Snapshots:
                 held.thread = None
 
     def forget_counts(self) -> None:
-        """After a fault: what was counted in the store of the last process group says nothing any more."""
+        """After a fault: what was counted says nothing any more, as ranks may be replaced. The next session counts."""
         self._completion.forget()
-        for held in self._held:
-            held.counted = False
+        self._session = None
+
+    def begin_session(self, session: str) -> None:
+        """Count in a session on which all ranks have agreed; what was counted in another one is counted again."""
+        if session != self._session:
+            self._session = session
+            self._completion.begin(session)
+
+    def _is_counted(self, held: _Held) -> bool:
+        return self._session is not None and held.counted == self._session
 
     def settle(self, keep: int, save: str | None) -> None:
         """After a restore of step `keep`: give up every snapshot of a later step, so that no rank can restore it.

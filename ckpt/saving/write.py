@@ -71,12 +71,14 @@ from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, WrittenFile
 from ckpt.storage.references import references
 from ckpt.storage.roots import open_root
+from inprocess.ipc.deadline import Deadline
 
 __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
 
 _log = logging.getLogger("ckpt")
 _EVERYONE = "all ranks to finish their parts"
 _TRACEBACK_BYTES = 16 << 10
+_REASON_S, _REASON_PAUSE_S = 5.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class ShareWriter:
         lease: Lease | None = None
         try:
             lease = self._register()
-            outcome = self._write_and_decide()
+            outcome = self._explained(self._write_and_decide())
         except FencedError:
             raise  # the new owner decides about the save
         except NotDurableError as error:
@@ -127,7 +129,7 @@ class ShareWriter:
                 raise  # the part stays: the next start of the job publishes the save if it is complete
             outcome = give_up(self.pending, reason_for(task.rank, OrphanedError("every trainer died")))
         except Exception as error:
-            outcome = give_up(self.pending, reason_for(task.rank, error))
+            outcome = self._explained(give_up(self.pending, self._reason_for(error)))
         finally:
             self._tell_of_recoveries()
             if lease is not None and self.context is None:  # nothing keeps it from one save to the next
@@ -353,6 +355,27 @@ class ShareWriter:
     def _confirmed(self, outcome: Published | Abandoned) -> Published | Abandoned:
         if isinstance(outcome, Published):
             self.pending.confirm()
+        return outcome
+
+    def _reason_for(self, error: Exception) -> Reason:
+        """Return what an error is recorded as: it may only come of that another rank has abandoned the save."""
+        reason = reason_for(self.task.rank, error)
+        with contextlib.suppress(CheckpointError):
+            return replace(reason, is_known=not isinstance(self.pending.outcome(), Abandoned))
+        return reason
+
+    def _explained(self, outcome: Published | Abandoned | Fenced | None) -> Published | Abandoned | Fenced | None:
+        """Wait for the reason of an abandoned save that storage did not take, as on a full disk, for some seconds.
+
+        The trainer of the rank that knows it tells the others, and may be busy.
+        """
+        deadline = Deadline(_REASON_S if self.context is not None and self.plan.world_size > 1 else 0.0)
+        while isinstance(outcome, Abandoned) and not outcome.is_explained and not deadline.is_over:
+            self._progress()
+            time.sleep(_REASON_PAUSE_S)
+            with contextlib.suppress(CheckpointError):
+                if isinstance(found := self.pending.outcome(), Abandoned) and found.is_explained:
+                    return found
         return outcome
 
     def _supersede(self) -> None:

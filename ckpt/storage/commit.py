@@ -27,6 +27,7 @@ from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.recycled import take_recycled
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent, read_bytes, read_json
 from ckpt.storage.step_source import LocalStep
+from inprocess.ipc.deadline import Deadline
 
 __all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "Reason", "SaveOutcome"]
 
@@ -252,7 +253,7 @@ class PendingSave(Pending):
         self.root.make()
         if not files.is_directory(refuse_link(self.path)):
             if (outcome := self._outcome_with_reason()) is not None:
-                return outcome
+                return self._explained(outcome, reason)
             directories.make_directories(self.root.pending_path, self.save.name)  # the record of it stops `begin`
         recorded = self._write_reason(
             self.path, reason
@@ -268,9 +269,15 @@ class PendingSave(Pending):
         outcome = self.outcome()
         if isinstance(outcome, Published):
             self._remove_reasons()
-        if outcome is None or outcome == Abandoned(unknown_reason(self.save)):
-            return Abandoned(reason)
-        return outcome
+        return Abandoned(reason) if outcome is None else self._explained(outcome, reason)
+
+    def _explained(self, outcome: Published | Abandoned, reason: Reason) -> Published | Abandoned:
+        """Return the outcome, with this reason if storage has none. The record is made if there is room by now."""
+        if isinstance(outcome, Published) or outcome.is_explained:
+            return outcome
+        if reason.is_known:
+            self._write_reason(self._abandoned_path, reason)
+        return Abandoned(reason)
 
     def outcome(self) -> SaveOutcome:
         """Return the outcome as found in storage. StorageError if that cannot be read."""
@@ -288,9 +295,8 @@ class PendingSave(Pending):
 
     def _outcome_with_reason(self) -> Published | Abandoned | None:
         """Return the outcome; wait shortly for its reason, which is recorded late if the disk was full."""
-        unexplained = Abandoned(unknown_reason(self.save))
-        deadline = time.monotonic() + _RECORD_GRACE_S
-        while (outcome := self.outcome()) == unexplained and time.monotonic() < deadline:
+        deadline = Deadline(_RECORD_GRACE_S)
+        while isinstance(outcome := self.outcome(), Abandoned) and not outcome.is_explained and not deadline.is_over:
             time.sleep(0.01)
         return outcome
 

@@ -17,6 +17,7 @@ from enum import Enum
 from ckpt.errors import StorageError
 from ckpt.storage.files import exists, fsync, is_directory, rename_no_replace, storage_errors, under
 from ckpt.storage.links import is_link_error, open_directory, parent_of, refuse_link
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = [
     "DirectoryLock",
@@ -207,7 +208,7 @@ def _probe(path: str) -> None:
         os.unlink(probe, dir_fd=folder)
 
 
-class DirectoryLock:
+class DirectoryLock(Uncopied):
     """A lock on a directory by flock(2), held until `close` or the end of the process. A context manager."""
 
     def __init__(self, fd: int) -> None:

@@ -11,14 +11,16 @@ import hashlib
 import os
 import socket
 
+from inprocess.ipc.uncopied import Uncopied
+
 __all__ = ["NodeLock"]
 
 
-class NodeLock:
+class NodeLock(Uncopied):
     """A lock named by a text, for the processes of one user. Never waits. For one thread."""
 
     def __init__(self, name: str) -> None:
-        digest = hashlib.blake2b(f"{os.getuid()} {name}".encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(f"{os.getuid()} {name}".encode(errors="surrogateescape"), digest_size=16).hexdigest()
         self._address = f"\0ckpt-lock-{digest}"
         self._socket: socket.socket | None = None
 

@@ -17,15 +17,26 @@ class NotDurableError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a save was abandoned: the rank, and the error's type, message and traceback."""
+    """Why a save was abandoned: the rank, and the error's type, message and traceback.
+
+    Without `is_known` it may only have come of that: the error of a rank that failed when the save was abandoned.
+    """
 
     rank: int | None
     kind: str
     message: str
     traceback: str = ""
+    is_known: bool = True
 
     def to_document(self) -> dict[str, Any]:
-        return {"rank": self.rank, "kind": self.kind, "message": self.message, "traceback": self.traceback}
+        known = {} if self.is_known else {"known": False}
+        return {
+            "rank": self.rank,
+            "kind": self.kind,
+            "message": _printable(self.message),
+            "traceback": _printable(self.traceback),
+            **known,
+        }
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Reason:
@@ -33,7 +44,8 @@ class Reason:
         rank = document.get("rank")
         if rank is not None and type(rank) is not int:
             raise ValueError(f"{rank!r:.80} is not a rank")
-        return cls(rank, str(document["kind"]), str(document["message"]), str(document["traceback"]))
+        kind, message, trace = (str(document[name]) for name in ("kind", "message", "traceback"))
+        return cls(rank, kind, message, trace, document.get("known", True) is True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,11 @@ class Abandoned:
 
     reason: Reason
 
+    @property
+    def is_explained(self) -> bool:
+        """Whether it is known why; see `unknown_reason`."""
+        return self.reason.is_known
+
 
 SaveOutcome = Published | Abandoned | None
 """None: not decided, or not begun."""
@@ -58,4 +75,10 @@ def unknown_reason(save: SaveId) -> Reason:
         None,
         "SaveAbandonedError",
         f"save {save.name} was abandoned and left no record of the reason (removed by hand, or no space to write it)",
+        is_known=False,
     )
+
+
+def _printable(text: str) -> str:
+    """Return a text that can be encoded: a path in it may not be, where names of files are in ASCII."""
+    return text.encode(errors="backslashreplace").decode()

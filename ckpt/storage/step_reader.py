@@ -25,6 +25,7 @@ from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.process import Process
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = ["StepReader", "remove_stale_readers", "has_readers"]
 
@@ -32,7 +33,7 @@ _READERS = ".readers"
 _MAX_INTENT_BYTES = 1 << 20
 
 
-class StepReader(HeldStep):
+class StepReader(HeldStep, Uncopied):
     """Holds a published step while it is read. Any process. A context manager.
 
     Makes a lease where it can. With `renewing` a thread renews it until `close`; otherwise each `check` does.

@@ -23,6 +23,7 @@ from typing import Any
 from inprocess.coordination.server import StoreServer
 from inprocess.coordination.wire import Access
 from inprocess.exception import StoreError
+from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.process import start_module
 
 __all__ = ["ServerProcess"]
@@ -48,6 +49,12 @@ class ServerProcess:
         self._config = {"clients": clients, "silence_s": silence_s, "logfile": logfile}
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
+        in_forked_children(self._close_input)  # its end tells the server that rank 0 has ended
+
+    def _close_input(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
     def start(self) -> None:
         """Start the process without waiting for it."""

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from inprocess.ipc.forks import Origin, in_forked_children
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = ["MAX_BYTES", "Channel", "Codec", "Packet", "PacketError", "receive", "send"]
 
@@ -103,7 +104,7 @@ def receive(sock: socket.socket, codec: Codec[M]) -> Packet[M]:
         raise
 
 
-class Channel(Generic[M]):
+class Channel(Uncopied, Generic[M]):
     """One end of a non-blocking packet connection. Neither side ever waits until the other reads.
 
     `send` keeps what the socket does not accept in an outbox; `try_send` drops it. A closed connection is reported only

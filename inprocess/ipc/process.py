@@ -6,15 +6,14 @@ import functools
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.interpreter import command_of
 
-__all__ = ["Process", "child_environment", "end_process", "start_module"]
+__all__ = ["Process", "end_process", "start_module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +87,27 @@ def _host(pid: int) -> str:
     return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino:x}"
 
 
-def child_environment() -> dict[str, str]:
-    """Return the environment of a child that runs the same code: the directory of our packages comes first."""
-    ours = str(Path(__file__).resolve().parents[2])
-    rest = os.environ.get("PYTHONPATH", "")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([ours, rest]) if rest else ours}
-
-
 def start_module(
-    module: str, *arguments: str, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None, **pipes: Any
+    module: str,
+    *arguments: str,
+    pass_fds: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = "/",
+    **pipes: Any,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments...` in a session of its own, in "/", with `env` added to its environment.
 
-    Standard streams that `pipes` does not name are connected to /dev/null.
+    Its import path is that of this process; see `interpreter`. Standard streams that `pipes` does not name are
+    connected to /dev/null. `cwd` None leaves it in the current directory. OSError if it cannot be started,
+    RuntimeError if no interpreter is known.
     """
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process: Any = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        command_of(module, arguments),
         start_new_session=True,
         pass_fds=pass_fds,
-        cwd="/",
-        env={**child_environment(), **(env or {})},
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
         **(streams | pipes),
     )
     return cast("subprocess.Popen[bytes]", process)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 
+from inprocess.ipc.uncopied import Uncopied
+
 __all__ = ["Wakeup"]
 
 
-class Wakeup:
+class Wakeup(Uncopied):
     """An eventfd. Its descriptor is readable while the flag is set, so it can be polled together with others."""
 
     def __init__(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ckpt
 from ckpt.errors import CheckpointError, WriterError
 from ckpt.integrations import megatron
 from ckpt.integrations.megatron import AsyncCallsQueue, AsyncRequest
@@ -229,3 +232,55 @@ def test_the_error_names_the_function() -> None:
     queue.schedule_async_request(AsyncRequest(partial(functions.fail, "no space"), (), []))
     with pytest.raises(WriterError, match=r"fail.*no space"):
         queue.close()
+
+
+# -- the package itself ------------------------------------------------------------------------------------------------
+
+
+def without_cuda(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of Megatron in a process without CUDA."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *given: None  # type: ignore[assignment]
+    return fn(*args, **kwargs)
+
+
+def _megatron_saves(rank: int, world_size: int, folder: Path, is_adapter: bool) -> list[Any]:
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing
+
+    def sharded(value: float) -> dict[str, Any]:
+        share, whole = torch.full((2, 8), value + rank), torch.full((8,), value)
+        tensor = dist_checkpointing.ShardedTensor.from_rank_offsets
+        weights = tensor("weights", share, (0, rank, world_size), replica_id=0)
+        return {"weights": weights, "bias": tensor("bias", whole, replica_id=rank), "step": int(value)}
+
+    restored = []
+    queue: Any = AsyncCallsQueue(timeout_s=60) if is_adapter else ckpt.AsyncCallsQueue(timeout_s=60)
+    for step in (10, 20):
+        path = folder / str(step)
+        path.mkdir(exist_ok=True)
+        dist.barrier()
+        request = without_cuda(
+            dist_checkpointing.save,
+            sharded(step),
+            str(path),
+            async_sharded_save=True,
+            validate_access_integrity=False,
+        )
+        request = request._replace(preload_fn=partial(without_cuda, request.preload_fn))  # where it runs
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        loaded = dist_checkpointing.load(sharded(0.0), str(path), validate_access_integrity=False)
+        restored.append([loaded["weights"].unique().tolist(), loaded["bias"].unique().tolist(), loaded["step"]])
+    queue.close()
+    return restored
+
+
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["ckpt.AsyncCallsQueue", "adapter"])
+def test_sharded_save_of_megatron(tmp_path: Path, is_adapter: bool) -> None:
+    """It answers through a queue of a manager, a server process of the trainer that wants to see a key."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    for result in run_ranks(_megatron_saves, 2, tmp_path, is_adapter, timeout=100):
+        rank = result.rank
+        assert result.value == [[[10.0 + rank], [10.0], 10], [[20.0 + rank], [20.0], 20]]

@@ -1,5 +1,6 @@
 """What goes wrong around a `Checkpointer`, and what must still be true then. Deaths are in `tests/ckpt/crash`."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -53,11 +54,15 @@ def _assert_restored(checkpointer: ckpt.Checkpointer, step: int, value: float, c
     assert state["w"].equal(_state(value, count)["w"])
 
 
-def _what_happens(checkpointer: ckpt.Checkpointer, state: Any, step: int) -> dict[str, Any]:
-    """Save in the background as a training loop does; what `maybe_finalize` said, or the save itself."""
+def _what_happens(checkpointer: ckpt.Checkpointer, state: Any = None, step: int = 0) -> dict[str, Any]:
+    """Save in the background as a training loop does; what `maybe_finalize` said, or the save itself.
+
+    Without a state, of what was scheduled before.
+    """
     begin = time.monotonic()
     try:
-        checkpointer.async_save(state, step)
+        if state is not None:
+            checkpointer.async_save(state, step)
         return {"finalized": checkpointer.maybe_finalize(blocking=True)}
     except CheckpointError as error:
         return {
@@ -172,6 +177,80 @@ def test_full_disk(small_disk: Path, tmp_path: Path, world_size: int) -> None:
         assert failed["traceback"]
         assert failed["waited_s"] < _AT_ONCE_S
         assert after == {"finalized": [2]}
+
+
+def _fails_without_a_record(rank: int, world_size: int, root: Path, victim: int) -> list[dict[str, Any]]:
+    """One rank can write nothing, not even the reason: neither its writer nor its trainer."""
+    torch.distributed.init_process_group("gloo")  # with a store that is no file
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save(_state(1.0), 1)
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == victim:
+            _limit_file_size(checkpointer.queue, 0)
+        request = checkpointer.save_request(_state(2.0), 2)
+        checkpointer.queue.schedule_async_request(request)
+        if rank == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, usual[1]))
+        answers = [_what_happens(checkpointer)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        if rank == victim:
+            _limit_file_size(checkpointer.queue, resource.RLIM_INFINITY)
+        return [*answers, _what_happens(checkpointer, _state(3.0), 3)]
+
+
+@pytest.mark.parametrize(("victim", "world_size"), [(0, 1), (0, 2), (1, 2)])
+def test_reason_that_storage_does_not_take_reaches_all_ranks(tmp_path: Path, victim: int, world_size: int) -> None:
+    results = run_ranks(_fails_without_a_record, world_size, tmp_path / "root", victim, init_process_group=False)
+    for result in results:
+        failed, after = result.value
+        assert (failed["kind"], failed["rank"], failed["step"]) == ("SaveAbandonedError", victim, 2)
+        assert f"rank {victim}: StorageError" in failed["text"]
+        assert "ulimit -f" in failed["text"]
+        assert failed["waited_s"] < _AT_ONCE_S
+        assert after == {"finalized": [3]}
+
+
+def _fill(disk: Path) -> Path:
+    """Write a file until there is no room for one more byte."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+    return path
+
+
+def _save_on_a_full_disk(rank: int, world_size: int, root: Path, full: Path, repaired: Path) -> list[dict[str, Any]]:
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save(_state(0.0, 1000), 1)
+        print("saved", flush=True)
+        wait_until(full.exists, "the disk to be full")
+        first = _what_happens(checkpointer, _state(1.0, 1000), 2)
+        print("first", flush=True)
+        wait_until(repaired.exists, "room")
+        return [first, _what_happens(checkpointer, _state(2.0, 1000), 3)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_disk_without_room_for_one_more_byte(small_disk: Path, tmp_path: Path, world_size: int) -> None:
+    full, repaired = tmp_path / "full", tmp_path / "repaired"
+    with launch_ranks(_save_on_a_full_disk, world_size, small_disk / "root", full, repaired) as group:
+        for rank in range(world_size):
+            group.wait_for_output(rank, "^saved")
+        filler = _fill(small_disk)
+        full.touch()
+        for rank in range(world_size):
+            group.wait_for_output(rank, "^first")
+        filler.unlink()
+        repaired.touch()
+        results = group.wait()
+    for result in results:
+        failed, after = result.value
+        assert "is full" in failed["text"]
+        assert failed["rank"] in range(world_size)
+        assert failed["waited_s"] < _AT_ONCE_S
+        assert after == {"finalized": [3]}
 
 
 def test_root_that_disappears_during_the_save(tmp_path: Path) -> None:

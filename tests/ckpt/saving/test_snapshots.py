@@ -412,6 +412,28 @@ def test_a_step_that_is_made_twice(tmp_path: Path) -> None:
         assert result.value == (2, 4 * [2.0])
 
 
+def _recovered_twice(rank: int, world_size: int, root: Path) -> list[int]:
+    """Fill all slots, recover twice with the process group that there is, and go on."""
+    state = {"w": torch.zeros(1000)}
+    with ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=20)) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.snapshot(state, step)
+        for _ in range(2):
+            checkpointer.recover_from_fault(_DRAIN)
+            checkpointer.maybe_finalize()  # looks after snapshots
+        dist.barrier()
+        for step in (4, 5, 6, 7):
+            checkpointer.snapshot(state, step)
+        return checkpointer._saver.snapshots.steps
+
+
+def test_a_rank_counts_once_after_a_fault_that_leaves_the_process_group(tmp_path: Path) -> None:
+    """Else more have counted than there are ranks, no snapshot is ever complete, and no slot becomes free."""
+    for result in run_ranks(_recovered_twice, 3, tmp_path):
+        assert result.value[-1] == 7
+        assert len(result.value) <= 3
+
+
 def _held() -> dict[str, Any]:
     """What this process and its children hold, but for memory that the allocator has not given back."""
     own = psutil.Process()

@@ -1,0 +1,169 @@
+"""Background processes import what the trainer can import, however it was started and whatever it did to its path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.template import REPOSITORY
+
+# With a mirror and exports: three kinds of processes, and psutil in each of them.
+_JOB = """
+import os
+import torch, ckpt
+
+def note(path, text):
+    with open(path, "a") as file:
+        file.write(text)
+
+def job(folder, fn=note):
+    export = ckpt.ExportOptions(folder + "/exports", every=7)
+    options = dict(mirror=ckpt.Mirror(os.path.join(folder, "mirror")), export=export)
+    events = []
+    with ckpt.observe(events.append) as observation:
+        with ckpt.Checkpointer(os.path.join(folder, "root"), **options) as checkpointer:
+            checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(fn, (folder + "/note", "hello"), []))
+            checkpointer.save({"w": torch.ones(3)}, 7)
+            checkpointer.maybe_finalize(blocking=True)
+        observation.close()
+    failed = [event for event in events if type(event).__name__ in ("MirrorFailed", "ExportFailed")]
+    assert not failed, failed
+    assert checkpointer.all_steps() == [7]
+    assert os.listdir(os.path.join(folder, "mirror")), "no mirror"
+    assert os.listdir(folder + "/exports") == ["step_00000007"]
+    assert open(folder + "/note").read() == "hello"
+    print("done")
+"""
+_DIRECT = "import sys\nfrom job import job\njob(sys.argv[1])\n"
+_WITH_PATHS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, Path("/nowhere"))
+from job import job
+job(sys.argv[1])
+"""
+_WITHOUT_EXECUTABLE = """
+import sys
+sys.executable = {executable!r}
+from job import job
+job(sys.argv[1])
+"""
+_SITE_AT_RUN_TIME = """
+import sys
+sys.path[:] = [*sys.path, *{path!r}]
+from job import job
+job(sys.argv[1])
+"""
+_STARTED = """
+import multiprocessing, sys
+from job import job
+
+class Text:
+    def __init__(self, text):
+        self.text = text
+
+def own(path, text):
+    with open(path, "a") as file:
+        file.write(Text(text).text)
+
+def child(folder):
+    job(folder, own)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context({method!r}).Process(target=child, args=(sys.argv[1],))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+_C_LOCALE = {"LC_ALL": "C"}
+_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def _run(tmp_path: Path, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+    folder = tmp_path / "\u00f6ut"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {})}
+    command = [sys.executable, *command, str(folder)]
+    done = subprocess.run(command, env=environment, cwd=cwd or tmp_path, capture_output=True, text=True, timeout=55)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "env"),
+    [
+        pytest.param(_DIRECT, _C_LOCALE, id="locale C"),
+        pytest.param(_DIRECT, _ASCII, id="names of files in ASCII"),
+        pytest.param(_WITH_PATHS, {}, id="path with other objects than strings"),
+        pytest.param(_WITHOUT_EXECUTABLE.format(executable=None), {}, id="no executable"),
+        pytest.param(_WITHOUT_EXECUTABLE.format(executable=""), {}, id="empty executable"),
+        pytest.param(_STARTED.format(method="spawn"), {}, id="spawn"),
+        pytest.param(_STARTED.format(method="forkserver"), {}, id="forkserver"),
+    ],
+)
+def test_script(tmp_path: Path, program: str, env: dict[str, str]) -> None:
+    (tmp_path / "job.py").write_text(_JOB)
+    (tmp_path / "script.py").write_text(program)
+    _run(tmp_path, [str(tmp_path / "script.py")], env)
+
+
+def test_site_packages_that_are_found_at_run_time(tmp_path: Path) -> None:
+    """As programs do that build systems put together: no site, no environment."""
+    (tmp_path / "job.py").write_text(_JOB)
+    path = [str(tmp_path), str(REPOSITORY), *(entry for entry in sys.path if "site-packages" in entry)]
+    (tmp_path / "script.py").write_text(_SITE_AT_RUN_TIME.format(path=path))
+    _run(tmp_path, ["-S", "-I", str(tmp_path / "script.py")])
+
+
+def test_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(_JOB)
+    _run(tmp_path, ["-c", _DIRECT])
+
+
+def test_zip_application(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
+        archive.writestr("__main__.py", _DIRECT)
+        archive.writestr("job.py", _JOB)
+    _run(tmp_path, [str(tmp_path / "app.pyz")], cwd=Path("/"))
+
+
+def test_path_that_changes_after_the_writer_was_started(tmp_path: Path) -> None:
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "late_module.py").write_text("def write(path):\n    open(path, 'w').write('late')\n")
+    program = textwrap.dedent("""
+        import sys
+        import ckpt
+        with ckpt.AsyncCallsQueue() as queue:
+            queue.schedule_async_request(ckpt.AsyncRequest(print, ("started",), []))
+            queue.maybe_finalize_async_calls(blocking=True)
+            sys.path.append("late")
+            from late_module import write
+            queue.schedule_async_request(ckpt.AsyncRequest(write, (sys.argv[1] + "/note",), []))
+            queue.maybe_finalize_async_calls(blocking=True)
+        print("done")
+    """)
+    _run(tmp_path, ["-c", program])
+    assert (tmp_path / "\u00f6ut" / "note").read_text() == "late"
+
+
+def test_no_interpreter_is_an_error_at_construction(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import sys
+        import ckpt, inprocess
+        sys.executable = sys._base_executable = None
+        sys.exec_prefix = sys.base_exec_prefix = "/nowhere"
+        for make in (ckpt.AsyncCallsQueue, lambda: ckpt.Checkpointer(sys.argv[1]), inprocess.Wrapper):
+            try:
+                make()
+            except RuntimeError as error:
+                assert "Set sys.executable" in str(error), error
+            else:
+                raise AssertionError(make)
+        print("done")
+    """)
+    _run(tmp_path, ["-c", program])
