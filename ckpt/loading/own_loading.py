@@ -6,7 +6,7 @@ work, so it is tried before anything that cannot be undone (`ckpt.loading.state_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from ckpt.planning.data_loaders import is_data_loader
 from ckpt.planning.state_dict import Owner, RngState
 from ckpt.planning.tensors import PLAIN_TENSORS
 
-__all__ = ["check_inference_tensors", "may_refuse"]
+__all__ = ["check_inference_tensors", "may_refuse", "own_names"]
 
 _MODULE_METHODS = (
     "load_state_dict",
@@ -73,6 +73,33 @@ def check_inference_tensors(owners: Iterable[Owner]) -> None:
                 f"change such tensors. Nothing was restored; replace them in the module by their clone(), or restore "
                 f"in torch.inference_mode()"
             )
+
+
+def own_names(module: torch.nn.Module) -> Callable[[str], bool] | None:
+    """Return a test for the names in the state dict of a module that code other than PyTorch's loads; None for none.
+
+    Overridden code and hooks of a module see all names below it.
+    """
+    prefixes, names = [], set()
+    if not _is_plain(module, torch.nn.Module, "torch.nn.", ("load_state_dict",), ()):
+        prefixes.append("")
+    for name, member in module.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        hooks = (*member._load_state_dict_pre_hooks.values(), *member._load_state_dict_post_hooks.values())
+        if not _is_plain(member, torch.nn.Module, "torch.nn.", ("_load_from_state_dict",), ()) or not all(
+            map(_is_of_sharding, hooks)
+        ):
+            prefixes.append(prefix)
+        if type(member).set_extra_state is not torch.nn.Module.set_extra_state:
+            names.add(f"{prefix}_extra_state")
+    if not prefixes and not names:
+        return None
+    return lambda name: name in names or name.startswith(tuple(prefixes))
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Return whether a hook is one of FSDP's and the like, which change neither names nor global shapes."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _is_inference(item: Any) -> bool:

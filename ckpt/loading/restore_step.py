@@ -27,12 +27,14 @@ from ckpt.loading.all_or_none import Alone, Group, Phase, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
+from ckpt.loading.handover import Handovers
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, known_names, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, is_below, known_names, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
 from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.state_update import StateUpdate
+from ckpt.loading.structure import Structure
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
@@ -81,6 +83,8 @@ class RestoreReport:
     mismatched: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
     @property
     def tier(
@@ -109,7 +113,10 @@ class RestoreReport:
             "storage": self.storage_bytes,
         }
         text = ", ".join(f"{nbytes} bytes from {source}" for source, nbytes in sources.items() if nbytes)
-        names = {word: getattr(self, word) for word in ("missing", "unexpected", "mismatched", "cast", "resized")}
+        names = {
+            word: getattr(self, word)
+            for word in ("missing", "unexpected", "mismatched", "cast", "resized", "added", "removed")
+        }
         counts = "".join(f", {len(found)} {word}" for word, found in names.items() if found)
         counts = f", {self.mirror_files} pack files from the mirror{counts}" if self.mirror_files else counts
         return f"step {self.step}: {text or 'no tensors'}, {1000 * self.seconds:.0f} ms{counts}"
@@ -254,6 +261,7 @@ class _Attempt:
         self._has_tensors = False
         self._unexpected: list[Path] = []
         self._update: StateUpdate
+        self._handovers: Handovers
         self._reading = False
         self._filled: frozenset[Path] | None = None  # from memory, once that was tried
 
@@ -270,7 +278,14 @@ class _Attempt:
     def match(self, state: Any) -> bytes:
         """Flatten the state and pair every leaf with what is stored; return what the other ranks need, to `compare`."""
         optimizers = Optimizers(self.index, self._ranks.rank, state, self._options)
-        flat = flatten(state, expand=optimizers.expand, reaches=self._options.reaches)
+        structure = Structure(self.index, self._ranks.rank, self._options)
+        handovers = self._handovers = Handovers(structure, self._options)
+
+        def expand(path: Path, owner: Any, state_dict: Any, per_rank: bool) -> Any:
+            state_dict = optimizers.expand(path, owner, state_dict, per_rank)
+            return handovers.expand(path, owner, state_dict, per_rank)
+
+        flat = flatten(state, expand=expand, adapt=structure.adapt, reaches=self._options.reaches)
         self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
         self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, self._options)
         self._match.problems += optimizers.problems
@@ -279,9 +294,20 @@ class _Attempt:
             self._check_selection(state, flat, self._options.only)
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
         check_inference_tensors(owners)
-        update = self._update = StateUpdate(self._match, owners)
+        self._note_structure(structure)
+        update = self._update = StateUpdate(self._match, owners, structure, handovers.by_path)
         flags = _FLAGS.pack(bool(self._match.problems), update.tries, update.finishes)
         return flags + known_names(self._match, str(self.index.summary["save"]))
+
+    def _note_structure(self, structure: Structure) -> None:
+        """Record which items containers get and lose."""
+        self.report = replace(self.report, added=_names(structure.added), removed=_names(structure.removed))
+        if structure.removed:
+            _log.warning(
+                "step %d does not have these items of dicts and lists, which are removed from the state:%s",
+                self._step,
+                _listed(list(self.report.removed)),
+            )
 
     def compare(self, answers: Sequence[bytes]) -> tuple[bool, bool, bool]:
         """Find the names that no rank has. Return whether any rank has problems, a trial to make, objects to load.
@@ -356,6 +382,24 @@ class _Attempt:
     def try_objects(self) -> None:
         """Assign values, and have the objects load that may refuse; see `StateUpdate`."""
         self._update.try_objects(lambda reads: self._fetch(reads, frozenset(), is_trial=True))
+        self._note_refused()
+
+    def _note_refused(self) -> None:
+        """Record, and log, the names that objects with loading code of their own have refused."""
+        refused = [path for each in self._handovers.by_path.values() for path in each.refused]
+        if not refused:
+            return
+        resized = [path for path in refused if self._options.resize]
+        left_out = [path for path in refused if not self._options.resize]
+        restored = [path for path in self.report.restored_paths if not is_below(path, left_out)]
+        self.report = replace(
+            self.report,
+            restored_paths=tuple(restored),
+            resized=tuple(sorted({*self.report.resized, *_names(resized)})),
+            mismatched=tuple(sorted({*self.report.mismatched, *_names(left_out)})),
+        )
+        texts = [each.differences[path] for each in self._handovers.by_path.values() for path in each.refused]
+        _log.warning("step %d has names that objects did not load:%s", self._step, _listed(texts))
 
     def roll_back(self, error: Exception) -> None:
         """Undo the trial, and add a note to `error` about what could not be undone."""
