@@ -46,7 +46,7 @@ class StateUpdate:
         self._handovers = handovers
         self._changes = structure.changes
         self._owners = sorted(owners, key=lambda owner: isinstance(owner.stateful, RngState))
-        self._may_refuse = [owner for owner in self._owners if may_refuse(owner.stateful)]
+        self._may_refuse = [owner for owner in self._owners if may_refuse(owner)]
         below = {owner.path for owner in self._may_refuse}
         reads = [read for read in match.reads if is_below(read[0], below)]
         new = set(structure.new)

@@ -89,7 +89,9 @@ class StoredTree:
         form = self.form(path)
         tensor = self.tensor(path)
         if form == "tensor":
-            return "a tensor" if tensor is None else f"a tensor, {tensor.dtype}{list(tensor.shape)}"
+            if tensor is None:
+                return f"a {self._containers[path].type}"
+            return f"a tensor, {tensor.dtype}{list(tensor.shape)}"
         if path in self._values:
             return described(self._values[path])
         if form == "mapping":
