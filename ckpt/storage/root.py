@@ -25,7 +25,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 
-from ckpt.errors import FencedError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.directories import Rename, try_lock_exclusive
@@ -47,7 +47,7 @@ from ckpt.storage.step_documents import (
     read_json,
     read_part_of_step,
 )
-from ckpt.storage.step_reader import StepReader, has_readers, remove_stale_readers
+from ckpt.storage.step_reader import StepReader, has_readers, remove_stale_readers, why_no_step
 from ckpt.storage.step_source import LocalStep, StepSource
 
 __all__ = [
@@ -212,8 +212,19 @@ class CheckpointRoot(DirectoryRoot):
             return os.stat(path).st_mtime
 
     def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> StepReader:
-        """See `Root.hold_step`."""
-        return StepReader(self.step_path(step), self.path if lease else None, renewing=renewing)
+        """See `Root.hold_step`. CheckpointCorruptError for an entry with the name of a step that is none."""
+        path = self.step_path(step)
+        try:
+            return StepReader(path, self.path if lease else None, renewing=renewing)
+        except CheckpointNotFoundError:
+            # It was not removed if its name is still there: a step is renamed before any of its files is deleted.
+            problem = why_no_step(path)
+            if problem is None or os.path.basename(path) not in directories.names_in(self.path):
+                raise
+            raise CheckpointCorruptError(
+                f"{path} has the name of a step, and is none: {problem}. Move it away, or copy the whole step there",
+                step=step,
+            ) from None
 
     def hold_itself(self) -> StepReader:
         """See `Root.hold_itself`."""
