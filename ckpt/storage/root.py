@@ -28,6 +28,7 @@ from collections.abc import Callable
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
+from ckpt.storage.copied_steps import copied_from_objects
 from ckpt.storage.directories import Rename, try_lock_exclusive
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Aside, DirectoryRoot
@@ -84,6 +85,7 @@ class CheckpointRoot(DirectoryRoot):
     reuses_files = True
     removed_by_all = True
     least_look_s = 0.0
+    other_layout = "an object store"
 
     def __init__(self, path: str) -> None:
         if "://" in path:
@@ -114,6 +116,10 @@ class CheckpointRoot(DirectoryRoot):
     def steps(self) -> list[int]:
         """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read."""
         return sorted(int(match[1]) for name in self._names(self.path) if (match := PUBLISHED_STEP.fullmatch(name)))
+
+    def copied_steps(self) -> dict[int, StepSource]:
+        """See `Root.copied_steps`."""
+        return copied_from_objects(self.path)
 
     def pending(self) -> list[SaveId]:
         """Return the saves that are neither published nor abandoned, lowest step first. A link is none."""
