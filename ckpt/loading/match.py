@@ -121,13 +121,16 @@ def match_state(
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
     match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
     match.known = bytes(path in known or skipped(path) for path in match.names)
-    own_names = {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
     match.problems += [
         Problem(path, f"unexpected: {display(path)} (of this rank)")
-        for path in own_names
+        for path in _names_of_rank(index, rank)
         if path not in known and not skipped(path)
     ]
     return match
+
+
+def _names_of_rank(index: CheckpointIndex, rank: int) -> set[Path]:
+    return {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
 
 
 class _Present:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ckpt.collection import without_collection
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError
+from ckpt.errors import StateMismatchError
 from ckpt.loading.all_or_none import Alone, Group, Phase, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
@@ -34,18 +34,17 @@ from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
 from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.state_update import StateUpdate
+from ckpt.loading.step_hold import HeldSource
 from ckpt.loading.structure import Structure
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
 from ckpt.storage.dtypes import torch_dtype_name
-from ckpt.storage.interface import HeldStep, Root
 from ckpt.storage.memory_step import MemoryStep
-from ckpt.storage.node_packs import NodeLocalStep, NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["FilledTensors", "HeldSource", "MemorySource", "RestoreReport", "StepHold", "restore_step"]
+__all__ = ["FilledTensors", "MemorySource", "RestoreReport", "restore_step"]
 
 _log = logging.getLogger("ckpt")
 _SHOWN = 20
@@ -62,7 +61,8 @@ class RestoreReport:
     the memory is of an earlier start of the job (its bytes count as those of neighbours). Of the pack files of a
     node-local step, `mirror_files` were read from the mirror: they are not on this node, or are damaged there.
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
-    newer ones, and this one, if it was read from the mirror after its first copy.
+    newer ones, and this one, if it was read from the mirror after its first copy. Of plain dicts and lists, `added` are
+    the names of items that they have got, `removed` of those that they have lost.
     """
 
     step: int
@@ -141,76 +141,6 @@ class MemorySource(Protocol):
     ) -> FilledTensors:
         """Fill those of `leaves` that are in memory."""
         ...
-
-
-class HeldSource(Protocol):
-    """A step while it is read on all ranks.
-
-    `is_node_local`: not every rank may be able to read what it needs. `mirror_files` were read from the mirror so far.
-    """
-
-    @property
-    def is_node_local(self) -> bool: ...
-    @property
-    def mirror_files(self) -> int: ...
-
-    def open(self) -> StepSource:
-        """Begin to read, and return the files. May be collective; raises on all ranks or none then."""
-
-    def check(self) -> None:
-        """Raise a CheckpointError unless everything that this rank has read is of this step."""
-
-
-class StepHold:
-    """Holds one step on all ranks while it is read. The coordinator makes the lease, for all, and releases it last."""
-
-    def __init__(self, root: Root, step: int, ranks: Group, read_only: bool, packs: NodePacks | None = None) -> None:
-        """`packs`: where the pack files of this root are on this node."""
-        self.root = root
-        self._packs = packs
-        self._step = step
-        self._ranks = ranks
-        self._leads = not read_only and ranks.rank == 0 and not isinstance(ranks, Alone)
-        self._reader: HeldStep | None = None
-        self._node_local: NodeLocalStep | None = None
-
-    def open(self) -> StepSource:
-        """Begin to read, and return the files. CheckpointNotFoundError if the step does not exist any more."""
-        self._reader = self.root.hold_step(self._step, lease=self._leads, renewing=True)
-        if self._packs is None:
-            return self._reader.source
-        self._node_local = self._packs.source(self._step, self._reader.source, lease=self._leads)
-        return self._node_local
-
-    def check(self) -> None:
-        """Raise CheckpointNotFoundError unless everything that this rank has read is of this step."""
-        if self._reader is not None:
-            self._reader.check()
-        if self._node_local is not None:
-            self._node_local.check()
-
-    @property
-    def is_node_local(self) -> bool:
-        """Whether not every rank can read every file. The same on all ranks."""
-        return self._packs is not None
-
-    @property
-    def mirror_files(self) -> int:
-        """How many pack files this rank has read from the mirror because they are not on its node, or damaged there."""
-        return 0 if self._node_local is None else len(self._node_local.from_mirror)
-
-    def was_removed(self, error: CheckpointError) -> bool:
-        """Return whether the step was removed or replaced, as seen by any rank. Collective."""
-        is_gone = isinstance(error, CheckpointNotFoundError)
-        still_there = not is_gone and (self._reader is None or self._reader.still_there)
-        return b"-" in self._ranks(b"+" if still_there else b"-")
-
-    def close(self) -> None:
-        """Release the step. Idempotent."""
-        if self._node_local is not None:
-            self._node_local.close()
-        if self._reader is not None:
-            self._reader.close()
 
 
 def restore_step(
