@@ -356,6 +356,7 @@ class Checkpointer(Uncopied):
         cast: bool = False,
         resize: bool = False,
         fall_back: bool = True,
+        structure: Literal["step", "state"] = "step",
     ) -> int | None:
         """Put the newest step (or `step`) into `state`, in place, and return it: published, or whole in memory.
 
@@ -386,6 +387,11 @@ class Checkpointer(Uncopied):
         restores what a tensor has in common with one of another shape, from the first element of each dimension; what
         is left keeps its values, or is 0 in the state of a new optimizer.
 
+        Dicts and lists of values and tensors get the items that the step has, as `last_restore` says (``added``,
+        ``removed``); not the topmost names of the state, nor dicts with parameters or with names like "layer.weight".
+        With ``structure="state"`` their items must be those of the state. Modules and other objects with loading code
+        of their own decide about names and shapes that differ.
+
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
         ``strict=False`` restores what fits and logs the rest, unless no tensor fits); StateError, naming the object,
         when one does not take what the checkpoint has, with the state as it was; CheckpointCorruptError or StorageError
@@ -393,7 +399,7 @@ class Checkpointer(Uncopied):
         together.
         """
         self._check_open()
-        options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back)
+        options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back, structure)
         self._ranks.doing = "the restore" if step is None else f"the restore of step {step}"
         with self._phase("ckpt.restore"):
             tiers, memory, left = self._tiers(self._mirror_root), self._saver.memory, self._undecided(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,23 +11,35 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import CheckpointIndex, StoredTensor, parse_index
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, tile_exactly
-from ckpt.storage.names import INDEX
+from ckpt.storage.names import INDEX, PUBLISHED_STEP, step_name
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.step_source import StepSource
 
 __all__ = ["Inconsistency", "all_tensors", "array_name", "find_inconsistencies", "read_index"]
+
+_log = logging.getLogger("ckpt")
 
 
 def read_index(step: str | StepSource) -> CheckpointIndex:
     """Read the metadata of a published step, a source or a directory, and check that they are consistent.
 
     Every element of every tensor is then in exactly one box, and every alias has a target; only the bytes of the arrays
-    remain to be checked. Nothing but three regular files of the step is opened.
+    remain to be checked. Nothing but three regular files of the step is opened. Logs a warning if the step lies under
+    the number of another one.
 
     Raises CheckpointNotFoundError, FormatVersionError (before anything else is checked), CheckpointCorruptError,
     StorageError.
     """
     index = parse_index(step)
+    named = PUBLISHED_STEP.fullmatch(os.path.basename(index.path.rstrip("/")))
+    if named is not None and int(named[1]) != index.step:
+        _log.warning(
+            "%s has the name of step %d and holds step %d: it was copied or renamed; rename it to %s, or save it again",
+            index.path,
+            int(named[1]),
+            index.step,
+            step_name(index.step),
+        )
     for problem in find_inconsistencies(index):
         what = "" if problem.tensor is None else f"tensor {problem.tensor}: "
         where = os.path.join(index.path, problem.file)

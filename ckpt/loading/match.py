@@ -12,6 +12,7 @@ from ckpt.errors import CheckpointNotFoundError
 from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.loading.options import RestoreOptions
+from ckpt.loading.stored_tree import StoredTree, described
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
@@ -96,6 +97,7 @@ def match_state(
     Paths in or below `ignored`, and those that `options` do not select, are skipped.
     """
     match = Match()
+    present = _Present(index, rank)
 
     def skipped(path: Path) -> bool:
         return is_below(path, ignored) or not options.selects(path)
@@ -106,16 +108,16 @@ def match_state(
             other_names.setdefault(target, []).append(path)
     for path, leaf in flat.tensors.items():
         if not skipped(path):
-            _match_tensor(match, index, path, leaf, rank, options, other_names.get(path, ()))
+            _match_tensor(match, index, present, path, leaf, rank, options, other_names.get(path, ()))
     for path, value in flat.values.items():
         if not skipped(path):
-            _match_value(match, index, path, value, rank)
+            _match_value(match, index, present, path, value, rank)
     read = {path: tensor for path, tensor, _ in match.reads}
     for path, target in flat.aliases.items():
         if skipped(path):
             continue
         if skipped(target):  # this name alone is restored, into the memory that both have
-            _match_tensor(match, index, path, flat.tensors[target], rank, options)
+            _match_tensor(match, index, present, path, flat.tensors[target], rank, options)
             continue
         own = index.tensor(path)
         if own is not None and target in read and own is not read[target]:
@@ -129,13 +131,43 @@ def match_state(
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
     match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
     match.known = bytes(path in known or skipped(path) for path in match.names)
-    own_names = {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
     match.problems += [
         Problem(path, f"unexpected: {display(path)} (of this rank)")
-        for path in own_names
+        for path in _names_of_rank(index, rank)
         if path not in known and not skipped(path)
     ]
     return match
+
+
+def _names_of_rank(index: CheckpointIndex, rank: int) -> set[Path]:
+    return {path for own in (index.per_rank_tensors, index.per_rank_values) for path in own if rank in own[path]}
+
+
+class _Present:
+    """Words for what a step has at a name in another form than the state."""
+
+    def __init__(self, index: CheckpointIndex, rank: int) -> None:
+        self._index = index
+        self._rank = rank
+        self._trees: dict[bool, StoredTree] = {}
+
+    def instead(self, path: Path, per_rank: bool, own: str) -> str | None:
+        """Return a text for a mismatch of a leaf of the state, which is `own`; None if the step has nothing there."""
+        for of_rank in (per_rank, not per_rank):
+            if of_rank not in self._trees:
+                self._trees[of_rank] = StoredTree(self._index, self._rank if of_rank else None)
+            tree = self._trees[of_rank]
+            scope = " of this rank" if of_rank else " of all ranks"
+            whose = ("", "") if of_rank is per_rank else (scope, " of all ranks" if of_rank else " of this rank")
+            for at in (path, *(path[:length] for length in range(len(path) - 1, 0, -1))):
+                form = tree.form(at)
+                if form is not None and (at == path or form in ("tensor", "value")):
+                    inside = own if at == path else f"a container of {display(path)}"
+                    stored = tree.described(at)
+                    return (
+                        f"form: {display(at)} is {stored}{whose[0]} in the checkpoint, {inside}{whose[1]} in the state"
+                    )
+        return None
 
 
 def is_below(path: Path, prefixes: Collection[Path]) -> bool:
@@ -183,6 +215,7 @@ def _digest(data: bytes, nbytes: int) -> bytes:
 def _match_tensor(
     match: Match,
     index: CheckpointIndex,
+    present: _Present,
     path: Path,
     leaf: TensorLeaf,
     rank: int,
@@ -198,10 +231,11 @@ def _match_tensor(
     tensor = next((tensor for tensor in found if tensor is not None), None)
     problem = None
     if tensor is None:
-        problem = f"missing: {display(path)} ({spec.dtype}{list(spec.shape)})"
+        own = f"{spec.dtype}{list(spec.shape)}"
+        problem = present.instead(path, spec.per_rank, f"a tensor, {own}") or f"missing: {display(path)} ({own})"
     elif tensor.dtype != spec.dtype and not (options.cast and _can_cast(tensor.dtype, leaf)):
         problem = f"dtype: {display(path)} is {tensor.dtype} in the checkpoint, {spec.dtype} in the state"
-    elif tensor.shape != spec.shape and not (options.resize and len(tensor.shape) == len(spec.shape)):
+    elif tensor.shape != spec.shape and not (options.resize and _have_common(tensor.shape, spec.shape)):
         problem = f"shape: {display(path)} is {list(tensor.shape)} in the checkpoint, {list(spec.shape)} in the state"
     elif not leaf.writeable:
         problem = f"read-only: {display(path)} is read-only or expanded, and cannot be written to"
@@ -219,6 +253,12 @@ def _match_tensor(
 def _can_cast(stored: str, leaf: TensorLeaf) -> bool:
     dtype, own = torch_dtype(stored), leaf.local.dtype
     return (dtype.is_floating_point and own.is_floating_point) or (dtype.is_complex and own.is_complex)
+
+
+def _have_common(stored: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Return whether tensors of two shapes have elements in common, or neither has any."""
+    is_empty = 0 in stored, 0 in own
+    return len(stored) == len(own) and (not any(is_empty) or all(is_empty))
 
 
 def _common(leaf: TensorLeaf, stored: Box) -> TensorLeaf:
@@ -250,7 +290,9 @@ def _match_subclass(match: Match, index: CheckpointIndex, path: Path, own: Conta
     match.problems.append(Problem(path, f"class: {display(path)} {text} in the state"))
 
 
-def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLeaf, rank: int) -> None:
+def _match_value(
+    match: Match, index: CheckpointIndex, present: _Present, path: Path, leaf: ValueLeaf, rank: int
+) -> None:
     values = {rank: index.values[path]} if path in index.values else {}
     if leaf.per_rank:
         values = index.per_rank_values.get(path, {})
@@ -258,7 +300,8 @@ def _match_value(match: Match, index: CheckpointIndex, path: Path, leaf: ValueLe
             return
     if rank not in values:
         of_rank = " of this rank" if leaf.per_rank else ""
-        match.problems.append(Problem(path, f"missing: {display(path)} (a value{of_rank})"))
+        problem = present.instead(path, leaf.per_rank, described(leaf.value))
+        match.problems.append(Problem(path, problem or f"missing: {display(path)} (a value{of_rank})"))
         return
     value = resolve(values[rank], leaf.value)
     if _form(encode_value(value)) == _form(leaf.encoded):

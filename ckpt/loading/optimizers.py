@@ -8,6 +8,8 @@ them, and like the parameter they belong to where the shapes are equal. No step 
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from typing import Any
 
 import torch
@@ -85,19 +87,42 @@ class Optimizers:
 
 
 def keep_dtypes(owner: Any, state_dict: Any) -> None:
-    """Undo the casts of `Optimizer.load_state_dict`, which casts state to the dtype of its parameter."""
+    """Undo the casts of `Optimizer.load_state_dict`.
+
+    It casts state to the dtype of its parameter, also in containers, which it makes anew, and some of them wrong.
+    """
     if not isinstance(owner, torch.optim.Optimizer) or not is_usual(state_dict):
         return
     numbers = parameters_by_number(owner, group_members(state_dict))
     for number, restored in state_dict["state"].items():
         own = owner.state[numbers[number]] if number in numbers else {}
         for key, value in restored.items() if isinstance(restored, dict) else ():
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(own.get(key), torch.Tensor)
-                and own[key].dtype != value.dtype
-            ):
-                own[key] = value.to(own[key].device)
+            if key in own:
+                own[key] = _as_given(own[key], value)
+
+
+def _as_given(loaded: Any, given: Any) -> Any:
+    """Return an item of the state as it was given to an optimizer, its tensors on the devices that it put them on."""
+    if isinstance(given, torch.Tensor):
+        if not isinstance(loaded, torch.Tensor):
+            return given
+        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+    if isinstance(given, dict):
+        result = copy.copy(given)
+        result.update({key: _as_given(_item(loaded, key), item) for key, item in given.items()})
+        return result
+    if type(given) in (list, tuple, deque):
+        items = [_as_given(_item(loaded, number), item) for number, item in enumerate(given)]
+        return deque(items, given.maxlen) if isinstance(given, deque) else type(given)(items)
+    # A number may have become a tensor: optimizers of PyTorch have their steps in tensors.
+    return given if type(loaded) is type(given) else loaded
+
+
+def _item(container: Any, key: Any) -> Any:
+    try:
+        return container[key]
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _flattened(path: Path, state_dict: Any, per_rank: bool) -> tuple[FlatState, StateError | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckpt.errors import StateMismatchError
 from ckpt.loading.index import CheckpointIndex
@@ -30,6 +30,7 @@ class RestoreOptions:
     cast: bool = False
     resize: bool = False
     fall_back: bool = True
+    structure: Literal["step", "state"] = "step"
 
     @classmethod
     def of(
@@ -40,6 +41,7 @@ class RestoreOptions:
         cast: bool,
         resize: bool,
         fall_back: bool = True,
+        structure: Literal["step", "state"] = "step",
     ) -> RestoreOptions:
         """Check the arguments of a restore."""
         if isinstance(only, str):
@@ -49,7 +51,9 @@ class RestoreOptions:
             raise ValueError(f"only={only!r}: give one name or several, such as only=['model']")
         if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
             raise TypeError(f"rename is a function of a name or a dict of prefixes, not {rename!r:.100}")
-        return cls(strict, names, rename, cast, resize, fall_back)
+        if structure not in ("step", "state"):
+            raise ValueError(f'structure is "step" or "state", not {structure!r:.80}')
+        return cls(strict, names, rename, cast, resize, fall_back, structure)
 
     def selects(self, path: Path) -> bool:
         """Return whether what is at `path` is to be restored."""

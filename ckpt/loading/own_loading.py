@@ -6,7 +6,8 @@ work, so it is tried before anything that cannot be undone (`ckpt.loading.state_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,7 @@ from ckpt.planning.data_loaders import is_data_loader
 from ckpt.planning.state_dict import Owner, RngState
 from ckpt.planning.tensors import PLAIN_TENSORS
 
-__all__ = ["check_inference_tensors", "may_refuse"]
+__all__ = ["check_inference_tensors", "may_refuse", "own_names"]
 
 _MODULE_METHODS = (
     "load_state_dict",
@@ -45,15 +46,17 @@ _OPTIMIZER_HOOKS = (
 _SHOWN = 8
 
 
-def may_refuse(stateful: Any) -> bool:
+def may_refuse(owner: Owner) -> bool:
     """Return whether `load_state_dict` of an object may raise although names and shapes fit."""
+    stateful = owner.stateful
     if isinstance(stateful, torch.nn.Module):
         # With this setting, load_state_dict exchanges parameters, which fails for those that are referenced elsewhere.
         if torch.__future__.get_swap_module_params_on_conversion():
             return True
         return not all(map(_is_plain_module, stateful.modules()))
     if isinstance(stateful, torch.optim.Optimizer):
-        return not _is_plain(stateful, torch.optim.Optimizer, "torch.optim.", _OPTIMIZER_METHODS, _OPTIMIZER_HOOKS)
+        is_plain = _is_plain(stateful, torch.optim.Optimizer, "torch.optim.", _OPTIMIZER_METHODS, _OPTIMIZER_HOOKS)
+        return not is_plain or not _is_convertible(owner.state_dict)
     return not isinstance(stateful, RngState) and not is_data_loader(type(stateful))
 
 
@@ -65,7 +68,7 @@ def check_inference_tensors(owners: Iterable[Owner]) -> None:
         if not isinstance(owner.stateful, torch.nn.Module) or not isinstance(owner.before, dict):
             continue
         found = [key for key, item in owner.before.items() if _is_inference(item)]
-        if found and not may_refuse(owner.stateful):
+        if found and not may_refuse(owner):
             names = [display((*owner.path, key)) for key in found]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise StateError(
@@ -73,6 +76,33 @@ def check_inference_tensors(owners: Iterable[Owner]) -> None:
                 f"change such tensors. Nothing was restored; replace them in the module by their clone(), or restore "
                 f"in torch.inference_mode()"
             )
+
+
+def own_names(module: torch.nn.Module) -> Callable[[str], bool] | None:
+    """Return a test for the names in the state dict of a module that code other than PyTorch's loads; None for none.
+
+    Overridden code and hooks of a module see all names below it.
+    """
+    prefixes, names = [], set()
+    if not _is_plain(module, torch.nn.Module, "torch.nn.", ("load_state_dict",), ()):
+        prefixes.append("")
+    for name, member in module.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        hooks = (*member._load_state_dict_pre_hooks.values(), *member._load_state_dict_post_hooks.values())
+        if not _is_plain(member, torch.nn.Module, "torch.nn.", ("_load_from_state_dict",), ()) or not all(
+            map(_is_of_sharding, hooks)
+        ):
+            prefixes.append(prefix)
+        if type(member).set_extra_state is not torch.nn.Module.set_extra_state:
+            names.add(f"{prefix}_extra_state")
+    if not prefixes and not names:
+        return None
+    return lambda name: name in names or name.startswith(tuple(prefixes))
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Return whether a hook is one of FSDP's and the like, which change neither names nor global shapes."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _is_inference(item: Any) -> bool:
@@ -83,6 +113,15 @@ def _is_plain_module(module: torch.nn.Module) -> bool:
     return _is_plain(module, torch.nn.Module, "torch.nn.", _MODULE_METHODS, _MODULE_HOOKS) and all(
         type(getattr(tensor, "_local_tensor", tensor)) in PLAIN_TENSORS for tensor in _tensors(module)
     )
+
+
+def _is_convertible(item: Any) -> bool:
+    """Return whether PyTorch's optimizers can load state: they make its containers anew, of a generator of items."""
+    if isinstance(item, dict):
+        return all(map(_is_convertible, item.values()))
+    if type(item) in (list, tuple, deque):
+        return all(map(_is_convertible, item))
+    return isinstance(item, torch.Tensor | str | bytes) or not isinstance(item, Iterable)
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

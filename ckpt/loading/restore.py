@@ -26,7 +26,8 @@ from ckpt.events import Restored, RestoreFailed
 from ckpt.loading.all_or_none import Alone, Group, error_class
 from ckpt.loading.candidates import Place, places
 from ckpt.loading.options import RestoreOptions
-from ckpt.loading.restore_step import HeldSource, MemorySource, RestoreReport, StepHold, restore_step
+from ckpt.loading.restore_step import MemorySource, RestoreReport, restore_step
+from ckpt.loading.step_hold import HeldSource, StepHold
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks

@@ -22,28 +22,29 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ckpt.collection import without_collection
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError
+from ckpt.errors import StateMismatchError
 from ckpt.loading.all_or_none import Alone, Group, Phase, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
+from ckpt.loading.handover import Handovers
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, known_names, lacking, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, is_below, known_names, lacking, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
 from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.state_update import StateUpdate
+from ckpt.loading.step_hold import HeldSource
+from ckpt.loading.structure import Structure
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
 from ckpt.storage.dtypes import torch_dtype_name
-from ckpt.storage.interface import HeldStep, Root
 from ckpt.storage.memory_step import MemoryStep
-from ckpt.storage.node_packs import NodeLocalStep, NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["FilledTensors", "HeldSource", "MemorySource", "RestoreReport", "StepHold", "restore_step"]
+__all__ = ["FilledTensors", "MemorySource", "RestoreReport", "restore_step"]
 
 _log = logging.getLogger("ckpt")
 _SHOWN = 20
@@ -61,7 +62,8 @@ class RestoreReport:
     node-local step, `mirror_files` were read from the mirror: they are not on this node, or are damaged there.
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
     newer ones, and this one, if it was read from the mirror after its first copy. `unreadable` are newer ones whose
-    storage failed, or whose files are on other nodes.
+    storage failed, or whose files are on other nodes. Of plain dicts and lists, `added` are the names of items
+    that they have got, `removed` of those that they have lost.
     """
 
     step: int
@@ -83,6 +85,8 @@ class RestoreReport:
     mismatched: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
     @property
     def tier(
@@ -111,7 +115,10 @@ class RestoreReport:
             "storage": self.storage_bytes,
         }
         text = ", ".join(f"{nbytes} bytes from {source}" for source, nbytes in sources.items() if nbytes)
-        names = {word: getattr(self, word) for word in ("missing", "unexpected", "mismatched", "cast", "resized")}
+        names = {
+            word: getattr(self, word)
+            for word in ("missing", "unexpected", "mismatched", "cast", "resized", "added", "removed")
+        }
         counts = "".join(f", {len(found)} {word}" for word, found in names.items() if found)
         counts = f", {self.mirror_files} pack files from the mirror{counts}" if self.mirror_files else counts
         return f"step {self.step}: {text or 'no tensors'}, {1000 * self.seconds:.0f} ms{counts}"
@@ -136,76 +143,6 @@ class MemorySource(Protocol):
     ) -> FilledTensors:
         """Fill those of `leaves` that are in memory."""
         ...
-
-
-class HeldSource(Protocol):
-    """A step while it is read on all ranks.
-
-    `is_node_local`: not every rank may be able to read what it needs. `mirror_files` were read from the mirror so far.
-    """
-
-    @property
-    def is_node_local(self) -> bool: ...
-    @property
-    def mirror_files(self) -> int: ...
-
-    def open(self) -> StepSource:
-        """Begin to read, and return the files. May be collective; raises on all ranks or none then."""
-
-    def check(self) -> None:
-        """Raise a CheckpointError unless everything that this rank has read is of this step."""
-
-
-class StepHold:
-    """Holds one step on all ranks while it is read. The coordinator makes the lease, for all, and releases it last."""
-
-    def __init__(self, root: Root, step: int, ranks: Group, read_only: bool, packs: NodePacks | None = None) -> None:
-        """`packs`: where the pack files of this root are on this node."""
-        self.root = root
-        self._packs = packs
-        self._step = step
-        self._ranks = ranks
-        self._leads = not read_only and ranks.rank == 0 and not isinstance(ranks, Alone)
-        self._reader: HeldStep | None = None
-        self._node_local: NodeLocalStep | None = None
-
-    def open(self) -> StepSource:
-        """Begin to read, and return the files. CheckpointNotFoundError if the step does not exist any more."""
-        self._reader = self.root.hold_step(self._step, lease=self._leads, renewing=True)
-        if self._packs is None:
-            return self._reader.source
-        self._node_local = self._packs.source(self._step, self._reader.source, lease=self._leads)
-        return self._node_local
-
-    def check(self) -> None:
-        """Raise CheckpointNotFoundError unless everything that this rank has read is of this step."""
-        if self._reader is not None:
-            self._reader.check()
-        if self._node_local is not None:
-            self._node_local.check()
-
-    @property
-    def is_node_local(self) -> bool:
-        """Whether not every rank can read every file. The same on all ranks."""
-        return self._packs is not None
-
-    @property
-    def mirror_files(self) -> int:
-        """How many pack files this rank has read from the mirror because they are not on its node, or damaged there."""
-        return 0 if self._node_local is None else len(self._node_local.from_mirror)
-
-    def was_removed(self, error: CheckpointError) -> bool:
-        """Return whether the step was removed or replaced, as seen by any rank. Collective."""
-        is_gone = isinstance(error, CheckpointNotFoundError)
-        still_there = not is_gone and (self._reader is None or self._reader.still_there)
-        return b"-" in self._ranks(b"+" if still_there else b"-")
-
-    def close(self) -> None:
-        """Release the step. Idempotent."""
-        if self._node_local is not None:
-            self._node_local.close()
-        if self._reader is not None:
-            self._reader.close()
 
 
 def restore_step(
@@ -256,6 +193,7 @@ class _Attempt:
         self._has_tensors = False
         self._unexpected: list[Path] = []
         self._update: StateUpdate
+        self._handovers: Handovers
         self._reading = False
         self._filled: frozenset[Path] | None = None  # from memory, once that was tried
 
@@ -272,7 +210,14 @@ class _Attempt:
     def match(self, state: Any) -> bytes:
         """Flatten the state and pair every leaf with what is stored; return what the other ranks need, to `compare`."""
         optimizers = Optimizers(self.index, self._ranks.rank, state, self._options)
-        flat = flatten(state, expand=optimizers.expand, reaches=self._options.reaches)
+        structure = Structure(self.index, self._ranks.rank, self._options)
+        handovers = self._handovers = Handovers(structure, self._options)
+
+        def expand(path: Path, owner: Any, state_dict: Any, per_rank: bool) -> Any:
+            state_dict = optimizers.expand(path, owner, state_dict, per_rank)
+            return handovers.expand(path, owner, state_dict, per_rank)
+
+        flat = flatten(state, expand=expand, adapt=structure.adapt, reaches=self._options.reaches)
         self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
         self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, self._options)
         self._match.problems += optimizers.problems
@@ -281,9 +226,20 @@ class _Attempt:
             self._check_selection(state, flat, self._options.only)
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
         check_inference_tensors(owners)
-        update = self._update = StateUpdate(self._match, owners)
+        self._note_structure(structure)
+        update = self._update = StateUpdate(self._match, owners, structure, handovers.by_path)
         flags = _FLAGS.pack(bool(self._match.problems), update.tries, update.finishes)
         return flags + known_names(self._match, str(self.index.summary["save"]))
+
+    def _note_structure(self, structure: Structure) -> None:
+        """Record which items containers get and lose."""
+        self.report = replace(self.report, added=_names(structure.added), removed=_names(structure.removed))
+        if structure.removed:
+            _log.warning(
+                "step %d does not have these items of dicts and lists, which are removed from the state:%s",
+                self._step,
+                _listed(list(self.report.removed)),
+            )
 
     def compare(self, answers: Sequence[bytes]) -> tuple[bool, bool, bool]:
         """Find the names that no rank has. Return whether any rank has problems, a trial to make, objects to load.
@@ -361,6 +317,24 @@ class _Attempt:
     def try_objects(self) -> None:
         """Assign values, and have the objects load that may refuse; see `StateUpdate`."""
         self._update.try_objects(lambda reads: self._fetch(reads, frozenset(), is_trial=True))
+        self._note_refused()
+
+    def _note_refused(self) -> None:
+        """Record, and log, the names that objects with loading code of their own have refused."""
+        refused = [path for each in self._handovers.by_path.values() for path in each.refused]
+        if not refused:
+            return
+        resized = [path for path in refused if self._options.resize]
+        left_out = [path for path in refused if not self._options.resize]
+        restored = [path for path in self.report.restored_paths if not is_below(path, left_out)]
+        self.report = replace(
+            self.report,
+            restored_paths=tuple(restored),
+            resized=tuple(sorted({*self.report.resized, *_names(resized)})),
+            mismatched=tuple(sorted({*self.report.mismatched, *_names(left_out)})),
+        )
+        texts = [each.differences[path] for each in self._handovers.by_path.values() for path in each.refused]
+        _log.warning("step %d has names that objects did not load:%s", self._step, _listed(texts))
 
     def roll_back(self, error: Exception) -> None:
         """Undo the trial, and add a note to `error` about what could not be undone."""

@@ -32,7 +32,7 @@ from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.containers import Container
 from ckpt.values.registry import encoder_of, form_of
 
-__all__ = ["Assign", "FlatState", "Owner", "PerRank", "RngState", "TensorLeaf", "ValueLeaf", "flatten"]
+__all__ = ["Assign", "FlatState", "Owner", "PerRank", "RngState", "TensorLeaf", "ValueLeaf", "flatten", "holds_tensors"]
 
 
 @dataclass(slots=True)
@@ -188,20 +188,22 @@ def flatten(
     state: Any,
     *,
     expand: Callable[[Path, Any, Any, bool], Any] | None = None,
+    adapt: Callable[[Path, Any, bool], Any] | None = None,
     reaches: Callable[[Path], bool] = lambda path: True,
 ) -> FlatState:
     """Name every leaf of `state`; the tensors alias the user's memory where possible.
 
     `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object: a restore creates
-    the missing tensors of a new optimizer. Items of the state that `reaches` is False of are not looked at. A
-    `FlatState`, whose leaves another part of the program has named, is returned as it is. Raises StateError, naming the
-    path, for a leaf that cannot be stored.
+    the missing tensors of a new optimizer. `adapt(path, container, per_rank)` may return another dict, list or deque to
+    be walked in place of one that is in no stateful object. Items of the state that `reaches` is False of are not
+    looked at. A `FlatState`, whose leaves another part of the program has named, is returned as it is. Raises
+    StateError, naming the path, for a leaf that cannot be stored.
     """
     if isinstance(state, FlatState):
         return state
     flat = FlatState()
     with without_collection(), torch.no_grad():
-        _Walk(flat, expand, reaches).visit((), state, per_rank=False, assign=None)
+        _Walk(flat, expand, adapt, reaches).visit((), state, per_rank=False, assign=None)
     if () in flat.tensors or (() in flat.values and not isinstance(state, Mapping)):
         raise StateError(
             f"a state that is a single {type(state).__name__} cannot be restored in place; put it into a dict"
@@ -216,10 +218,12 @@ class _Walk:
         self,
         flat: FlatState,
         expand: Callable[[Path, Any, Any, bool], Any] | None,
+        adapt: Callable[[Path, Any, bool], Any] | None,
         reaches: Callable[[Path], bool],
     ) -> None:
         self._flat = flat
         self._expand = expand
+        self._adapt = adapt
         self._reaches = reaches
         self._tensors = TensorLeaves(flat.tensors, flat.aliases, flat.containers)
 
@@ -230,6 +234,8 @@ class _Walk:
             raise StateError(
                 f"{display(path[:8])}/...: the state is nested deeper than {_MAX_NESTING}, or contains itself"
             )
+        if self._adapt is not None and isinstance(node, dict | list | deque) and not _is_registered_value(type(node)):
+            node = self._adapt(path, node, per_rank)
         if isinstance(node, PerRank):
             self.visit(path, node.value, True, partial(setattr, node, "value"))
         elif isinstance(node, torch.Tensor):
@@ -241,7 +247,7 @@ class _Walk:
         elif isinstance(node, Mapping):
             self._record(path, node, per_rank)
             self._mapping(path, node, per_rank, assign)
-        elif isinstance(node, list | deque | tuple | Namespace) and _holds_tensors(node):
+        elif isinstance(node, list | deque | tuple | Namespace) and holds_tensors(node):
             self._container(path, node, per_rank, assign)
         elif callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None)):
             if is_data_loader(type(node)):
@@ -299,10 +305,13 @@ class _Walk:
         recorded = recorded_class(stateful, state_dict)
         if recorded is not None:
             self._flat.containers[path] = recorded, per_rank
+        adapt, self._adapt = self._adapt, None  # `expand` has done it
         try:
             self.visit(path, state_dict, per_rank, partial(setattr, owner, "state_dict"))
         except MetaTensorError as error:
             raise StateError(_how_to_allocate(path, stateful, error)) from None
+        finally:
+            self._adapt = adapt
         self._flat.owners.append(owner)
 
     def _value(self, path: Path, value: Any, per_rank: bool, assign: Assign | None) -> None:
@@ -398,14 +407,14 @@ def _tuple_setter(node: tuple[Any, ...], assign: Assign | None) -> Callable[[int
     return put
 
 
-def _holds_tensors(node: Any, depth: int = 0) -> bool:
+def holds_tensors(node: Any, depth: int = 0) -> bool:
     """Return whether a container holds anything that is not a plain value."""
     if depth > _MAX_NESTING:
         return True
     if isinstance(node, Namespace):
         node = vars(node)
     if isinstance(node, Mapping):
-        return any(_holds_tensors(item, depth + 1) for item in node.values())
+        return any(holds_tensors(item, depth + 1) for item in node.values())
     if isinstance(node, list | deque | tuple):
-        return any(_holds_tensors(item, depth + 1) for item in node)
+        return any(holds_tensors(item, depth + 1) for item in node)
     return isinstance(node, torch.Tensor | np.ndarray | PerRank) or hasattr(node, "state_dict")

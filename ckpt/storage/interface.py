@@ -269,6 +269,9 @@ class Root(ABC):
     least_look_s: ClassVar[float]
     """How long a process that waits lets pass between two looks, at least."""
 
+    other_layout: ClassVar[str]
+    """What the roots of the other kind are in, for messages."""
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -309,6 +312,13 @@ class Root(ABC):
     @abstractmethod
     def hold_itself(self) -> HeldStep:
         """Hold a step of which `path` is the place, not the root. Raises as `hold_step`."""
+
+    @abstractmethod
+    def copied_steps(self) -> dict[int, StepSource]:
+        """Return the steps of another root whose files lie here in the layout of the other kind of root.
+
+        They are no steps of this root; see `copied_steps.refuse_copied_steps`. StorageError if it cannot be listed.
+        """
 
     def tip(self) -> dict[str, Any] | None:
         """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none.

@@ -35,6 +35,7 @@ from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_documents import INTENT
+from ckpt.storage.step_source import StepSource
 
 __all__ = ["ObjectRoot", "object_root"]
 
@@ -50,6 +51,7 @@ class ObjectRoot(Root):
     reuses_files = False
     removed_by_all = False
     least_look_s = _LEAST_LOOK_S
+    other_layout = "a directory"
 
     def __init__(
         self,
@@ -94,6 +96,16 @@ class ObjectRoot(Root):
     def saves(self) -> dict[int, str | None]:
         """See `Root.saves`. One list."""
         return {step: record.save.name for step, record in self._published().items()}
+
+    def copied_steps(self) -> dict[int, StepSource]:
+        """See `Root.copied_steps`. One list."""
+        folders, objects = self._store.names("")
+        names = [match for folder in folders if (match := PUBLISHED_STEP.fullmatch(folder))]
+        found: dict[int, StepSource] = {int(match[1]): ObjectStep(self._store, match[0]) for match in names}
+        own = PUBLISHED_STEP.fullmatch(self.path.rpartition("/")[2])
+        if own is not None and any(each.key == INTENT for each in objects):
+            found[int(own[1])] = ObjectStep(self._store, "")
+        return found
 
     def source_of(self, step: int) -> ObjectStep:
         """See `Root.source_of`, as of the last list of the steps."""

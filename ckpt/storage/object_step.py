@@ -29,7 +29,7 @@ __all__ = ["HeldObjects", "ObjectStep", "readers", "remove_stale_readers"]
 
 
 class ObjectStep(StepSource):
-    """The objects below the prefix of a save."""
+    """The objects below the prefix of a save, or below the place of the store itself if it is empty."""
 
     piece_bytes = 16 << 20
 
@@ -59,18 +59,21 @@ class ObjectStep(StepSource):
 
     def scan(self) -> tuple[dict[str, int], set[str]]:
         """See `StepSource.scan`."""
-        start = len(self._prefix) + 1
-        return {each.key[start:]: each.nbytes for each in self._store.below(f"{self._prefix}/")}, set()
+        below = self._key_of("")
+        return {each.key[len(below) :]: each.nbytes for each in self._store.below(below)}, set()
 
     def usage(self) -> tuple[int, float]:
         """See `StepSource.usage`."""
-        found = list(self._store.below(f"{self._prefix}/"))
+        found = list(self._store.below(self._key_of("")))
         return sum(each.nbytes for each in found), max((each.modified_s for each in found), default=0.0)
 
     def _key(self, name: str) -> str:
         if not name or any(part in ("", ".", "..") for part in name.split("/")):
             raise StorageError(f"{name!r} is not a name below {self.path}; the checkpoint is damaged")
-        return f"{self._prefix}/{name}"
+        return self._key_of(name)
+
+    def _key_of(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
 
 
 class _ObjectFile(RangedFile):

@@ -25,9 +25,10 @@ import time
 import urllib.parse
 from collections.abc import Callable
 
-from ckpt.errors import FencedError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
+from ckpt.storage.copied_steps import copied_from_objects
 from ckpt.storage.directories import Rename, try_lock_exclusive
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Aside, DirectoryRoot
@@ -47,7 +48,7 @@ from ckpt.storage.step_documents import (
     read_json,
     read_part_of_step,
 )
-from ckpt.storage.step_reader import StepReader, has_readers, remove_stale_readers
+from ckpt.storage.step_reader import StepReader, has_readers, remove_stale_readers, why_no_step
 from ckpt.storage.step_source import LocalStep, StepSource
 
 __all__ = [
@@ -84,6 +85,7 @@ class CheckpointRoot(DirectoryRoot):
     reuses_files = True
     removed_by_all = True
     least_look_s = 0.0
+    other_layout = "an object store"
 
     def __init__(self, path: str) -> None:
         if "://" in path:
@@ -114,6 +116,10 @@ class CheckpointRoot(DirectoryRoot):
     def steps(self) -> list[int]:
         """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read."""
         return sorted(int(match[1]) for name in self._names(self.path) if (match := PUBLISHED_STEP.fullmatch(name)))
+
+    def copied_steps(self) -> dict[int, StepSource]:
+        """See `Root.copied_steps`."""
+        return copied_from_objects(self.path)
 
     def pending(self) -> list[SaveId]:
         """Return the saves that are neither published nor abandoned, lowest step first. A link is none."""
@@ -217,8 +223,19 @@ class CheckpointRoot(DirectoryRoot):
             return os.stat(path).st_mtime
 
     def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> StepReader:
-        """See `Root.hold_step`."""
-        return StepReader(self.step_path(step), self.path if lease else None, renewing=renewing)
+        """See `Root.hold_step`. CheckpointCorruptError for an entry with the name of a step that is none."""
+        path = self.step_path(step)
+        try:
+            return StepReader(path, self.path if lease else None, renewing=renewing)
+        except CheckpointNotFoundError:
+            # It was not removed if its name is still there: a step is renamed before any of its files is deleted.
+            problem = why_no_step(path)
+            if problem is None or os.path.basename(path) not in directories.names_in(self.path):
+                raise
+            raise CheckpointCorruptError(
+                f"{path} has the name of a step, and is none: {problem}. Move it away, or copy the whole step there",
+                step=step,
+            ) from None
 
     def hold_itself(self) -> StepReader:
         """See `Root.hold_itself`."""

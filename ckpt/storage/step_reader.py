@@ -27,7 +27,7 @@ from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.process import Process
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["StepReader", "remove_stale_readers", "has_readers"]
+__all__ = ["StepReader", "has_readers", "remove_stale_readers", "why_no_step"]
 
 _READERS = ".readers"
 _MAX_INTENT_BYTES = 1 << 20
@@ -118,6 +118,15 @@ class StepReader(HeldStep, Uncopied):
         if self._lease is not None and os.getpid() == self._pid:  # that of a fork ends with its parent
             with contextlib.suppress(StorageError):
                 files.touch(self._lease)
+
+
+def why_no_step(path: str) -> str | None:
+    """Return why what is at `path` is no step, whole or damaged; None if it may be one, or nothing is there."""
+    if not os.path.lexists(path) or _identity(path) is not None:
+        return None
+    if not os.path.isdir(path):
+        return "it is a link to nothing" if os.path.islink(path) else "it is not a directory"
+    return "it has no zarr.json and no intent.json"
 
 
 def remove_stale_readers(root: str) -> None:

@@ -18,6 +18,7 @@ from . import (
     convert,
     diff,
     export,
+    import_steps,
     ls,
     memory,
     pin,
@@ -37,7 +38,7 @@ __all__ = ["main"]
 
 
 class Command(Protocol):
-    """The interface of a command: a module that is named like it."""
+    """The interface of a command: a module that is named like it (`import_steps` for a keyword)."""
 
     HELP: str
 
@@ -58,6 +59,7 @@ _COMMANDS: dict[str, Command] = {
     "report": report,
     "export": export,
     "convert": convert,
+    "import": import_steps,
     "clean": clean,
     "restore-branch": restore_branch,
     "rm": rm,

@@ -20,6 +20,7 @@ from typing import Any
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.formats.files import foreign_file
+from ckpt.storage.copied_steps import refuse_copied_steps
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
@@ -47,6 +48,7 @@ __all__ = [
     "moved_steps",
     "owned",
     "pending_saves",
+    "refuse_copied",
     "root_of",
     "steps_of",
     "why_abandoned",
@@ -67,6 +69,7 @@ def any_root(path: str) -> Root:
     if not is_object_url(path):
         return root_of(path)
     root = open_root(path)
+    refuse_copied(root)
     if root.path != path.rstrip("/"):
         raise CannotReadError(f"{path} is a step, not a checkpoint root; give {root.path}")
     if root.ownership.newest() == 0 and not root.steps():
@@ -105,10 +108,21 @@ def check_root(path: str) -> None:
     root = CheckpointRoot(path)
     if root.steps() or os.path.isdir(root.pending_path) or os.path.isdir(root.abandoned_path):
         return
+    refuse_copied(root)
     if not os.listdir(path):
         raise CannotReadError(f"{path} is empty: there is no checkpoint")
     _refuse_other_format(path)
     raise CannotReadError(f"{path} is not a checkpoint and contains none")
+
+
+def refuse_copied(root: Root) -> None:
+    """CannotReadError if there are files of steps in the layout of the other kind of root, and no steps."""
+    if root.steps():
+        return
+    try:
+        refuse_copied_steps(root)
+    except StorageError as error:
+        raise CannotReadError(str(error)) from None
 
 
 def _refuse_other_format(path: str) -> None:
@@ -300,8 +314,8 @@ def branch_of(root: Root, tip: MovedStep) -> tuple[list[MovedStep], int]:
 
 
 @contextmanager
-def owned(root: Root) -> Iterator[int]:
-    """Own the root for the length of the block; gives the token of the ownership.
+def owned(root: Root, above: int = 0) -> Iterator[int]:
+    """Own the root for the length of the block; gives the token of the ownership, which is larger than `above`.
 
     CannotReadError if the job that owns the root is still running.
     """
@@ -313,7 +327,7 @@ def owned(root: Root) -> Iterator[int]:
                 f"{root.path} is owned by {root.ownership.describe(token)}, which is alive: stop the job first, or let "
                 "it do this itself (Checkpointer.delete, keep_last)"
             )
-    token = root.ownership.claim(newest)
+    token = root.ownership.claim(newest, above=above)
     try:
         yield token
     finally:

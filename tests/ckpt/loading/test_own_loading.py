@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import AsyncCallsQueue, Checkpointer, CheckpointError, StateError, register_tensor_subclass
+import ckpt.loading.state_update
+from ckpt import (
+    AsyncCallsQueue,
+    Checkpointer,
+    CheckpointError,
+    StateError,
+    StateMismatchError,
+    register_tensor_subclass,
+)
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +238,189 @@ def test_inference_tensors_outside_of_modules_are_filled(queue: AsyncCallsQueue,
             checkpointer.restore({"average": average, "m": module}, cast=cast)
     assert average.eq(1).all()
     assert module.running_mean.eq(3).all()
+
+
+# -- what has loading code of its own ----------------------------------------------------------------------------------
+
+
+class _Observer(nn.Module):
+    """Registers its buffers by its own code, like the observers of torch.ao: in the shape that the step has."""
+
+    def __init__(self, size: int = 0, fill: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.full((size,), fill))
+        self.register_buffer("high", torch.full((size,), fill))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in ("low", "high"):
+            stored = state_dict.get(f"{prefix}{name}")
+            if stored is not None:
+                getattr(self, name).resize_(stored.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _Scaled(nn.Linear):
+    """Has extra state of any form, like the modules of Transformer Engine."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, dict) and "too new" in state:
+            raise RuntimeError("extra state of a newer version")
+        self.extra = state
+
+
+class _Renamed(nn.Module):
+    """Reads steps of an older version, in which a parameter had another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ParameterDict({"new": nn.Parameter(torch.zeros(3))})
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
+        if f"{prefix}inside.old" in state_dict:
+            state_dict[f"{prefix}inside.new"] = state_dict.pop(f"{prefix}inside.old")
+
+
+class _OldNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ParameterDict({"old": nn.Parameter(torch.ones(3))})
+
+
+def _restored(queue: AsyncCallsQueue, root: Path, saved: Any, target: Any, **options: Any) -> Checkpointer:
+    with Checkpointer(root, queue=queue) as checkpointer:
+        checkpointer.save(saved, 1)
+        assert checkpointer.restore(target, **options) == 1
+    return checkpointer
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("sizes", [(4, 0), (0, 4), (4, 2), (4, 4)])
+@pytest.mark.parametrize("options", [{}, {"resize": True}, {"strict": False}], ids=str)
+def test_a_module_that_resizes_its_buffers(
+    queue: AsyncCallsQueue,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int],
+    options: Any,
+    large: bool,
+) -> None:
+    if large:  # tensors that the state has are not read for the trial then
+        monkeypatch.setattr(ckpt.loading.state_update, "_KEPT_BYTES", 1)
+    saved = {"m": nn.Sequential(nn.Linear(2, 2), _Observer(sizes[0], 5.0))}
+    target = {"m": nn.Sequential(nn.Linear(2, 2), _Observer(sizes[1], 1.0))}
+    _restored(queue, tmp_path, saved, target, **options)
+    assert str(target["m"].state_dict()) == str(saved["m"].state_dict())
+
+
+_EXTRA: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "bytes": lambda: torch.arange(7, dtype=torch.uint8),
+    "more bytes": lambda: torch.arange(9, dtype=torch.uint8),
+    "floats": lambda: torch.arange(7.0),
+    "dict": lambda: {"scale": torch.ones(3), "step": 7},
+    "other dict": lambda: {"scale": torch.ones(4), "history": [torch.zeros(2), torch.ones(2)]},
+    "values": lambda: {"step": 3},
+    "list": lambda: [torch.ones(2), 3],
+    "nothing": dict,
+    "number": lambda: 7,
+}
+
+
+@pytest.mark.parametrize("stored", _EXTRA)
+def test_extra_state_changes_its_form(queue: AsyncCallsQueue, tmp_path: Path, stored: str) -> None:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"m": nn.Sequential(_Scaled(_EXTRA[stored]()))}, 1)
+        for own in _EXTRA:
+            target = nn.Sequential(_Scaled(_EXTRA[own]()))
+            assert checkpointer.restore({"m": target}) == 1
+            assert str(target[0].extra) == str(_EXTRA[stored]()), own
+
+
+def test_a_module_that_renames_what_older_steps_have(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    target = {"m": nn.Sequential(_Renamed())}
+    _restored(queue, tmp_path, {"m": nn.Sequential(_OldNames())}, target)
+    assert target["m"][0].inside["new"].eq(1).all()
+
+
+@pytest.mark.parametrize("saved", [_Scaled({"too new": torch.ones(3)}), nn.Sequential(_Scaled(1), nn.Linear(3, 3))])
+def test_a_module_that_refuses_another_form_leaves_the_state_as_it_was(
+    queue: AsyncCallsQueue, tmp_path: Path, saved: nn.Module
+) -> None:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"first": torch.ones(2), "observer": _Observer(4, 5.0), "m": saved}, 1)
+        state = {"first": torch.zeros(2), "observer": _Observer(2, 1.0), "m": _Scaled(None)}
+        before = _bits(state["observer"]), _bits(state["m"])
+        with pytest.raises((StateMismatchError, StateError), match="m"):
+            checkpointer.restore(state)
+        assert not state["first"].any()
+        assert (_bits(state["observer"]), _bits(state["m"])) == before
+
+
+def _with_hook(rows: int) -> nn.Module:
+    module = nn.Sequential(nn.Embedding(rows, 3), nn.Linear(3, 2))
+    module.register_load_state_dict_pre_hook(lambda *args: None)
+    return module
+
+
+def test_a_module_whose_code_does_not_resize(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    """Its hook could change anything, so it is asked; then the options of the restore count."""
+    saved, target = _with_hook(5), _with_hook(7)
+    own = target[0].weight.detach().clone()
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"m": saved, "n": 7}, 1)
+        state = {"m": target, "n": 1}
+        with pytest.raises(StateMismatchError, match=r"(?s)m: Sequential.*m/0\.weight is a tensor, float32\[5, 3\]"):
+            checkpointer.restore(state)
+        assert (state["n"], torch.equal(target[0].weight, own)) == (1, True)
+        checkpointer.restore(state, strict=False)
+        assert (state["n"], torch.equal(target[0].weight, own)) == (7, True)
+        assert torch.equal(target[1].weight, saved[1].weight)
+        report = checkpointer.last_restore
+        assert report is not None
+        assert report.mismatched == ("m/0.weight",)
+        assert "m/0.weight" not in report.restored
+        checkpointer.restore(state, resize=True)
+        assert torch.equal(target[0].weight[:5], saved[0].weight)
+        assert torch.equal(target[0].weight[5:], own[5:])
+        assert checkpointer.last_restore.resized == ("m/0.weight",)
+
+
+def test_names_of_a_plain_module_must_be_those_of_the_step(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))}, 1)
+        target = {"m": nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))}
+        with pytest.raises(StateMismatchError, match=r"(?s)missing: m/1\.bias.*unexpected: m/0\.bias"):
+            checkpointer.restore(target)
+
+
+def test_resize_is_refused_where_nothing_is_in_common(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"bank": torch.ones(5, 3), "n": 1}, 1)
+        with pytest.raises(StateMismatchError, match=r"shape: bank is \[5, 3\] in the checkpoint, \[0, 3\] in"):
+            checkpointer.restore({"bank": torch.zeros(0, 3), "n": 2}, resize=True)
+
+
+def test_observers_of_pytorch(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    observers = pytest.importorskip("torch.ao.quantization.observer")
+
+    def build(batches: int) -> nn.Module:
+        module = nn.Sequential(observers.PerChannelMinMaxObserver(), observers.HistogramObserver())
+        for number in range(batches):
+            module(torch.arange(12.0).reshape(4, 3) * (number + 1))
+        return module
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved, target = build(2), build(0)
+        _restored(queue, tmp_path, {"m": saved}, {"m": target})
+    assert target[0].min_val.shape == (4,)
+    assert str(target.state_dict()) == str(saved.state_dict())

@@ -351,3 +351,48 @@ def test_a_root_that_is_not_there_has_no_step(queue: AsyncCallsQueue, tmp_path: 
             checkpointer.restore(state, 3)
     assert str(state) == str(_state(3.0))
     assert not (tmp_path / "root").exists()
+
+
+def _empty(path: Path) -> None:
+    path.mkdir()
+
+
+def _packs_only(path: Path) -> None:
+    shutil.copytree(path.parent / "step_00000002", path)
+    for name in os.listdir(path):
+        if name != "packs":
+            (shutil.rmtree if (path / name).is_dir() else os.unlink)(path / name)
+
+
+def _linked_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+def _linked_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("make", [_empty, _packs_only, Path.touch, os.mkfifo, _linked_to_nothing, _linked_to_itself])
+def test_an_entry_with_the_name_of_the_newest_step_that_is_none(
+    queue: AsyncCallsQueue, tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], Any]
+) -> None:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(float(step)), step)
+    make(tmp_path / "step_00000003")
+    with Checkpointer(tmp_path, queue=queue) as checkpointer, caplog.at_level(logging.WARNING, "ckpt"):
+        state = _state(0.0)
+        assert checkpointer.restore(state) == 2
+        assert str(state) == str(_state(2.0))
+        (message,) = caplog.messages
+        assert "step 3 cannot be restored, trying the step before" in message
+        assert "step_00000003 has the name of a step, and is none: it" in message
+        with pytest.raises(CheckpointCorruptError, match="step_00000003 has the name of a step, and is none"):
+            checkpointer.restore(state, 3)
+        with pytest.raises(CheckpointCorruptError, match="step_00000003 has the name of a step, and is none"):
+            ckpt.load(tmp_path)
+        assert checkpointer.restore(state) == 2
+        checkpointer.save(_state(3.0), 3)
+        assert checkpointer.restore(state) == 3
+    assert str(state) == str(_state(3.0))
+    assert len(list((tmp_path / ".damaged").iterdir())) == 1

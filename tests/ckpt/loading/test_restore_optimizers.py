@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import AsyncCallsQueue, Checkpointer, StateError
 from tests.support import run_ranks
 
 
@@ -143,6 +144,91 @@ def test_state_keeps_its_own_dtype(queue: AsyncCallsQueue, tmp_path: Path) -> No
     other.step()
     assert _same(other.state_dict(), optimizer.state_dict())
     assert _same(fresh.state_dict(), model.state_dict())
+
+
+class _NestedAdam(torch.optim.Optimizer):
+    """An optimizer with float32 state in containers, for bfloat16 parameters."""
+
+    def __init__(self, params: Any, made: Callable[[], Any]) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self._made = made
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(parameter), nested=self._made(), name="a", steps=0)
+                state["steps"] += 1
+
+
+def _wide(*shape: int) -> torch.Tensor:
+    """Return elements that bfloat16 does not have."""
+    return torch.rand(*shape) + 1e-4
+
+
+_CONTAINERS: dict[str, Callable[[], Any]] = {
+    "dict": lambda: {"m": _wide(3), "more": {"v": _wide(2), "n": 3}},
+    "list": lambda: [_wide(3), 1.5, _wide(2)],
+    "tuple": lambda: (_wide(3), None),
+    "tuple of values": lambda: (1, 2.5, "text"),
+    "list of tuples": lambda: [(_wide(2), _wide(3)), (_wide(1),)],
+    "tuple of dicts": lambda: ({"m": _wide(2)}, {"m": [_wide(1)]}),
+    "deque": lambda: deque([_wide(2), _wide(1)], maxlen=3),
+    "ordered dict": lambda: OrderedDict(m=_wide(2), v=_wide(1)),
+    "integers": lambda: [torch.arange(3), _wide(3).double(), torch.tensor([True, False])],
+    "text": lambda: ["text", b"bytes"],
+}
+
+
+@pytest.mark.parametrize("name", _CONTAINERS)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_in_containers_keeps_its_dtypes_and_containers(
+    queue: AsyncCallsQueue, tmp_path: Path, name: str, stepped: bool
+) -> None:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = _model(torch.bfloat16, seed)
+        return model, _NestedAdam(model.parameters(), _CONTAINERS[name])
+
+    model, optimizer = build(1)
+    optimizer.step()
+    saved = str(optimizer.state_dict())
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save({"model": model, "optimizer": optimizer}, 1)
+        fresh, other = build(2)
+        if stepped:
+            other.step()
+        checkpointer.restore({"model": fresh, "optimizer": other})
+    assert str(other.state_dict()) == saved
+    dtypes = [each.dtype for each in _tensors(other.state_dict())]
+    assert dtypes == [each.dtype for each in _tensors(optimizer.state_dict())]
+
+
+def _tensors(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, dict | list | tuple | deque):
+        for each in item.values() if isinstance(item, dict) else item:
+            yield from _tensors(each)
+
+
+def test_state_that_pytorch_cannot_load_is_refused_before_anything_is_overwritten(
+    queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    def build(fill: float) -> dict[str, Any]:
+        parameter = torch.full((3,), fill)
+        optimizer = _NestedAdam([parameter], lambda: range(3))
+        optimizer.step()
+        return {"model": {"p": parameter}, "optimizer": optimizer}
+
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        checkpointer.save(build(2.0), 1)
+        state = build(1.0)
+        with pytest.raises(StateError, match=r"optimizer: _NestedAdam\.load_state_dict failed"):
+            checkpointer.restore(state)
+    assert state["model"]["p"].eq(1).all()
 
 
 def test_restoring_into_a_stepped_optimizer_is_in_place(queue: AsyncCallsQueue, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Steps in the layout of the other kind of root: files that another program has copied one by one.
+
+    directory        step_00000003/zarr.json ...                     a rename publishes it
+    object store     saves/<save>/zarr.json ..., records/<save>.json   the record publishes it
+
+A directory that was copied into a bucket, or the other way round, has the files of its steps and no step. That must not
+look like a root where training has not begun.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable
+
+from ckpt.errors import CheckpointError, StorageError
+from ckpt.storage.documents import decode_document
+from ckpt.storage.interface import Root
+from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.regular_files import DamagedFileError, read_regular
+from ckpt.storage.step_source import LocalStep, StepSource
+
+__all__ = ["copied_from_objects", "refuse_copied_steps"]
+
+_SHOWN = 5
+_MAX_RECORD_BYTES = 1 << 20
+
+
+def refuse_copied_steps(root: Root) -> None:
+    """Raise StorageError if files of steps lie in a root that has no step: they were copied there one by one."""
+    found = root.copied_steps()
+    if found:
+        shown = ", ".join(map(str, sorted(found)[-_SHOWN:]))
+        raise StorageError(
+            f"{root.path} has no step of its own, but files of step {shown} in the layout of {root.other_layout}: they "
+            f"were copied there one by one. Take them in: inspect_ckpt import {shlex.quote(root.path)} ROOT; or choose "
+            f"another place to start from scratch"
+        )
+
+
+def copied_from_objects(root: str) -> dict[int, StepSource]:
+    """Return the published steps in a directory that has the objects of a root in an object store.
+
+    Those of which the records say so; if no record was copied, those saves that look complete, the newest of each step.
+    StorageError if the directory cannot be listed.
+    """
+    saves = [save for name in _names(root, "saves") if (save := parse_save_name(name)) is not None]
+    records = _names(root, "records") if saves else []
+    found: dict[int, SaveId] = {}
+    for save in sorted(saves, key=lambda save: (save.step, save.owner, save.nonce)):
+        document = f"records/{save.name}.json"
+        is_published = _is_published(root, document) if records else _has_root(root, save)
+        if is_published:
+            found[save.step] = save
+    return {step: LocalStep(os.path.join(root, "saves", save.name)) for step, save in found.items()}
+
+
+def _names(root: str, folder: str) -> Iterable[str]:
+    path = os.path.join(root, folder)
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StorageError(f"cannot list {path}: {error.strerror}") from error
+
+
+def _is_published(root: str, record: str) -> bool:
+    try:
+        return decode_document(read_regular(root, record, _MAX_RECORD_BYTES), record).get("state") == "published"
+    except (CheckpointError, DamagedFileError, OSError):
+        return False
+
+
+def _has_root(root: str, save: SaveId) -> bool:
+    return os.path.isfile(os.path.join(root, "saves", save.name, "zarr.json"))
