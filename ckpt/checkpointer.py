@@ -412,7 +412,7 @@ class Checkpointer:
         self._ranks.doing = "the recovery of earlier saves"
         with self._phase("ckpt.restore"):
             found = candidates(self._tiers(self._mirror_root), None, self._ranks, self._decide_left)
-            return sorted({place.step for place in found})
+            return sorted({place.step for place in found.places})
 
     def _decide_left(self) -> int | None:
         """Decide what an ended run left, on the coordinator; return the newest token. With `read_only` do nothing."""
@@ -597,9 +597,11 @@ class Checkpointer:
         They have restored the same step from the same place before, and published the same steps since.
         """
         mirror = self._mirror_root
-        if mirror is None or last is None or last.root != mirror.path or last.step <= max(self.all_steps(), default=-1):
+        if mirror is None or last is None or last.root != mirror.path:
             return None
-        return mirror
+        left = self._saver.memory_tier.left
+        newer = [step for step in self.all_steps() if step >= last.step and self._root.save_of(step) not in left]
+        return None if newer else mirror
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
         self._branch = Branch(-1) if report is None else self._branch_of(report, rank)
@@ -610,15 +612,18 @@ class Checkpointer:
 
         Not one of a branch that training has left, and that no save has moved aside yet.
         """
-        if not report.in_memory or rank != 0:
-            return Branch(report.step, report.save, report.damaged)
-        steps = [step for step in self._root.steps() if step <= report.step]
         left = self._saver.branch
+        damaged = report.damaged
+        if left is not None:  # these were found by an earlier restore, and no save has moved them aside yet
+            damaged += tuple(step for step in left.damaged if step > report.step and step not in damaged)
+        if not report.in_memory or rank != 0:
+            return Branch(report.step, report.save, damaged)
+        steps = [step for step in self._root.steps() if step <= report.step]
         if left is not None and left.step is not None and left.step <= report.step:
             own = self._saver.token
             steps = [step for step in steps if step <= left.step or self._root.owner_of(step) == own]
         before = max(steps, default=None)
-        return Branch(-1) if before is None else Branch(before, self._root.save_of(before), report.damaged)
+        return Branch(-1) if before is None else Branch(before, self._root.save_of(before), damaged)
 
     def interrupt(self) -> None:
         """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
@@ -640,8 +645,10 @@ class Checkpointer:
             self._mirror.published(step, token, self._branch, rank, self._ranks.world_size)
 
     def _settle(self, report: RestoreReport | None, restart: int) -> None:
-        step, save = (None, None) if report is None else (report.step, report.save)
-        self._saver.memory_tier.settle(step, save, restart=restart)
+        if report is None:
+            self._saver.memory_tier.settle(None, restart=restart)
+        else:
+            self._saver.memory_tier.settle(report.step, report.save, restart=restart, left=report.left)
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report

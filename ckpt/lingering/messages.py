@@ -53,13 +53,16 @@ class Record:
 
     `start` is the number of the start of the job that the memory is of, larger than those before it. `origin` is the
     snapshot that this start began with, if it was one, and `token` that of the owner of the root then. `fences` are the
-    restores since: pairs of a restart index and a step.
+    restores since: pairs of a restart index and a step. `restores` is the number of the last restore that the ranks
+    agreed on, and `left` has the names of the published saves that training has left.
     """
 
     start: int
     origin: str | None
     token: int
     fences: list[list[int]]
+    restores: int = 0
+    left: list[str] = field(default_factory=list)
 
 
 # -- from the trainer --------------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class RestoreReport:
     the memory is of an earlier start of the job (its bytes count as those of neighbours). Of the pack files of a
     node-local step, `mirror_files` were read from the mirror: they are not on this node, or are damaged there.
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
-    newer ones, and this one, if it was read from the mirror after its first copy.
+    newer ones, and this one, if it was read from the mirror after its first copy. `left` are the published saves that
+    training has left: newer ones than this, which do not count for this job from now on.
     """
 
     step: int
@@ -75,6 +76,7 @@ class RestoreReport:
     damaged: tuple[int, ...] = ()
     in_memory: bool = False
     lingering: bool = False
+    left: tuple[str, ...] = field(default=(), repr=False)
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
