@@ -38,6 +38,7 @@ from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.staging.neighbors import node
 from ckpt.storage.interface import Root
+from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import local_path
@@ -234,6 +235,9 @@ class Checkpointer:
         self._branch = Branch()
         self._exports = None if export is None else BackgroundExports(self._root, export)
         self._saver = Saver(self._root, self._ranks, self._queue, staging, options, replication, lingering)
+        if self._mirror is not None:
+            mirror_process, saver = self._mirror, self._saver
+            saver.held = lambda: mirror_process.held(saver.in_flight)
         self._reuse_files = reuse_files
         self._read_only = read_only
         self._registered: dict[str, Any] = {}
@@ -274,8 +278,12 @@ class Checkpointer:
         begin = time.perf_counter()
         self._check_writable()
         with self._phase("ckpt.stage"):
-            request = self._saver.request(state, step, begin, metrics)
-        request.add_finalize_fn(lambda: self._note_published(step))
+            due = self._mirror is not None and self._mirror.is_next_due(self._saver.in_flight)
+            request, save = self._saver.request(state, step, begin, metrics, mirror=due)
+        branch = self._branch
+        if self._mirror is not None:
+            self._mirror.begun(save, due)
+        request.add_finalize_fn(lambda: self._note_published(save, branch))
         return request
 
     def async_save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> int:
@@ -605,6 +613,8 @@ class Checkpointer:
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
         self._branch = Branch(-1) if report is None else self._branch_of(report, rank)
+        if self._mirror is not None and report is not None and report.left:
+            self._mirror.another_branch()
         self._saver.continue_from(self._branch, seen)
 
     def _branch_of(self, report: RestoreReport, rank: int) -> Branch:
@@ -635,14 +645,14 @@ class Checkpointer:
         """When `interrupt` was first called since the last fault, in seconds since 1970; None if it was not."""
         return self._interrupted_at
 
-    def _note_published(self, step: int) -> None:
-        self._finalized.append(step)
-        self._current_step = step
-        if self._exports is not None and self._saver.last_rank == 0:
-            self._exports.published(step)
-        rank, token = self._saver.last_rank, self._saver.token
-        if self._mirror is not None and rank is not None and token is not None:
-            self._mirror.published(step, token, self._branch, rank, self._ranks.world_size)
+    def _note_published(self, save: SaveId, branch: Branch) -> None:
+        self._finalized.append(save.step)
+        self._current_step = save.step
+        rank = self._saver.last_rank
+        if self._exports is not None and rank == 0:
+            self._exports.published(save.step)
+        if self._mirror is not None and rank is not None:
+            self._mirror.published(save, branch, rank, self._ranks.world_size)
 
     def _settle(self, report: RestoreReport | None, restart: int) -> None:
         if report is None:

@@ -269,18 +269,15 @@ def _agreements(rank: int, world_size: int, root: Path) -> dict[str, int]:
 def test_ranks_agree_as_often_as_they_have_to(tmp_path: Path) -> None:
     """Each time costs all ranks a round trip or more, whatever the number of tensors."""
     for result in run_ranks(_agreements, 2, tmp_path):
-        assert (
-            result.value
-            == {
-                # What there is, what fits, that all have read; the next save; the slots of a new plan.
-                "tensors from storage": 5,
-                "tensors and a value": 5,  # the value is tried first; the plan is known
-                "tensors from memory": 7,  # which save is published as that step; the documents of the shares, and their sizes
-                "objects from storage": 6,  # objects that may fail
-                "objects and a value": 6,
-                "objects from memory": 8,
-            }
-        )
+        assert result.value == {
+            # What there is, what fits, that all have read; the next save; the slots of a new plan.
+            "tensors from storage": 5,
+            "tensors and a value": 5,  # the value is tried first; the plan is known
+            "tensors from memory": 7,  # the save of that step; documents of the shares, and their sizes
+            "objects from storage": 6,  # objects that may fail
+            "objects and a value": 6,
+            "objects from memory": 8,
+        }
 
 
 def _plans_made(rank: int, world_size: int, root: Path) -> list[tuple[int, bool]]:
