@@ -145,7 +145,7 @@ class MirrorProcess:
             try:
                 if self._leads:
                     return self._copy(due)
-                return self._help(due) if self._packs is None else self._help_nodes(due, self._packs)
+                return self._help(due)
             except FencedError:
                 if self._lease is None:
                     raise
@@ -202,29 +202,12 @@ class MirrorProcess:
             raise
         return Done(due.save, copy.nbytes, time.monotonic() - begin, copy.resumed)
 
-    def _help(self, due: Due) -> Done:
-        """Copy the share of this rank, once the process of rank 0 has begun.
+    def _help(self, due: Due) -> Done | None:
+        """Copy the share of this rank in each copy that the process of rank 0 has begun, until `due` is among them.
 
-        Do nothing if that does not begin, or not before a newer step is wanted, with which it will begin then.
-        """
-        begin, pause_s = time.monotonic(), _LOOK_S
-        gone = _Absence(self._is_left)
-        copy = StepCopy(self.wanted.held(due.save).source, self._mirror, due.token, self._throttle)
-        while not (has_begun := copy.has_begun) and not copy.is_decided:
-            if self.wanted.has_newer(due) or gone.lasts() or time.monotonic() - begin > _BEGIN_S:
-                break
-            self._throttle.pause(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        if has_begun:
-            self._report(Begun())
-            copy.copy_share(self._setup.rank)
-        return Done(due.save, copy.nbytes, time.monotonic() - begin)
-
-    def _help_nodes(self, due: Due, packs: NodePacks) -> Done | None:
-        """Copy what this node has of each copy that the process of rank 0 has begun, until that of `due` is among them.
-
-        Also those that an earlier job has begun: the process of rank 0 cannot complete them alone. Do nothing if it
-        does not begin with this one. None if a newer one is wanted meanwhile.
+        With node-local pack files it is what this node has, and also of copies that an earlier job has begun: the
+        process of rank 0 cannot complete them alone. Do nothing if it does not begin with this one. None if a newer one
+        is wanted, with which it will begin then.
         """
         begin, pause_s = time.monotonic(), _LOOK_S
         gone = _Absence(self._is_left)
@@ -232,10 +215,11 @@ class MirrorProcess:
         nbytes = 0
         while save.name not in self._helped and self._mirror.pending_save(save).outcome() is None:
             if self._root.save_of(save.step) != save.name:
-                raise CheckpointNotFoundError(f"{self._root.path} has the save {save.name} no more")
+                raise CheckpointNotFoundError(f"the save {save.name} is not in {self._root.path} any more")
             for each in self._mirror.pending():
-                if each.name not in self._helped and self._root.save_of(each.step) == each.name:
-                    nbytes += self._help_node(each, packs)
+                is_ours = self._packs is not None or self.wanted.has(each)
+                if is_ours and each.name not in self._helped and self._root.save_of(each.step) == each.name:
+                    nbytes += self._help_with(each)
             if gone.lasts() or time.monotonic() - begin > _BEGIN_S:
                 break
             if save.name not in self._helped:
@@ -243,19 +227,13 @@ class MirrorProcess:
                     return None
                 self._throttle.pause(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        return Done(due.save, nbytes, time.monotonic() - begin)
+        return Done(save, nbytes, time.monotonic() - begin)
 
-    def _is_left(self) -> bool:
-        """Return whether no process is there that could begin a copy, and the trainer of this rank wants no more."""
-        if not self.wanted.is_closed:
-            return False
-        return self._mirror.ownership.state(self._mirror.ownership.newest()) is OwnerState.GONE
-
-    def _help_node(self, save: SaveId, packs: NodePacks) -> int:
-        """Copy what this node has of a step, if its copy has begun; return how many bytes."""
+    def _help_with(self, save: SaveId) -> int:
+        """Copy what this process has to copy of a step, if its copy has begun; return how many bytes."""
         try:
             with self._root.hold_step(save.step, lease=False) as held:
-                source = packs.source(save.step, held.source)
+                source = held.source if self._packs is None else self._packs.source(save.step, held.source)
                 copy = StepCopy(source, self._mirror, save.owner, self._throttle)
                 if not copy.has_begun:
                     return 0
@@ -267,6 +245,12 @@ class MirrorProcess:
             return 0
         self._helped.add(save.name)
         return copy.nbytes
+
+    def _is_left(self) -> bool:
+        """Return whether no process is there that could begin a copy, and the trainer of this rank wants no more."""
+        if not self.wanted.is_closed:
+            return False
+        return self._mirror.ownership.state(self._mirror.ownership.newest()) is OwnerState.GONE
 
     def _before_commit(self, due: Due, held: HeldStep) -> None:
         """Check that the step is still the one that was copied, and move steps of another branch aside."""

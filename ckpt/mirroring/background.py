@@ -66,8 +66,7 @@ class BackgroundMirror:
         self._mirror_options = mirror_options
         self._rank = _COORDINATOR
         self._last_due: SaveId | None = None  # of the saves that have begun
-        self._is_last_published = False
-        self._since_last = 0  # saves that have begun after it
+        self._published: dict[SaveId, bool] = {}  # that one, and those after it: whether they are published
         self._is_other_branch = False
         self._begun: set[SaveId] = set()  # due, and not known to be published
         self._newest: Due | None = None
@@ -89,10 +88,10 @@ class BackgroundMirror:
         The first one is, each N-th after it, the first one of another branch, so that the mirror leaves the old one,
         and the next one after a save that was due and was abandoned. `in_flight` are the saves that are not decided.
         """
-        last = self._last_due
-        if last is None or self._is_other_branch or not (self._is_last_published or last in in_flight):
+        self._published = {save: known for save, known in self._published.items() if known or save in in_flight}
+        if self._is_other_branch or self._last_due not in self._published:
             return True
-        return self._since_last + 1 >= self._options.every
+        return len(self._published) >= self._options.every
 
     def another_branch(self) -> None:
         """Note that training has left steps that are published: the mirror may have them."""
@@ -100,11 +99,10 @@ class BackgroundMirror:
 
     def begun(self, save: SaveId, is_due: bool) -> None:
         """Note a save that has begun, and whether it is due."""
-        if not is_due:
-            self._since_last += 1
-            return
-        self._last_due, self._is_last_published, self._since_last, self._is_other_branch = save, False, 0, False
-        self._begun.add(save)
+        if is_due:
+            self._last_due, self._published, self._is_other_branch = save, {}, False
+            self._begun.add(save)
+        self._published[save] = False
 
     def held(self, in_flight: Collection[SaveId]) -> list[str]:
         """Return the saves of which the first root must not remove the steps yet, by name; on rank 0 only.
@@ -135,7 +133,8 @@ class BackgroundMirror:
         if rank != self._rank:  # since a restart
             self._end(wait=False)
             self._rank, self._owner, self._due, self._unsent = rank, 0, {}, []
-        self._is_last_published |= save == self._last_due
+        if save in self._published:
+            self._published[save] = True
         self._newest = Due(save, save.owner, branch, world_size > 1)
         if rank != _COORDINATOR:
             self._want(replace(self._newest, is_due=False))  # its process looks what rank 0 has decided

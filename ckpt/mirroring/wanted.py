@@ -58,6 +58,11 @@ class Wanted:
             self._release()
             return None if self._copying is None else self._due[self._copying]
 
+    def has(self, save: SaveId) -> bool:
+        """Return whether a save is wanted."""
+        with self._changed:
+            return save in self._due
+
     def has_newer(self, due: Due) -> bool:
         """Return whether a newer save is wanted."""
         with self._changed:
