@@ -16,6 +16,7 @@ import os
 import pickle
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -41,6 +42,7 @@ _log = logging.getLogger("ckpt")
 _GRACE_S = 10.0  # after the process should have ended by itself
 _FAILING_S = 10.0  # for a mirror that could not be reached before
 _POLL_S = 0.02
+_ASK_S = 5.0
 _RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 _READ_BYTES = 1 << 16
 _LOGGED_CHARACTERS = 4000
@@ -172,22 +174,30 @@ class BackgroundMirror:
             self.poll()
             time.sleep(_POLL_S)
         self.poll()
-        for save in sorted(self._due, key=lambda save: (save.owner, save.step)):
-            if not self._is_there(save):
-                why = "the Checkpointer was closed before; a later job goes on with it"
-                self._failed(Failed(save, why, again=False))
+        for save in self._missing(ending):
+            why = "the Checkpointer was closed before; a later job goes on with it"
+            self._failed(Failed(save, why, again=False))
         self._end(wait=not self._due)
         self._due.clear()
         self._unsent.clear()
 
-    def _is_there(self, save: SaveId) -> bool:
-        """Return whether the mirror has a step, also if this process was not told. False if it cannot be asked."""
-        if self._is_failing and self._rank == _COORDINATOR:
-            return False
-        try:
-            return save.step in self._mirror.steps() and self._mirror.save_of(save.step) == save.name
-        except CheckpointError:
-            return False
+    def _missing(self, ending: Deadline) -> list[SaveId]:
+        """Return the saves that are due and not in the mirror, oldest first, also if this process was not told.
+
+        The mirror is asked in a thread, as it may not answer; then all that are due count as missing.
+        """
+        missing = sorted(self._due, key=lambda save: (save.owner, save.step))
+        there: dict[int, str | None] = {}
+
+        def ask() -> None:
+            with contextlib.suppress(CheckpointError, OSError):
+                there.update(self._mirror.saves())
+
+        if missing and not (self._is_failing and self._rank == _COORDINATOR):
+            asking = threading.Thread(target=ask, name="ckpt-mirror-left", daemon=True)
+            asking.start()
+            asking.join(ending.within(_ASK_S).left_s)
+        return [save for save in missing if there.get(save.step) != save.name]
 
     def abort(self) -> None:
         """Kill the process. Idempotent."""
