@@ -39,6 +39,7 @@ from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.staging.neighbors import node
 from ckpt.storage.interface import Root
+from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import local_path
@@ -236,6 +237,9 @@ class Checkpointer(Uncopied):
         self._branch = Branch()
         self._exports = None if export is None else BackgroundExports(self._root, export)
         self._saver = Saver(self._root, self._ranks, self._queue, staging, options, replication, lingering)
+        if self._mirror is not None:
+            mirror_process, saver = self._mirror, self._saver
+            saver.held = lambda: mirror_process.held(saver.in_flight)
         self._reuse_files = reuse_files
         self._read_only = read_only
         self._registered: dict[str, Any] = {}
@@ -277,8 +281,12 @@ class Checkpointer(Uncopied):
         begin = time.perf_counter()
         self._check_writable()
         with self._phase("ckpt.stage"):
-            request = self._saver.request(state, step, begin, metrics)
-        request.add_finalize_fn(lambda: self._note_published(step))
+            due = self._mirror is not None and self._mirror.is_next_due(self._saver.in_flight)
+            request, save = self._saver.request(state, step, begin, metrics, mirror=due)
+        branch = self._branch
+        if self._mirror is not None:
+            self._mirror.begun(save, due)
+        request.add_finalize_fn(lambda: self._note_published(save, branch))
         return request
 
     def async_save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> int:
@@ -423,7 +431,7 @@ class Checkpointer(Uncopied):
         self._ranks.doing = "the recovery of earlier saves"
         with self._phase("ckpt.restore"):
             found = candidates(self._tiers(self._mirror_root), None, self._ranks, self._undecided(None))
-            return sorted({place.step for place in found})
+            return sorted({place.step for place in found.places})
 
     def _undecided(self, step: int | None) -> Undecided:
         """Wait for saves of other Checkpointers of this program, and return how the others are decided.
@@ -628,12 +636,16 @@ class Checkpointer(Uncopied):
         They have restored the same step from the same place before, and published the same steps since.
         """
         mirror = self._mirror_root
-        if mirror is None or last is None or last.root != mirror.path or last.step <= max(self.all_steps(), default=-1):
+        if mirror is None or last is None or last.root != mirror.path:
             return None
-        return mirror
+        left = self._saver.memory_tier.left
+        newer = [step for step in self.all_steps() if step >= last.step and self._root.save_of(step) not in left]
+        return None if newer else mirror
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
         self._branch = Branch(-1) if report is None else self._branch_of(report, rank)
+        if self._mirror is not None and report is not None and report.left:
+            self._mirror.another_branch()
         self._saver.continue_from(self._branch, seen)
 
     def _branch_of(self, report: RestoreReport, rank: int) -> Branch:
@@ -641,15 +653,18 @@ class Checkpointer(Uncopied):
 
         Not one of a branch that training has left, and that no save has moved aside yet.
         """
-        if not report.in_memory or rank != 0:
-            return Branch(report.step, report.save, report.damaged, report.unreadable)
-        steps = [step for step in self._root.steps() if step <= report.step]
         left = self._saver.branch
+        damaged = report.damaged
+        if left is not None:  # these were found by an earlier restore, and no save has moved them aside yet
+            damaged += tuple(step for step in left.damaged if step > report.step and step not in damaged)
+        if not report.in_memory or rank != 0:
+            return Branch(report.step, report.save, damaged, report.unreadable)
+        steps = [step for step in self._root.steps() if step <= report.step]
         if left is not None and left.step is not None and left.step <= report.step:
             own = self._saver.token
             steps = [step for step in steps if step <= left.step or self._root.owner_of(step) == own]
         before = max(steps, default=None)
-        return Branch(-1) if before is None else Branch(before, self._root.save_of(before), report.damaged)
+        return Branch(-1) if before is None else Branch(before, self._root.save_of(before), damaged)
 
     def interrupt(self) -> None:
         """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
@@ -661,18 +676,20 @@ class Checkpointer(Uncopied):
         """When `interrupt` was first called since the last fault, in seconds since 1970; None if it was not."""
         return self._interrupted_at
 
-    def _note_published(self, step: int) -> None:
-        self._finalized.append(step)
-        self._current_step = step
-        if self._exports is not None and self._saver.last_rank == 0:
-            self._exports.published(step)
-        rank, token = self._saver.last_rank, self._saver.token
-        if self._mirror is not None and rank is not None and token is not None:
-            self._mirror.published(step, token, self._branch, rank, self._ranks.world_size)
+    def _note_published(self, save: SaveId, branch: Branch) -> None:
+        self._finalized.append(save.step)
+        self._current_step = save.step
+        rank = self._saver.last_rank
+        if self._exports is not None and rank == 0:
+            self._exports.published(save.step)
+        if self._mirror is not None and rank is not None:
+            self._mirror.published(save, branch, rank, self._ranks.world_size)
 
     def _settle(self, report: RestoreReport | None, restart: int) -> None:
-        step, save = (None, None) if report is None else (report.step, report.save)
-        self._saver.memory_tier.settle(step, save, restart=restart)
+        if report is None:
+            self._saver.memory_tier.settle(None, restart=restart)
+        else:
+            self._saver.memory_tier.settle(report.step, report.save, restart=restart, left=report.left)
 
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report

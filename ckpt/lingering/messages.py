@@ -53,7 +53,9 @@ class Record:
 
     `start` is the number of the start of the job that the memory is of, larger than those before it. `origin` is the
     snapshot that this start began with, if it was one, and `token` that of the owner of the root then. `fences` are the
-    restores since: pairs of a restart index and a step. `root` is the identity of the root.
+    restores since: pairs of a restart index and a step. `root` is the identity of the root. `restores`
+    is the number of the last restore that the ranks agreed on, and `left` has the names of the published saves that
+    training has left.
     """
 
     start: int
@@ -61,6 +63,8 @@ class Record:
     token: int
     fences: list[list[int]]
     root: str = ""
+    restores: int = 0
+    left: list[str] = field(default_factory=list)
 
 
 # -- from the trainer --------------------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 The newest step comes first, wherever it is; of the same save the copy in the root comes before that in the mirror. A
 step of the mirror that is of another branch than the steps of the root is none: it has been superseded, but the mirror
-does not know it yet.
+does not know it yet. A published save that training has left counts only if its step is asked for.
+
+A step may be published and in memory. If that is one save, memory comes first; of two saves of a step, the one that was
+made later. No name decides.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
@@ -16,7 +19,7 @@ from ckpt.storage.copied_steps import refuse_copied_steps
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
 
-__all__ = ["Place", "places"]
+__all__ = ["Place", "Published", "in_order", "places", "saves_of"]
 
 _log = logging.getLogger("ckpt")
 
@@ -27,6 +30,45 @@ class Place(NamedTuple):
     step: int
     in_mirror: bool = False
     save: str | None = None
+
+
+class Published(NamedTuple):
+    """The published steps that a restore may try, in order, and the saves of some of them."""
+
+    places: tuple[Place, ...]
+    saves: Mapping[int, str | None]
+
+    def newer_than(self, step: int) -> list[int]:
+        """Return the published steps after this one."""
+        return sorted({place.step for place in self.places if place.step > step})
+
+
+def in_order(
+    published: Published, held: Sequence[tuple[int, str]], before: Callable[[str], int], left: Collection[str]
+) -> list[Place]:
+    """Return the places of published steps and of steps in memory, in the order to try them. Pure.
+
+    `held` are the steps in memory, newest first, and their saves; `before` tells how many of these are tried before a
+    published save, and saves in `left` are tried last. The saves that are published as the steps of `held` must be
+    known.
+    """
+    keyed = [((-step, index, 1), Place(step, save=save)) for index, (step, save) in enumerate(held)]
+    for place in published.places:
+        save = published.saves.get(place.step)
+        first = 0 if save is None else len(held) if save in left else before(save)
+        keyed.append(((-place.step, first, 0), place))
+    return [place for _, place in sorted(keyed, key=lambda each: each[0])]  # stable: the mirror stays behind the root
+
+
+def saves_of(root: Root, mirror: Root | None, steps: Iterable[int]) -> dict[int, str | None]:
+    """Return the saves that are published as some steps, in the root, or else in the mirror."""
+    steps = set(steps)
+    here = set(root.steps()) if steps else set()
+    found = {step: root.save_of(step) for step in steps & here}
+    if mirror is not None and steps - here:
+        copies = mirror.saves()
+        found |= {step: copies.get(step) for step in steps - here}
+    return found
 
 
 def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place]:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,16 +24,17 @@ from ckpt.errors import (
 )
 from ckpt.events import Restored, RestoreFailed
 from ckpt.loading.all_or_none import Alone, Group, error_class
-from ckpt.loading.candidates import Place, places
+from ckpt.loading.candidates import Place, Published, in_order, places, saves_of
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore_step import MemorySource, RestoreReport, restore_step
 from ckpt.loading.step_hold import HeldSource, StepHold
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import Root
+from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["MemoryTier", "Tiers", "Undecided", "candidates", "restore"]
+__all__ = ["Candidates", "MemoryTier", "Tiers", "Undecided", "candidates", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
@@ -48,6 +49,13 @@ class MemoryTier(Protocol):
     def choose(self, offers: Sequence[bytes]) -> list[tuple[int, str]]:
         """Return the steps that are whole in memory, newest first, and their saves: the same on all ranks."""
 
+    def before(self, save: str) -> int:
+        """Return how many of the steps that `choose` returned are tried before a published save."""
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The published saves that training has left, by name: after `choose` the same on all ranks."""
+
     def open(self, save: str, rank: int, gather: Callable[[bytes], list[bytes]]) -> StepSource:
         """Return one of them, to be read. Collective. Raises what it raises on all ranks."""
 
@@ -60,12 +68,32 @@ class MemoryTier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where steps may be: in a root, with node-local pack files in `packs`; in the mirror of the root; in memory."""
+    """Where steps may be: in a root, with node-local pack files in `packs`; in the mirror of the root; in memory.
+
+    `left` are the published saves that training has left, if there is no memory to tell.
+    """
 
     root: Root
     mirror: Root | None = None
     packs: NodePacks | None = None
     memory: MemoryTier | None = None
+    left: frozenset[str] = frozenset()
+
+    def without_memory(self) -> Tiers:
+        """Return what is left of this without memory."""
+        return self if self.memory is None else replace(self, memory=None, left=self.memory.left)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What a restore tries, in this order, what is `published` at all, and the published saves that training has left.
+
+    The same on all ranks.
+    """
+
+    places: list[Place]
+    published: Published
+    left: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +120,9 @@ def restore(
     read_only: bool = False,
 ) -> RestoreReport | None:
     """Restore the newest step, or `step`, into `state`; None if there is none. See `Checkpointer.restore`.
+
+    Published saves that training has left do not count, unless `step` says so. The report has those that it has left
+    from now on: all that are newer than the step that was restored.
 
     Of a published step, tensors may be in `memory`.
 
@@ -131,8 +162,9 @@ def _restore(
     insists = step is not None or isinstance(ranks, Alone) or not options.fall_back
     first: CheckpointError | None = None
     removed = 0
-    tiers = replace(tiers, memory=None) if isinstance(ranks, Alone) else tiers
-    left = candidates(tiers, step, ranks, undecided)
+    tiers = tiers.without_memory() if isinstance(ranks, Alone) else tiers
+    found = candidates(tiers, step, ranks, undecided)
+    left = found.places
     while left:
         where = left.pop(0)
         candidate, in_mirror = where.step, where.in_mirror
@@ -146,8 +178,9 @@ def _restore(
             if step is not None or isinstance(ranks, Alone) or removed == _MAX_REMOVED:
                 raise CheckpointNotFoundError(str(gone), step=candidate) from gone
             _log.warning("%s; looking for the newest step again", gone)
-            tiers = replace(tiers, memory=None)
-            left = [other for other in candidates(tiers, None, ranks, None) if other not in failed]
+            tiers = tiers.without_memory()
+            found = candidates(tiers, None, ranks, None)
+            left = [other for other in found.places if other not in failed]
         except (CheckpointCorruptError, CheckpointUnreachableError, StorageError) as error:
             failed.append(where)
             if where.save is not None and tiers.memory is not None:
@@ -169,6 +202,8 @@ def _restore(
             report = replace(report, root="" if in_memory else place.path, in_memory=in_memory)
             newer = tuple(each for each in unreadable if each != report.step)
             report = replace(report, damaged=tuple(damaged), unreadable=newer)
+            if not read_only:
+                report = replace(report, left=_left(tiers, found, report, ranks))
             _log.info("rank %d restored %s%s", ranks.rank, report, " from the mirror" if in_mirror else "")
             return report
     return None
@@ -194,40 +229,94 @@ class _RemovedError(Exception):
     """The step was removed while it was read; raised on all ranks."""
 
 
-def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecided | None) -> list[Place]:
-    """Return what to try, in this order: the same on all ranks. Collective.
+def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecided | None) -> Candidates:
+    """Return what to try for the newest step, or for `step`. Collective.
 
-    What is published is as seen by the coordinator; what is whole in memory follows from what all ranks hold. Saves
-    that are `undecided` are decided first. CheckpointNotFoundError if `step` is not there.
+    What is published is as seen by the coordinator; what is whole in memory, and what training has left, follow from
+    what all ranks tell. Saves that are `undecided` are decided first. CheckpointNotFoundError if `step` is not there,
+    or if only steps are there that training has left.
     """
     root, mirror, held = tiers.root, tiers.mirror, tiers.memory
-    payload = b""
     offer = b"" if held is None else held.offer(ranks.rank, ranks)
-    if ranks.rank == 0 or isinstance(ranks, Alone):
-        try:
-            if undecided is not None:
-                undecided.decide_left()
-            payload = json.dumps(places(root, mirror, needs_mirror=isinstance(ranks, Alone))).encode()
-        except CheckpointError as error:
-            payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
+
+    def look() -> list[Place]:
+        if undecided is not None:
+            undecided.decide_left()
+        return places(root, mirror, needs_mirror=isinstance(ranks, Alone))
+
     in_flight = "" if undecided is None else " ".join(undecided.in_flight())
-    answers = [answer.split(b"\n", 2) for answer in ranks(b"\n".join((payload, in_flight.encode(), offer)))]
-    scheduled = [set(names.decode().split()) for _, names, _ in answers]
+    answer, told = _told_by_coordinator(look, ranks, in_flight.encode() + b"\n" + offer)
+    said = [each.partition(b"\n") for each in told]
+    scheduled = [set(names.decode().split()) for names, _, _ in said]
     if undecided is not None and any(scheduled):
         undecided.settle(set.intersection(*scheduled))
         return candidates(tiers, step, ranks, None)
+    offers = [offered for _, _, offered in said]
+    listed = tuple(Place(int(number), bool(in_mirror)) for number, in_mirror, _ in answer)
+    in_memory = [] if held is None else held.choose(offers)
+    left = tiers.left if held is None else held.left
+    unknown = {number for number, _ in in_memory} | _steps_of(left)
+    published = _with_saves(tiers, Published(listed, {}), unknown, ranks)
+    ordered = in_order(published, in_memory, (lambda save: 0) if held is None else held.before, left)
+    if step is None:
+        counts = [place for place in ordered if place.save is not None or published.saves.get(place.step) not in left]
+        if counts or not ordered:
+            return Candidates(counts, published, left)
+        raise CheckpointNotFoundError(
+            f"{root.path} has no step that training could go on from: the one that was restored last is gone, and "
+            f"steps {published.newer_than(-1)} are of the branch that was left then. To go on from one of these, call "
+            "restore with its number"
+        )
+    if any(place.step == step for place in ordered):
+        return Candidates([place for place in ordered if place.step == step], published, left)
+    steps = sorted({place.step for place in ordered})
+    where = root.path if mirror is None else f"{root.path}, with its mirror {mirror.path},"
+    raise CheckpointNotFoundError(f"{where} has no published step {step}; it has {steps or 'none'}", step=step)
+
+
+def _told_by_coordinator(look: Callable[[], Any], ranks: Group, said: bytes = b"") -> tuple[Any, list[bytes]]:
+    """Return the result of `look` on the coordinator, as JSON gives it, and `said` of all ranks. Collective.
+
+    A CheckpointError of `look` is raised on all ranks.
+    """
+    payload = b""
+    if ranks.rank == 0 or isinstance(ranks, Alone):
+        try:
+            payload = json.dumps([look()]).encode()
+        except CheckpointError as error:
+            payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
+    answers = [answer.partition(b"\n") for answer in ranks(payload + b"\n" + said)]
     found = json.loads(answers[0][0])
     if isinstance(found, dict):
         raise error_class(found["kind"])(found["text"])
-    left = [Place(int(number), bool(in_mirror)) for number, in_mirror, _ in found]
-    if held is not None:
-        left += [Place(number, save=save) for number, save in held.choose([offer for _, _, offer in answers])]
-        left.sort(key=lambda place: (-place.step, place.save is None))  # stable, so the rest stays in its order
-    if step is None or any(place.step == step for place in left):
-        return [place for place in left if step in (None, place.step)]
-    steps = sorted({place.step for place in left})
-    where = root.path if mirror is None else f"{root.path}, with its mirror {mirror.path},"
-    raise CheckpointNotFoundError(f"{where} has no published step {step}; it has {steps or 'none'}", step=step)
+    return found[0], [told for _, _, told in answers]
+
+
+def _with_saves(tiers: Tiers, published: Published, steps: Iterable[int], ranks: Group) -> Published:
+    """Return `published` with the saves of these steps, as far as they are published. Collective if any is unknown."""
+    unknown = {place.step for place in published.places} & set(steps) - published.saves.keys()
+    if not unknown:
+        return published
+    told, _ = _told_by_coordinator(lambda: list(saves_of(tiers.root, tiers.mirror, unknown).items()), ranks)
+    return Published(published.places, {**published.saves, **{int(step): save for step, save in told}})
+
+
+def _steps_of(saves: Iterable[str]) -> set[int]:
+    return {save.step for save in map(parse_save_name, saves) if save is not None}
+
+
+def _left(tiers: Tiers, found: Candidates, report: RestoreReport, ranks: Group) -> tuple[str, ...]:
+    """Return the published saves that training has left with this restore, by name. Collective.
+
+    If it has gone to a step that it had left before, the others of that branch count again.
+    """
+    newer = found.published.newer_than(report.step)
+    published = _with_saves(tiers, found.published, newer, ranks)
+    saves = {save for step in newer if (save := published.saves.get(step)) is not None}
+    if report.save not in found.left:
+        there = set(published.newer_than(-1))
+        saves |= {save for save in found.left if _steps_of([save]) & there}
+    return tuple(sorted(saves))
 
 
 @contextlib.contextmanager

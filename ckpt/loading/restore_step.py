@@ -63,7 +63,8 @@ class RestoreReport:
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
     newer ones, and this one, if it was read from the mirror after its first copy. `unreadable` are newer ones whose
     storage failed, or whose files are on other nodes. Of plain dicts and lists, `added` are the names of items
-    that they have got, `removed` of those that they have lost.
+    that they have got, `removed` of those that they have lost. `left` are the published saves
+    that training has left: newer ones than this, which do not count for this job from now on.
     """
 
     step: int
@@ -79,6 +80,7 @@ class RestoreReport:
     unreadable: tuple[int, ...] = ()
     in_memory: bool = False
     lingering: bool = False
+    left: tuple[str, ...] = field(default=(), repr=False)
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
 """The process that copies steps to a mirror: started by `background`, with the `Setup` in a memory file.
 
-    thread of stdin ── Due ──▶ wanted steps; the newest that waits is held ──▶ main thread: copy it, remove old ones
+    thread of stdin ── Due ──▶ wanted saves; the newest that waits is held ──▶ main thread: copy it, remove old ones
          └── end of input: the trainer has closed or has died; what is wanted is copied for a while, then this ends
-    stdout ◀── Owner, Done, Failed
+    stdout ◀── Owner, NotDue, Done, Failed
 
-The newest wanted step is copied first. A step that fails because a root cannot be reached is tried again, with growing
+The newest wanted save is copied first. A step that fails because a root cannot be reached is tried again, with growing
 pauses, as long as it exists.
 """
 
@@ -29,16 +29,20 @@ from ckpt.errors import (
     FencedError,
     StorageError,
 )
-from ckpt.mirroring.messages import Begun, Done, Due, Failed, Owner, Report, Setup
+from ckpt.mirroring.messages import Begun, Done, Due, Failed, NotDue, Owner, Report, Setup
 from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
 from ckpt.mirroring.wanted import Wanted
 from ckpt.saving.recover import adopt
 from ckpt.saving.retention import Facts, Retention, retain
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import Lease
-from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
+from ckpt.storage.ownership import OwnerState
+from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.roots import open_root
+from ckpt.storage.step_documents import INTENT
 from inprocess.ipc.process import Process
 
 _PR_SET_NAME = 15
@@ -46,6 +50,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REPORT_S = 60.0
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0
 _BEGIN_S = 900.0  # the process of rank 0 may copy another step first
+_GONE_S = 20.0  # that process is started again sooner, if it was killed
 _END_S = 3.0  # for a request that is under way when the time is over
 _COORDINATOR = 0
 
@@ -61,7 +66,7 @@ class MirrorProcess:
         self._report = report
         self.stopping = threading.Event()
         self._throttle = Throttle(setup.bandwidth, self.stopping)
-        self.wanted = Wanted(lambda step: self._root.hold_step(step, lease=self._leads, renewing=True))
+        self.wanted = Wanted(self._hold)
         self._leads = setup.rank == _COORDINATOR
         self._job = 0  # the token in the first root of the job that has taken over the mirror
         self._token = setup.before
@@ -71,6 +76,37 @@ class MirrorProcess:
         self._facts: Facts = {}
         self._helped: set[str] = set()  # saves of which this process has copied what its node has
 
+    def take(self, due: Due) -> None:
+        """Want a save, unless rank 0 does not. In the thread that reads messages."""
+        if due.is_due or self._is_due(due.save):
+            self.wanted.add(due)
+        else:
+            self._report(NotDue(due.save))
+
+    def _is_due(self, save: SaveId) -> bool:
+        """Return whether rank 0 wants a save to be copied, as the step records. True if that cannot be read now.
+
+        One that is gone needs no help: if it was due, the process of rank 0 tells that.
+        """
+        try:
+            with self._root.hold_step(save.step, lease=False) as held:
+                where = f"{held.path}/{INTENT}"
+                intent = decode_document(held.source.read(INTENT, MAX_DOCUMENT_BYTES), where)
+            return intent.get("save") == save.name and intent.get("mirror") is True
+        except CheckpointNotFoundError:
+            return False
+        except (CheckpointError, DamagedFileError, OSError):
+            return True
+
+    def _hold(self, save: SaveId) -> HeldStep:
+        held = self._root.hold_step(save.step, lease=self._leads, renewing=True)
+        if self._root.save_of(save.step) != save.name:  # `HeldStep.check` tells whether that was of the held one
+            held.close()
+            raise CheckpointNotFoundError(
+                f"step {save.step} of {self._root.path} is not of the save {save.name} any more", step=save.step
+            )
+        return held
+
     def run(self) -> None:
         """Copy until all is copied and no more can come."""
         pause_s = _FIRST_PAUSE_S
@@ -79,6 +115,8 @@ class MirrorProcess:
                 ended = self._try(due)
             except StoppedError:
                 break
+            if ended is None:  # a newer one is wanted, which comes first
+                continue
             if isinstance(ended, Failed) and ended.again:
                 now = time.monotonic()
                 if now - self._reported_s >= _REPORT_S:
@@ -102,12 +140,12 @@ class MirrorProcess:
             with contextlib.suppress(CheckpointError):
                 self._mirror.ownership.release(self._token, _COORDINATOR)
 
-    def _try(self, due: Due) -> Done | Failed:
+    def _try(self, due: Due) -> Done | Failed | None:
         try:
             try:
                 if self._leads:
                     return self._copy(due)
-                return self._help(due) if self._packs is None else self._help_nodes(due, self._packs)
+                return self._help(due)
             except FencedError:
                 if self._lease is None:
                     raise
@@ -116,15 +154,13 @@ class MirrorProcess:
         except FencedError as error:
             if self._lease is None:
                 self._fenced = max(self._fenced, due.token)
-            return Failed(due.step, str(error), again=self._lease is not None)
+            return Failed(due.save, str(error), again=self._lease is not None)
         except CheckpointNotFoundError as error:
-            return Failed(due.step, f"the step was removed before it was copied: {error}", again=False)
-        except StorageError as error:
-            return Failed(due.step, str(error), again=True)
+            return Failed(due.save, f"the step was removed before it was copied: {error}", again=False)
+        except (StorageError, OSError) as error:
+            return Failed(due.save, str(error), again=True)
         except CheckpointError as error:
-            return Failed(due.step, str(error), again=False)
-        except OSError as error:
-            return Failed(due.step, str(error), again=True)
+            return Failed(due.save, str(error), again=False)
 
     def _own(self, due: Due) -> None:
         """Become the owner of the mirror for a job, and take over what an earlier owner has left there."""
@@ -141,7 +177,7 @@ class MirrorProcess:
         mirror.refresh()
         for save in mirror.pending():
             if self._root.save_of(save.step) == save.name:
-                self.wanted.add(Due(save.step, due.token, due.branch))
+                self.wanted.add(Due(save, due.token, due.branch))
             elif save.owner <= self._token:
                 adopt(mirror.pending_save(save, self._token), lambda text: None)
         self._job = due.token
@@ -154,82 +190,83 @@ class MirrorProcess:
     def _copy(self, due: Due) -> Done:
         begin = time.monotonic()
         self._own(due)
-        held = self.wanted.held(due.step)
+        held = self.wanted.held(due.save)
         try:
-            source = held.source if self._packs is None else self._packs.source(due.step, held.source)
+            source = held.source if self._packs is None else self._packs.source(due.save.step, held.source)
             copy = StepCopy(source, self._mirror, self._token, self._throttle, is_helped=due.is_helped)
-            copy.run(lambda: self._before_commit(due, held))
+            copy.run(lambda: self._before_commit(due, held), self._superseded(due))
         except CheckpointCorruptError as error:
             if not held.still_there:
                 raise CheckpointNotFoundError(str(error)) from error
             raise
-        return Done(due.step, copy.nbytes, time.monotonic() - begin, copy.resumed)
+        return Done(due.save, copy.nbytes, time.monotonic() - begin, copy.resumed)
 
-    def _help(self, due: Due) -> Done:
-        """Copy the share of this rank, once the process of rank 0 has begun.
+    def _help(self, due: Due) -> Done | None:
+        """Copy the share of this rank in each copy that the process of rank 0 has begun, until `due` is among them.
 
-        Do nothing if that does not begin, or not before a newer step is wanted, with which it will begin then.
+        With node-local pack files it is what this node has, and also of copies that an earlier job has begun: the
+        process of rank 0 cannot complete them alone. Do nothing if it does not begin with this one. None if a newer one
+        is wanted, with which it will begin then.
         """
         begin, pause_s = time.monotonic(), _LOOK_S
-        copy = StepCopy(self.wanted.held(due.step).source, self._mirror, due.token, self._throttle)
-        while not (has_begun := copy.has_begun) and not copy.is_decided:
-            if self.wanted.has_newer(due.step) or time.monotonic() - begin > _BEGIN_S:
-                break
-            self._throttle.pause(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        if has_begun:
-            self._report(Begun())
-            copy.copy_share(self._setup.rank)
-        return Done(due.step, copy.nbytes, time.monotonic() - begin)
-
-    def _help_nodes(self, due: Due, packs: NodePacks) -> Done:
-        """Copy what this node has of each copy that the process of rank 0 has begun, until that of `due` is among them.
-
-        Also those that an earlier job has begun: the process of rank 0 cannot complete them alone. Do nothing if it
-        does not begin with this one.
-        """
-        begin, pause_s = time.monotonic(), _LOOK_S
-        save = parse_save_name(self._root.save_of(due.step) or "")
-        if save is None:
-            raise CheckpointNotFoundError(f"{self._root.path} has no published step {due.step}")
+        gone = _Absence(self._is_left)
+        save = due.save
         nbytes = 0
         while save.name not in self._helped and self._mirror.pending_save(save).outcome() is None:
+            if self._root.save_of(save.step) != save.name:
+                raise CheckpointNotFoundError(f"the save {save.name} is not in {self._root.path} any more")
             for each in self._mirror.pending():
-                if each.name not in self._helped and self._root.save_of(each.step) == each.name:
-                    nbytes += self._help_node(each, packs)
-            if time.monotonic() - begin > _BEGIN_S:
+                is_ours = self._packs is not None or self.wanted.has(each)
+                if is_ours and each.name not in self._helped and self._root.save_of(each.step) == each.name:
+                    nbytes += self._help_with(each)
+            if gone.lasts() or time.monotonic() - begin > _BEGIN_S:
                 break
             if save.name not in self._helped:
+                if self.wanted.has_newer(due):
+                    return None
                 self._throttle.pause(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        return Done(due.step, nbytes, time.monotonic() - begin)
+        return Done(save, nbytes, time.monotonic() - begin)
 
-    def _help_node(self, save: SaveId, packs: NodePacks) -> int:
-        """Copy what this node has of a step, if its copy has begun; return how many bytes."""
+    def _help_with(self, save: SaveId) -> int:
+        """Copy what this process has to copy of a step, if its copy has begun; return how many bytes."""
         try:
             with self._root.hold_step(save.step, lease=False) as held:
-                source = packs.source(save.step, held.source)
+                source = held.source if self._packs is None else self._packs.source(save.step, held.source)
                 copy = StepCopy(source, self._mirror, save.owner, self._throttle)
                 if not copy.has_begun:
                     return 0
                 self._report(Begun())
                 copy.copy_share(self._setup.rank)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            self._report(Failed(save.step, str(error), again=False))
+            self._report(Failed(save, str(error), again=False))
             self._helped.add(save.name)
             return 0
         self._helped.add(save.name)
         return copy.nbytes
 
+    def _is_left(self) -> bool:
+        """Return whether no process is there that could begin a copy, and the trainer of this rank wants no more."""
+        if not self.wanted.is_closed:
+            return False
+        return self._mirror.ownership.state(self._mirror.ownership.newest()) is OwnerState.GONE
+
     def _before_commit(self, due: Due, held: HeldStep) -> None:
         """Check that the step is still the one that was copied, and move steps of another branch aside."""
         held.check()
-        mirror, branch = self._mirror, due.branch
-        if branch.step is None:
-            return
-        for step in mirror.steps():
-            if step > branch.step and mirror.owner_of(step) < due.token:
-                mirror.move_aside(step, self._token, "superseded")
+        for step in self._superseded(due):
+            self._mirror.move_aside(step, self._token, "superseded")
+
+    def _superseded(self, due: Due) -> list[int]:
+        """Return the steps of the mirror that the job has left: newer ones than it continues, saved by earlier owners.
+
+        The step to copy may be among them, as another save.
+        """
+        continued = due.branch.step
+        if continued is None:
+            return []
+        mirror = self._mirror
+        return [step for step in mirror.steps() if step > continued and mirror.owner_of(step) < due.token]
 
     def _remove(self) -> None:
         """Remove what the policy of the mirror does not keep, and what is left of abandoned copies."""
@@ -238,6 +275,20 @@ class MirrorProcess:
         for path, is_record in mirror.removed():
             mirror.delete_contents(path, lambda: None, is_record=is_record)
         mirror.clean_records()
+
+
+class _Absence:
+    """How long a condition lasts."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+        self._since: float | None = None
+
+    def lasts(self) -> bool:
+        """Return whether it has held for `_GONE_S`, each time that this was called."""
+        now = time.monotonic()
+        self._since = (now if self._since is None else self._since) if self._condition() else None
+        return self._since is not None and now - self._since >= _GONE_S
 
 
 def _messages(stream: BinaryIO) -> Iterator[Due]:
@@ -258,8 +309,10 @@ def main() -> None:
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library may print is no report
 
+    reporting = threading.Lock()
+
     def report(what: Report) -> None:
-        with contextlib.suppress(OSError):  # the trainer has ended
+        with reporting, contextlib.suppress(OSError):  # the trainer has ended
             reports.write(pickle.dumps(what))
             reports.flush()
 
@@ -267,7 +320,7 @@ def main() -> None:
 
     def read() -> None:
         for due in _messages(sys.stdin.buffer):
-            process.wanted.add(due)
+            process.take(due)
         process.wanted.close()
         process.stopping.wait(setup.close_s)
         process.stopping.set()

@@ -1,5 +1,9 @@
 """The trainer's side of a mirror: says which steps are due, and starts the process that copies them, or its share.
 
+Rank 0 decides, when a save begins, and records it with the save: so all ranks have one answer, also those that have
+come since. Until a step that is due is copied, or cannot be, the first root keeps it: rank 0 tells its writer, which
+removes steps, with each save.
+
 The trainer never waits for that process before `close`: messages that a pipe cannot take are sent later.
 """
 
@@ -12,15 +16,20 @@ import os
 import pickle
 import subprocess
 import tempfile
+import threading
 import time
+from collections.abc import Collection
+from dataclasses import replace
 from typing import IO
 
+from ckpt.errors import CheckpointError
 from ckpt.events import MirrorDone, MirrorFailed
-from ckpt.mirroring.messages import Begun, Done, Due, Failed, Owner, Report, Setup
+from ckpt.mirroring.messages import Begun, Done, Due, Failed, NotDue, Owner, Report, Setup
 from ckpt.mirroring.options import Mirror
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.recover import Branch
 from ckpt.storage.interface import Root
+from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
@@ -33,6 +42,7 @@ _log = logging.getLogger("ckpt")
 _GRACE_S = 10.0  # after the process should have ended by itself
 _FAILING_S = 10.0  # for a mirror that could not be reached before
 _POLL_S = 0.02
+_ASK_S = 5.0
 _RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 _READ_BYTES = 1 << 16
 _LOGGED_CHARACTERS = 4000
@@ -57,9 +67,14 @@ class BackgroundMirror:
         self._options = options
         self._mirror_options = mirror_options
         self._rank = _COORDINATOR
-        self._published = 0
+        self._last_due: SaveId | None = None  # of the saves that have begun
+        self._published: dict[SaveId, bool] = {}  # that one, and those after it: whether they are published
+        self._is_other_branch = False
+        self._begun: set[SaveId] = set()  # due, and not known to be published
         self._newest: Due | None = None
-        self._due: dict[int, Due] = {}  # not copied yet, or given up
+        self._last_done: SaveId | None = None
+        self._due: dict[SaveId, Due] = {}  # not copied yet, or given up; of a rank other than 0 also undecided ones
+        self._let_go: set[SaveId] = set()  # due, and not held in the first root any more
         self._unsent: list[Due] = []
         self._owner = 0
         self._is_failing = False  # what was tried last is to be tried again
@@ -69,19 +84,69 @@ class BackgroundMirror:
         self._start_at, self._restart_s = 0.0, _RESTART_S
         in_forked_children(self._close_pipes)
 
-    def published(self, step: int, token: int, branch: Branch, rank: int, world_size: int) -> None:
-        """Note a published step of the owner with `token`, and have it copied if it is due."""
+    def is_next_due(self, in_flight: Collection[SaveId]) -> bool:
+        """Return whether the save that is about to begin is due. What rank 0 says holds for all.
+
+        The first one is, each N-th after it, the first one of another branch, so that the mirror leaves the old one,
+        and the next one after a save that was due and was abandoned. `in_flight` are the saves that are not decided.
+        """
+        self._published = {save: known for save, known in self._published.items() if known or save in in_flight}
+        if self._is_other_branch or self._last_due not in self._published:
+            return True
+        return len(self._published) >= self._options.every
+
+    def another_branch(self) -> None:
+        """Note that training has left steps that are published: the mirror may have them."""
+        self._is_other_branch = True
+
+    def begun(self, save: SaveId, is_due: bool) -> None:
+        """Note a save that has begun, and whether it is due."""
+        if is_due:
+            self._last_due, self._published, self._is_other_branch = save, {}, False
+            self._begun.add(save)
+        self._published[save] = False
+
+    def held(self, in_flight: Collection[SaveId]) -> list[str]:
+        """Return the saves of which the first root must not remove the steps yet, by name; on rank 0 only.
+
+        They are due, and neither copied nor given up: the newest `Mirror.held` of them. `in_flight` as above.
+        """
+        if self._rank != _COORDINATOR:
+            return []
+        self._receive()
+        self._begun &= set(in_flight)
+        waiting = sorted({*self._due, *self._begun}, key=lambda save: (save.owner, save.step))
+        let_go, kept = waiting[: -self._options.held], waiting[-self._options.held :]
+        for save in let_go:
+            if save not in self._let_go:
+                _log.warning(
+                    "step %d is not in the mirror %s yet, and %d newer ones wait, too: the first root does not hold "
+                    "it any longer (Mirror.held is %d)",
+                    save.step,
+                    self._mirror.path,
+                    len(kept),
+                    self._options.held,
+                )
+        self._let_go = set(let_go)
+        return [save.name for save in kept]
+
+    def published(self, save: SaveId, branch: Branch, rank: int, world_size: int) -> None:
+        """Note a published save, and have it copied if it is due."""
         if rank != self._rank:  # since a restart
             self._end(wait=False)
             self._rank, self._owner, self._due, self._unsent = rank, 0, {}, []
-        self._published += 1
-        self._newest = Due(step, token, branch, world_size > 1)
-        if (self._published - 1) % self._options.every == 0:
+        if save in self._published:
+            self._published[save] = True
+        self._newest = Due(save, save.owner, branch, world_size > 1)
+        if rank != _COORDINATOR:
+            self._want(replace(self._newest, is_due=False))  # its process looks what rank 0 has decided
+        elif save in self._begun:
             self._want(self._newest)
+        self._begun.discard(save)
 
     def _want(self, due: Due) -> None:
-        self._is_failing = self._is_failing or self._rank != _COORDINATOR  # until that of rank 0 has begun
-        self._due[due.step] = due
+        self._is_failing |= self._rank != _COORDINATOR and not self._due  # until that of rank 0 has begun
+        self._due[due.save] = due
         self._unsent.append(due)
         self.poll()
 
@@ -100,20 +165,39 @@ class BackgroundMirror:
 
         At most until `ending`, however long `Mirror.close_timeout` is.
         """
-        newest = self._newest
-        if newest is not None and (self._published - 1) % self._options.every != 0:
-            self._newest = None
+        newest, self._newest = self._newest, None
+        known = self._last_due if self._rank == _COORDINATOR else self._last_done
+        if newest is not None and newest.save != known:
             self._want(newest)
         begin, most_s = time.monotonic(), min(self._options.close_timeout.total_seconds(), ending.left_s)
         while self._due and time.monotonic() - begin < (min(most_s, _FAILING_S) if self._is_failing else most_s):
             self.poll()
             time.sleep(_POLL_S)
         self.poll()
-        for step in sorted(self._due):
-            self._failed(Failed(step, "the Checkpointer was closed before; a later job goes on with it", again=False))
+        for save in self._missing(ending):
+            why = "the Checkpointer was closed before; a later job goes on with it"
+            self._failed(Failed(save, why, again=False))
         self._end(wait=not self._due)
         self._due.clear()
         self._unsent.clear()
+
+    def _missing(self, ending: Deadline) -> list[SaveId]:
+        """Return the saves that are due and not in the mirror, oldest first, also if this process was not told.
+
+        The mirror is asked in a thread, as it may not answer; then all that are due count as missing.
+        """
+        missing = sorted(self._due, key=lambda save: (save.owner, save.step))
+        there: dict[int, str | None] = {}
+
+        def ask() -> None:
+            with contextlib.suppress(CheckpointError, OSError):
+                there.update(self._mirror.saves())
+
+        if missing and not (self._is_failing and self._rank == _COORDINATOR):
+            asking = threading.Thread(target=ask, name="ckpt-mirror-left", daemon=True)
+            asking.start()
+            asking.join(ending.within(_ASK_S).left_s)
+        return [save for save in missing if there.get(save.step) != save.name]
 
     def abort(self) -> None:
         """Kill the process. Idempotent."""
@@ -197,29 +281,33 @@ class BackgroundMirror:
                 self._owner = token
             case Begun():
                 self._is_failing = False
-            case Done(step, nbytes, seconds):
-                self._is_failing = False
-                self._due.pop(step, None)
+            case NotDue(save):
+                self._due.pop(save, None)
+            case Done(save, nbytes, seconds):
+                step = save.step
+                self._is_failing, self._last_done = False, save
+                self._due.pop(save, None)
                 self._restart_s = _RESTART_S
                 level = logging.INFO if self._rank == _COORDINATOR else logging.DEBUG
                 _log.log(level, "copied step %d to %s: %d bytes, %.1f s", step, self._mirror.path, nbytes, seconds)
                 if is_observed() and self._rank == _COORDINATOR:
                     emit(MirrorDone(time.time(), self._rank, step, self._mirror.path, nbytes, seconds))
-            case Failed(step):
-                if step is not None and not report.again:
-                    self._due.pop(step, None)
+            case Failed(failed):
+                if failed is not None and not report.again:
+                    self._due.pop(failed, None)
                 self._failed(report)
 
     def _failed(self, report: Failed) -> None:
         self._is_failing = report.again
-        what = "the mirror" if report.step is None else f"step {report.step} is not in the mirror"
+        step = None if report.save is None else report.save.step
+        what = "the mirror" if step is None else f"step {step} is not in the mirror"
         later = "; it is tried again" if report.again else ""
         is_only_here = self._node_local is not None and not report.again  # rank 0 does not know the cause
         level = logging.WARNING if self._rank == _COORDINATOR or is_only_here else logging.DEBUG
         _log.log(level, "%s %s: %s%s", what, self._mirror.path, report.cause, later)
         if is_observed() and self._rank == _COORDINATOR:
             cause = shortened(report.cause)
-            emit(MirrorFailed(time.time(), self._rank, report.step, self._mirror.path, cause, report.again))
+            emit(MirrorFailed(time.time(), self._rank, step, self._mirror.path, cause, report.again))
 
     def _died(self, process: subprocess.Popen[bytes]) -> None:
         """Note that the process has ended although it was not asked to."""

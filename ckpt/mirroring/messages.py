@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Keep
+from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 
-__all__ = ["Begun", "Done", "Due", "Failed", "Owner", "Report", "Setup"]
+__all__ = ["Begun", "Done", "Due", "Failed", "NotDue", "Owner", "Report", "Setup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,23 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A step to copy. `token` is that of the job in the first root, `branch` what its steps continue.
+    """A published save whose step is to be copied. `branch` is what the steps of its job continue.
 
-    `is_helped`: the processes of other ranks were told, too.
+    `token` is that of the job in the first root that wants it: not the one that saved it, if an earlier job began the
+    copy. `is_helped`: the processes of other ranks were told, too. Without `is_due` the process reads from the step
+    whether rank 0 wants it.
     """
 
-    step: int
+    save: SaveId
     token: int
     branch: Branch
     is_helped: bool = False
+    is_due: bool = True
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What is larger for later saves: those of another branch are of another owner."""
+        return self.save.owner, self.save.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +66,17 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class NotDue:
+    """Rank 0 does not want this save to be copied."""
+
+    save: SaveId
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A step is in the mirror; `nbytes` were written in `seconds`. `resumed`: some of it had been there."""
 
-    step: int
+    save: SaveId
     nbytes: int
     seconds: float
     resumed: bool = False
@@ -68,11 +84,11 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A step could not be copied. Unless `again`, it is given up. `step` is None if the mirror cannot be used."""
+    """A step could not be copied. Unless `again`, it is given up. `save` is None if the mirror cannot be used."""
 
-    step: int | None
+    save: SaveId | None
     cause: str
     again: bool
 
 
-Report = Owner | Begun | Done | Failed
+Report = Owner | Begun | NotDue | Done | Failed

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -121,11 +121,11 @@ class StepCopy:
         self.resumed = False  # what is in the mirror already is not written again
         self.nbytes = 0
 
-    def run(self, before_commit: Callable[[], None]) -> None:
-        """Copy what is missing, call `before_commit`, and publish."""
+    def run(self, before_commit: Callable[[], None], superseded: Collection[int] = ()) -> None:
+        """Copy what is missing, call `before_commit`, which moves steps aside that are `superseded`, and publish."""
         outcome = self._pending.outcome()
         if outcome is None:
-            self._begin()
+            self._begin(superseded)
             summary = self._index.summary
             first = [name for name in (INDEX, REFERENCES) if name.removesuffix(".json") in summary]
             self._pending.write_documents({name: self._document(name) for name in first})
@@ -193,7 +193,9 @@ class StepCopy:
             if len(watch.missing) != missing:
                 progress, missing = time.monotonic(), len(watch.missing)
             elif time.monotonic() - progress >= patience_s:
-                left = [rank for rank in sorted(watch.missing) if not self._copy_if_here(here, rank)]
+                # A process that is stopped, or hangs, may have a lock and keep it.
+                stuck = sorted(watch.missing)
+                left = [rank for rank in stuck if not self._copy_if_here(here, rank, heeds_lock=False)]
                 if left:
                     raise StorageError(
                         f"the files of ranks {left[:_SHOWN]}{' and others' if len(left) > _SHOWN else ''} are not in "
@@ -207,10 +209,13 @@ class StepCopy:
         for rank in sorted(ranks, key=lambda rank: (rank != first, rank)):
             self._copy_if_here(here, rank)
 
-    def _copy_if_here(self, here: NodeLocalStep, rank: int) -> bool:
-        """Copy the files of a rank that are on this node, unless another process does. False if they are not here."""
+    def _copy_if_here(self, here: NodeLocalStep, rank: int, *, heeds_lock: bool = True) -> bool:
+        """Copy the files of a rank that are on this node. False if they are not here.
+
+        Does nothing if another process has the lock, unless that is not heeded: two that copy write the same bytes.
+        """
         lock = NodeLock(f"copy of rank {rank} from {here.node_path} to {self._pending.path}")
-        if self._pending.has_part(rank) or not lock.take():
+        if self._pending.has_part(rank) or (not lock.take() and heeds_lock):
             return True
         try:
             _, _, packs = self._share(rank)
@@ -221,7 +226,7 @@ class StepCopy:
         finally:
             lock.release()
 
-    def _begin(self) -> None:
+    def _begin(self, superseded: Collection[int]) -> None:
         intent = self._document(INTENT)
         document = decode_document(intent, os.path.join(self._source.path, INTENT))
         if any(self._index.summary.get(name) != value for name, value in document.items()):
@@ -229,7 +234,7 @@ class StepCopy:
         if self._pending.intent() is None:
             lineage = {name: value for name, value in document.items() if name not in _OF_BEGIN}
             world_size, plan, continues = (document[name] for name in ("world_size", "plan", "continues"))
-            self._pending.begin(world_size, plan, continues, lineage=lineage)
+            self._pending.begin(world_size, plan, continues, superseded, lineage=lineage)
         else:
             self.resumed = True
         if self._pending.read_document(INTENT) != intent:

@@ -9,31 +9,33 @@ from collections.abc import Callable
 from ckpt.errors import CheckpointError
 from ckpt.mirroring.messages import Due
 from ckpt.storage.interface import HeldStep
+from ckpt.storage.names import SaveId
 
 __all__ = ["Wanted"]
 
 
 class Wanted:
-    """The steps to copy. Held in the first root are the newest, from when it is due, and the one being copied.
+    """The saves to copy. Held in the first root are the newest, from when it is due, and the one being copied.
 
-    Any thread; `next` and `drop` are for the one that copies.
+    A save is wanted, not the number of its step: after a restore of an older step there may be another save of it. Any
+    thread; `next` and `drop` are for the one that copies.
     """
 
-    def __init__(self, hold: Callable[[int], HeldStep]) -> None:
+    def __init__(self, hold: Callable[[SaveId], HeldStep]) -> None:
         self._hold = hold
         self._changed = threading.Condition()
-        self._steps: dict[int, Due] = {}
-        self._held: dict[int, HeldStep] = {}
-        self._copying: int | None = None
+        self._due: dict[SaveId, Due] = {}
+        self._held: dict[SaveId, HeldStep] = {}
+        self._copying: SaveId | None = None
         self._closed = False
 
     def add(self, due: Due) -> None:
-        """Want a step."""
+        """Want a save."""
         with self._changed:
-            self._steps[due.step] = due
-            if due.step == max(self._steps):
+            self._due[due.save] = due
+            if due.save == self._newest():
                 with contextlib.suppress(CheckpointError):  # the copy finds out what is the matter
-                    self.held(due.step)
+                    self.held(due.save)
                 self._release()
             self._changed.notify_all()
 
@@ -43,45 +45,58 @@ class Wanted:
             self._closed = True
             self._changed.notify_all()
 
-    def next(self) -> Due | None:
-        """Wait for a step to copy, and return the newest; None after the last one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._steps or self._closed)
-            self._copying = max(self._steps, default=None)
-            self._release()
-            return None if self._copying is None else self._steps[self._copying]
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are no more to come."""
+        return self._closed
 
-    def has_newer(self, step: int) -> bool:
-        """Return whether a newer step is wanted."""
+    def next(self) -> Due | None:
+        """Wait for a save to copy, and return the newest; None after the last one."""
         with self._changed:
-            return max(self._steps, default=step) > step
+            self._changed.wait_for(lambda: self._due or self._closed)
+            self._copying = self._newest()
+            self._release()
+            return None if self._copying is None else self._due[self._copying]
+
+    def has(self, save: SaveId) -> bool:
+        """Return whether a save is wanted."""
+        with self._changed:
+            return save in self._due
+
+    def has_newer(self, due: Due) -> bool:
+        """Return whether a newer save is wanted."""
+        with self._changed:
+            return any(other.order > due.order for other in self._due.values())
 
     def pause(self, seconds: float) -> None:
-        """Wait, but not longer than until another step is wanted, or no more are to come."""
+        """Wait, but not longer than until another save is wanted, or no more are to come."""
         with self._changed:
             self._changed.wait(seconds)
 
-    def held(self, step: int) -> HeldStep:
-        """Return the step, held. CheckpointNotFoundError if it does not exist any more."""
+    def held(self, save: SaveId) -> HeldStep:
+        """Return the step, held. CheckpointNotFoundError if it does not exist any more, or was saved anew."""
         with self._changed:
-            if step not in self._held:
-                self._held[step] = self._hold(step)
-            return self._held[step]
+            if save not in self._held:
+                self._held[save] = self._hold(save)
+            return self._held[save]
 
     def drop(self, due: Due) -> None:
-        """Want a step no more, unless it was added again."""
+        """Want a save no more, unless it was added again."""
         with self._changed:
             self._copying = None
-            if self._steps.get(due.step) == due:
-                del self._steps[due.step]
+            if self._due.get(due.save) == due:
+                del self._due[due.save]
             self._release()
 
     def release_all(self) -> None:
         """Hold nothing any more."""
         with self._changed:
-            self._steps, self._copying = {}, None
+            self._due, self._copying = {}, None
             self._release()
 
+    def _newest(self) -> SaveId | None:
+        return max(self._due, key=lambda save: self._due[save].order, default=None)
+
     def _release(self) -> None:
-        for step in self._held.keys() - {max(self._steps, default=None), self._copying}:
-            self._held.pop(step).close()
+        for save in self._held.keys() - {self._newest(), self._copying}:
+            self._held.pop(save).close()

@@ -23,15 +23,20 @@ _PACKAGE = "ckpt-inprocess"
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What the coordinator records of a save: `restart` is None outside of the in-process wrapper."""
+    """What the coordinator records of a save: `restart` is None outside of the in-process wrapper.
+
+    `mirror`: the step is due for the mirror. Rank 0 decides that, once for all ranks, which read it from here.
+    """
 
     restart: int | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    mirror: bool = False
 
     def to_document(self) -> dict[str, Any]:
         """Return the members of the intent, and of the summary, of the step."""
-        return {"restart": self.restart, "metrics": self.metrics, "versions": self.versions}
+        document = {"restart": self.restart, "metrics": self.metrics, "versions": self.versions}
+        return document | ({"mirror": True} if self.mirror else {})
 
 
 def own_versions() -> dict[str, str]:

@@ -21,11 +21,21 @@ from dataclasses import dataclass, replace
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.lingering.keeping import LingeringMemory
-from ckpt.lingering.messages import Record
 from ckpt.lingering.takeover import Taken
 from ckpt.meeting import named
 from ckpt.native import crc32c
-from ckpt.saving.offers import Earlier, Fence, Offer, Start, Whole, agreed_start, pruned, whole_snapshots
+from ckpt.saving.offers import (
+    Earlier,
+    Fence,
+    LeftBranch,
+    Offer,
+    Start,
+    Whole,
+    agreed_start,
+    before_published,
+    pruned,
+    whole_snapshots,
+)
 from ckpt.saving.publish import merged
 from ckpt.saving.replicator import Replicator
 from ckpt.saving.share import Share, ShareDocuments, ShareOf
@@ -85,6 +95,7 @@ class MemoryTier:
         self._replicas: list[SharedMemory] = []  # that this rank holds for others, while a restore may read them
         self._node = node()
         self._fences: tuple[Fence, ...] = ()
+        self._left = LeftBranch()
         self._offers: list[Offer] = []
         self._whole: dict[str, Whole] = {}
         self._opened: frozenset[int] = frozenset()  # whose shares can be read, of the snapshot that was opened last
@@ -111,7 +122,9 @@ class MemoryTier:
             Earlier(taken.record, tuple({of: None for _, of in self._readable(taken.regions)})) for taken in self._taken
         )
         now_ms = int(time.time() * 1000)
-        return Offer(self._node, shares, self._fences, self._start, self._origin, token, now_ms, earlier, root).encode()
+        about = self._start, self._origin, token, now_ms
+        saves = tuple(self._snapshots.saves)
+        return Offer(self._node, shares, self._fences, *about, earlier, root, self._left, saves).encode()
 
     def _take_over(self, lingering: LingeringMemory) -> None:
         """Take what dead processes have left, before the first restore of this process is over.
@@ -142,9 +155,19 @@ class MemoryTier:
                 "what an earlier start of this job has left in memory is not used: its checkpoint root was removed, or "
                 "another start has claimed it since"
             )
+        self._left = self._agreed.left
         whole = whole_snapshots(self._offers)
         self._whole = {snapshot.save.name: snapshot for snapshot in whole}
         return [(snapshot.save.step, snapshot.save.name) for snapshot in whole]
+
+    def before(self, save: str) -> int:
+        """Return how many of the steps that `choose` returned are tried before a published save."""
+        return before_published(save, list(self._whole.values()), self._offers)
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The published saves that training has left, by name: after `choose` the same on all ranks."""
+        return self._left.saves
 
     def open(self, save: str, rank: int, gather: Callable[[bytes], list[bytes]]) -> MemoryStep:
         """Return a step that `choose` has returned, as a source. Collective: `gather` is an all-gather.
@@ -202,11 +225,11 @@ class MemoryTier:
         self._clear({save})
         self._snapshots.drop(save)
 
-    def settle(self, step: int | None, save: str | None = None, *, restart: int = 0) -> None:
+    def settle(self, step: int | None, save: str | None = None, *, restart: int = 0, left: Iterable[str] = ()) -> None:
         """Give up what is newer than the step that was restored; None for nothing, so that training starts anew.
 
         The shares of its `save` are kept, if it is a snapshot, until a newer one is complete on all ranks. `restart` is
-        the index of the iteration that goes on from there.
+        the index of the iteration that goes on from there; `left` are the published saves that training has left.
         """
         last = -1 if step is None else step
         offered = [share for offer in self._offers for share in offer.all_shares]
@@ -214,12 +237,14 @@ class MemoryTier:
         self._failed.clear()
         self._snapshots.settle(last, save)
         self._fences = pruned((*self._fences, (restart, last)))
+        self._left = LeftBranch(self._left.number + bool(self._offers), frozenset(left))
         self._restored = save if save in self._whole else None
         self._begin_start()
         self._adopt_taken()
         self._memory.need(self._restored)
         if self._lingering is not None:
-            record = Record(self._start, self._origin, self._owner, list(map(list, self._fences)), self._root)
+            about = self._start, self._origin, self._owner
+            record = Offer(self._node, (), self._fences, *about, root=self._root, left=self._left).record
             self._lingering.settle(self._rank, record, self._memory.kept, self._taken)
         if self._replicator is not None:
             self._replicator.settle(self._restored, self._whole)

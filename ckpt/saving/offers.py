@@ -29,13 +29,37 @@ from ckpt.lingering.messages import Record
 from ckpt.saving.share import ShareOf
 from ckpt.storage.names import SaveId, parse_save_name
 
-__all__ = ["Earlier", "Fence", "Offer", "Start", "Whole", "agreed_start", "in_lineage", "pruned", "whole_snapshots"]
+__all__ = [
+    "Earlier",
+    "Fence",
+    "LeftBranch",
+    "Offer",
+    "Start",
+    "Whole",
+    "agreed_start",
+    "before_published",
+    "in_lineage",
+    "pruned",
+    "whole_snapshots",
+]
 
 _MOST_FENCES = 32
 _BEFORE_ALL = -1  # the restart index of the snapshot that a start began with
 
 Fence = tuple[int, int]
 """A restore: the iteration that began with it, and the step that it chose; -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBranch:
+    """The published saves that training has left: those newer than the step of a restore, by their names.
+
+    The restores that ranks agree on are numbered, from 1: what the latest one says holds, also for ranks that took no
+    part in it. A save is named, not its step: the branch that training is on has other saves of the same steps.
+    """
+
+    number: int = 0
+    saves: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +75,9 @@ class Offer:
     """What one rank can read, on which node it is, and the restores that it knows of.
 
     `start` is the number of the start it belongs to, 0 before its first restore; `origin` the snapshot that this began
-    with. `token` is that of the root's owner and `root` the identity of the root, which the coordinator knows, and
-    `now_ms` the time of its clock.
+    with; `left` the branch that it has left. `token` is that of the root's owner and `root` the identity of the root,
+    which the coordinator knows, and `now_ms` the time of its clock. `saves` are those that this rank has staged last,
+    also those that are gone: name, iteration, and order in that.
     """
 
     node: str
@@ -64,42 +89,57 @@ class Offer:
     now_ms: int = 0
     earlier: tuple[Earlier, ...] = ()
     root: str = ""
+    left: LeftBranch = LeftBranch()
+    saves: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def all_shares(self) -> list[ShareOf]:
         """All shares, also those of dead processes."""
         return [*self.shares, *(share for earlier in self.earlier for share in earlier.shares)]
 
+    @property
+    def record(self) -> Record:
+        """What a holder records of the memory of this rank."""
+        left = self.left
+        fences = list(map(list, self.fences))
+        return Record(self.start, self.origin, self.token, fences, self.root, left.number, sorted(left.saves))
+
     def encode(self) -> bytes:
         """Return it as JSON, with ranks as ranges: a few hundred bytes."""
         earlier = [[asdict(each.record), _packed(each.shares)] for each in self.earlier]
         about = self.node, self.start, self.origin, self.token, self.now_ms, self.root
-        return json.dumps([about, _packed(self.shares), self.fences, earlier], separators=(",", ":")).encode()
+        left = self.left.number, sorted(self.left.saves)
+        said = about, _packed(self.shares), self.fences, earlier, left, self.saves
+        return json.dumps(said, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Offer:
         """Return what `encode` has encoded."""
-        (node, start, origin, token, now_ms, root), held, fences, earlier = json.loads(data)
-        left = tuple(Earlier(Record(**record), _unpacked(shares)) for record, shares in earlier)
-        return cls(node, _unpacked(held), _fences(fences), start, origin, token, now_ms, left, root)
+        (node, start, origin, token, now_ms, root), held, fences, taken, (number, left_saves), saves = json.loads(data)
+        earlier = tuple(Earlier(Record(**record), _unpacked(shares)) for record, shares in taken)
+        left = LeftBranch(number, frozenset(left_saves))
+        staged = tuple((str(name), int(restart), int(order)) for name, restart, order in saves)
+        return cls(node, _unpacked(held), _fences(fences), start, origin, token, now_ms, earlier, root, left, staged)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """A start of the job, as the offers of all ranks tell: its number, 0 if none is known, and what it began with.
 
-    `fences` are its restores. It `is_earlier` if this restore is the first one of a new start.
+    `fences` are its restores, `left` the branch that it has left. It `is_earlier` if this restore is the first one of a
+    new start.
     """
 
     number: int = 0
     origin: str | None = None
     fences: tuple[Fence, ...] = ()
     is_earlier: bool = False
+    left: LeftBranch = LeftBranch()
 
 
 def agreed_start(offers: Sequence[Offer]) -> Start:
     """Return the start whose snapshots count. Pure: the same on all ranks."""
-    own = [Record(offer.start, offer.origin, offer.token, list(map(list, offer.fences))) for offer in offers]
+    own = [offer.record for offer in offers]
     left = [earlier for offer in offers for earlier in offer.earlier]
     is_earlier = not any(offer.start or offer.shares or offer.fences for offer in offers)
     number = max((each.record.start for each in left), default=0) if is_earlier else max(each.start for each in own)
@@ -114,16 +154,22 @@ def agreed_start(offers: Sequence[Offer]) -> Start:
     else:
         records += own
     origin = next((each.origin for each in records if each.start == number and each.origin is not None), None)
-    return Start(number, origin, pruned(fence for each in records for fence in _fences(each.fences)), is_earlier)
+    fences = pruned(fence for each in records for fence in _fences(each.fences))
+    latest = max(records, key=lambda record: record.restores)
+    return Start(number, origin, fences, is_earlier, LeftBranch(latest.restores, frozenset(latest.left)))
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A snapshot of which every share can be read by some rank: `readers` has these, lowest first, by owner."""
+    """A snapshot of which every share can be read by some rank: `readers` has these, lowest first, by owner.
+
+    `made` is the iteration that made it, and its order there: of two of the same step it tells the later one.
+    """
 
     save: SaveId
     world_size: int
     readers: tuple[tuple[int, ...], ...]
+    made: tuple[int, int] = (0, 0)
 
     def lacks(self, offers: Sequence[Offer]) -> bool:
         """Return whether any rank cannot read a share that another one on its node can."""
@@ -135,20 +181,45 @@ class Whole:
 
 
 def whole_snapshots(offers: Sequence[Offer]) -> list[Whole]:
-    """Return the snapshots that can be restored, newest first. Pure: the same on all ranks."""
+    """Return the snapshots that can be restored, newest first; of one step, the one that was made last is the first.
+
+    Pure: the same on all ranks.
+    """
     start = agreed_start(offers)
     readers: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
+    made: dict[SaveId, tuple[int, int]] = {}
     for rank, offer in enumerate(offers):
         for share in _counted(offer, start):
             found = readers.setdefault((share.save, share.world_size), {}).setdefault(share.rank, [])
             if in_lineage(share, start.fences) and rank not in found:
                 found.append(rank)
+            # The ranks count for themselves, each in the same direction, so the largest number is in order, too.
+            made[share.save] = max(made.get(share.save, (_BEFORE_ALL, 0)), (share.restart, share.order))
     whole = [
-        Whole(save, world_size, tuple(tuple(found[rank]) for rank in range(world_size)))
+        Whole(save, world_size, tuple(tuple(found[rank]) for rank in range(world_size)), made[save])
         for (save, world_size), found in readers.items()
         if len(found) == world_size and all(found.values())
     ]
-    return sorted(whole, key=lambda snapshot: (-snapshot.save.step, snapshot.save.name))
+    return sorted(whole, key=lambda snapshot: (snapshot.save.step, snapshot.made, snapshot.save.name), reverse=True)
+
+
+def before_published(save: str, whole: Sequence[Whole], offers: Sequence[Offer]) -> int:
+    """Return how many of the `whole_snapshots` are tried before a published save. Pure: the same on all ranks.
+
+    Its own copy in memory is, and snapshots of its step that were made later. A save that is not of this start came
+    before all that its ranks have made, and after what an earlier start has left.
+    """
+    found = parse_save_name(save)
+    step = -1 if found is None else found.step
+    newer = sum(snapshot.save.step > step for snapshot in whole)
+    same = [snapshot for snapshot in whole if snapshot.save.step == step]
+    names = [snapshot.save.name for snapshot in same]
+    if save in names:
+        return newer + names.index(save) + 1
+    made = [(restart, order) for offer in offers for name, restart, order in offer.saves if name == save]
+    if not made:
+        return newer + (0 if agreed_start(offers).is_earlier else len(same))
+    return newer + sum(snapshot.made > max(made) for snapshot in same)
 
 
 def _counted(offer: Offer, start: Start) -> Iterator[ShareOf]:
@@ -185,19 +256,20 @@ def _fences(found: Iterable[Any]) -> tuple[Fence, ...]:
 
 
 def _packed(shares: Iterable[ShareOf]) -> list[list[Any]]:
-    ranks: dict[tuple[str, int, int], list[int]] = {}
+    ranks: dict[tuple[str, int, int, int], list[int]] = {}
     for share in shares:
-        ranks.setdefault((share.save.name, share.world_size, share.restart), []).append(share.rank)
+        about = share.save.name, share.world_size, share.restart, share.order
+        ranks.setdefault(about, []).append(share.rank)
     return [[*about, _ranges(sorted(found))] for about, found in ranks.items()]
 
 
 def _unpacked(held: Iterable[Any]) -> tuple[ShareOf, ...]:
     shares = []
-    for name, world_size, restart, ranges in held:
+    for name, world_size, restart, order, ranges in held:
         save = parse_save_name(name)
         assert save is not None
         ranks = [rank for first, end in ranges for rank in range(first, end)]
-        shares += [ShareOf(save, rank, world_size, restart) for rank in ranks]
+        shares += [ShareOf(save, rank, world_size, restart, order) for rank in ranks]
     return tuple(shares)
 
 

@@ -28,6 +28,7 @@ __all__ = ["PartFile", "merged", "publish"]
 
 
 _OF_INTENT = ("format", "save", "step", "owner", "continues", "restart", "metrics", "versions", "world_size", "plan")
+_WHERE_KNOWN = ("mirror",)
 
 _READERS, _READ_AHEAD = 16, 512
 
@@ -92,6 +93,7 @@ def merged(
     state: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
     replicas: list[dict[str, str]] = []
     summary: dict[str, Any] = {key: intent[key] for key in _OF_INTENT}
+    summary |= {key: intent[key] for key in _WHERE_KNOWN if key in intent}
     summary |= {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in documents.items()}
     summary |= {"bytes": 0, "files": 0, "tensors": len(index.paths), "parts": []}
     for rank, (part, part_checksum) in enumerate(parts):

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpt.errors import CheckpointError
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_root
 from ckpt.storage.interface import Root
+from ckpt.storage.names import parse_save_name
 from ckpt.storage.regular_files import DamagedFileError
 
 __all__ = [
@@ -221,12 +222,22 @@ class Retained:
     left: int = 0
 
 
-def retain(root: Root, retention: Retention, token: int, newest: int, plan: str, facts: Facts) -> Retained:
+def retain(
+    root: Root,
+    retention: Retention,
+    token: int,
+    newest: int,
+    plan: str,
+    facts: Facts,
+    *,
+    held: Collection[str] = (),
+) -> Retained:
     """Remove superfluous steps, and tell which: their files are deleted later (see `removal`).
 
-    Never removes a step that is pinned or being read, nor anything from `newest` on. `plan` is the digest of the plan
-    that the next save is likely to have. For the owner: FencedError if `token` is not the newest; a step of a later
-    owner is put back. A step that cannot be read is kept, if a policy would have to.
+    Never removes a step that is pinned or being read, one that was published as a save in `held`, nor anything from
+    `newest` on. `plan` is the digest of the plan that the next save is likely to have. For the owner: FencedError if
+    `token` is not the newest; a step of a later owner is put back. A step that cannot be read is kept, if a policy
+    would have to.
     """
     if retention.keep is None:
         return Retained()
@@ -240,6 +251,8 @@ def retain(root: Root, retention: Retention, token: int, newest: int, plan: str,
     known = [each for each in found.values() if each is not None]
     kept = retention.keep.kept(known) | {step for step, each in found.items() if each is None}
     superfluous = [step for step in published if step not in kept and step != newest]
+    numbers = {save.step for save in map(parse_save_name, held) if save is not None}
+    superfluous = [step for step in superfluous if step not in numbers or root.save_of(step) not in held]
     removed = root.retire_steps(superfluous, token, plan if retention.reuse_files else None) if superfluous else []
     return Retained(tuple(removed), len(steps) - len(removed))
 

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,8 @@ class Saver:
         self._observed: list[ObservedSave] = []  # of which the end was not emitted, when the last save began
         self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
         self._token: int | None = None  # that this job saved with last, or this process claimed
+        self.held: Callable[[], Iterable[str]] = tuple
+        """Returns the saves of which no step is to be removed yet, by name; called for each save."""
         self.claim_above = 0  # a claim of this process gets a larger token than this one
         self._claim_lease = ClaimLease(self._root.ownership)
         self._versions = own_versions()
@@ -209,8 +211,24 @@ class Saver:
         """This rank, also after its process group was destroyed; None if it never had one."""
         return self._ranks.last_rank
 
-    def request(self, state: Any, step: int, begin: float, metrics: Mapping[str, Any] | None = None) -> AsyncRequest:
-        """Stage `state` and return the request that writes it. See `Checkpointer.save_request`."""
+    @property
+    def in_flight(self) -> list[SaveId]:
+        """The saves that this rank has staged, or begun to stage, and whose outcome it does not know, oldest first."""
+        return list(self._in_flight)
+
+    def request(
+        self,
+        state: Any,
+        step: int,
+        begin: float,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        mirror: bool = False,
+    ) -> tuple[AsyncRequest, SaveId]:
+        """Stage `state`; return the request that writes it, and the save. See `Checkpointer.save_request`.
+
+        `mirror`: the step is due for the mirror, as far as rank 0 says.
+        """
         _check_step(step, "async_save")
         self.scheduled.note_thread()
         self._ranks.doing = f"the save of step {step}"
@@ -219,7 +237,7 @@ class Saver:
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
             prepared = self._prepared(state, self)
-            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions)
+            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions, mirror)
             save = self._plans.save_id()
             assert save is not None
             self._seen = self._token = save.owner
@@ -240,7 +258,7 @@ class Saver:
             lambda: self._stager.keep(task.region),
             lambda: self.snapshots.published(task.save),
         ]
-        return AsyncRequest(handle, (), done)
+        return AsyncRequest(handle, (), done), save
 
     def snapshot(self, state: Any, step: int, begin: float) -> None:
         """Stage `state`, and hold it in memory. See `Checkpointer.snapshot`."""
@@ -519,6 +537,7 @@ class Saver:
             earlier=earlier,
             replicas=staged.replicas,
             storage=self._root.options,
+            held=tuple(self.held()) if is_last else (),
         )
 
     def _on_begun(self, at_ns: int) -> CallTimer | None:

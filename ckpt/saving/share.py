@@ -74,12 +74,16 @@ class PlanDocuments:
 
 @dataclass(frozen=True, slots=True)
 class ShareOf:
-    """Whose share a slot holds of which save: that of `rank` among `world_size`, made in iteration `restart`."""
+    """Whose share a slot holds of which save: that of `rank` among `world_size`, made in iteration `restart`.
+
+    Of two of one rank and iteration, the one with the larger `order` was made later.
+    """
 
     save: SaveId
     rank: int
     world_size: int
     restart: int
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +106,15 @@ class ShareDocuments:
             save = parse_save_name(self.part["save"])
             if save is None:
                 raise ValueError(f"{self.part['save']!r:.80} is not the name of a save")
-            numbers = self.about["rank"], self.about["world_size"], self.part["restart"]
+            numbers = self.about["rank"], self.about["world_size"], self.part["restart"], self.part.get("order", 0)
             if any(type(number) is not int for number in numbers) or not 0 <= numbers[0] < numbers[1]:
-                raise ValueError(f"{numbers!r:.80} are not a rank, a world size and a restart index")
+                raise ValueError(f"{numbers!r:.80} are not a rank, a world size, a restart index and an order")
             return ShareOf(save, *numbers)
 
     def manifest(self) -> dict[str, Any]:
         """Return the part manifest, as a writer would have written it."""
         members = {**self.about, "times": {}, **self.part}
-        return {key: value for key, value in members.items() if key not in ("places", "restart", "lineage")}
+        return {key: value for key, value in members.items() if key not in ("places", "restart", "order", "lineage")}
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:

@@ -38,6 +38,7 @@ __all__ = ["Snapshots"]
 _log = logging.getLogger("ckpt")
 _INLINE_BYTES = 4 << 20  # of checksums that are not worth a thread
 _ARRIVAL_PAUSE_S = 0.001
+_SAVES_KNOWN = 8  # more than slots can hold snapshots of the same steps
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,8 @@ class Snapshots:
         self._held: list[_Held] = []
         self._completion = Completion(ranks)
         self._session: str | None = None  # in which snapshots are counted; None after a fault, until there is one
+        self._order = 0  # of the newest one
+        self._saves: dict[str, tuple[int, int]] = {}  # the last ones, with their iteration and order
         self.last_restart = 0
         """The restart index of the newest one."""
         self.on_complete: Callable[[SaveId], None] = lambda save: None
@@ -77,6 +80,11 @@ class Snapshots:
         """The steps that are held, oldest snapshot first."""
         return [held.save.step for held in self._held]
 
+    @property
+    def saves(self) -> list[tuple[str, int, int]]:
+        """The last saves that were snapshots, held or not: name, iteration, and order in that."""
+        return [(name, *made) for name, made in self._saves.items()]
+
     def add(self, prepared: PreparedState, save: SaveId, staged: StagedBatch, lineage: Lineage) -> None:
         """Hold a slot that was staged just now, and complete its share. It is counted when that is done."""
         plan = prepared.cached.layout.plan
@@ -85,7 +93,13 @@ class Snapshots:
             staged.slot.described_for = None
             share.describe(PlanDocuments.of(plan))
             staged.slot.described_for = prepared.cached
+        self._order += 1  # two of the same step differ in nothing else that says which is the later one
         part: dict[str, Any] = {"save": save.name, "values": prepared.values, "restart": lineage.restart or 0}
+        part["order"] = self._order
+        if save.owner:
+            self._saves[save.name] = lineage.restart or 0, self._order
+            while len(self._saves) > _SAVES_KNOWN:
+                del self._saves[next(iter(self._saves))]
         if plan.rank == 0:
             part["lineage"] = lineage.to_document()
         self.last_restart = lineage.restart or 0

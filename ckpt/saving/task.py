@@ -178,7 +178,8 @@ class WriteTask:
     (encoded) leaves that are not tensors, `times` what the trainer measured, `replicas` the digests of what other
     ranks have, too. `earlier` are the files that were written with earlier batches. `lineage` is what the
     coordinator records of the save; with a `branch` it first takes over what earlier owners of the root left.
-    `storage` is what else is needed to open the `root`.
+    `storage` is what else is needed to open the `root`. Steps that were published as the saves in `held` are not
+    removed by the coordinator.
     """
 
     root: str
@@ -200,6 +201,7 @@ class WriteTask:
     earlier: tuple[WrittenFile, ...] = ()
     replicas: Digests | None = None
     storage: StorageOptions | None = None
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,9 +182,8 @@ class ShareWriter:
     def _retain(self) -> None:
         """Remove superfluous steps."""
         root, task = self.pending.root, self.task
-        retained = retain(
-            root, task.options.retention, task.save.owner, task.save.step, self.plan.plan_digest, self._facts()
-        )
+        about = task.save.owner, task.save.step, self.plan.plan_digest, self._facts()
+        retained = retain(root, task.options.retention, *about, held=task.held)
         if retained.removed:
             for report in StepsRemoved.reports(retained.left, list(retained.removed)):
                 self._report(report)

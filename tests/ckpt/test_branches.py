@@ -3,25 +3,33 @@
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckpt
+import inprocess
 from ckpt import AsyncCallsQueue
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
 from ckpt.storage import files, step_reader
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.root import CheckpointRoot
+from ckpt.store_ranks import StoreRanks
 from ckpt.validation import validate
+from inprocess.abort import AbortTorchDistributed
+from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck, run_ranks
 from tests.support.template import REPOSITORY
@@ -494,3 +502,173 @@ def test_an_adoption_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(FencedError):
             act()
     assert root.pending() == [save]
+
+
+# -- from the restore on, before the first save ------------------------------------------------------------------------
+
+
+def _weights(value: float) -> dict[str, Any]:
+    """A state that can be registered."""
+    return {"w": torch.full((50_000,), value)}
+
+
+def _published(root: Path, *steps: int) -> None:
+    with ckpt.Checkpointer(root) as checkpointer:
+        for step in steps:
+            checkpointer.save(_weights(float(step)), step)
+
+
+def _gone_back(root: Path, **options: Any) -> ckpt.Checkpointer:
+    """Return a Checkpointer that has restored step 10, of a root with 10, 20 and 30, and was asked for nothing else."""
+    _published(root, 10, 20, 30)
+    checkpointer = ckpt.Checkpointer(root, **options)
+    assert checkpointer.restore(_weights(0.0), step=10) == 10
+    return checkpointer
+
+
+@pytest.mark.parametrize("how", ["recover_from_fault", "restore", "restore_registered", "both"])
+def test_a_fault_before_the_first_save_does_not_bring_back_the_branch_that_was_left(tmp_path: Path, how: str) -> None:
+    with _gone_back(tmp_path) as checkpointer:
+        state = _weights(-1.0)
+        checkpointer.register(**state)
+        if how == "restore_registered":
+            checkpointer.leave_restoring_to_next_iteration()
+        for _ in range(2):
+            if how != "restore":
+                checkpointer.recover_from_fault(timedelta(seconds=10))
+            if how == "restore_registered":
+                checkpointer.restore_registered(StoreRanks(0, 1, None, 10), 1)
+            assert checkpointer.recover() == [10]
+            if how in ("restore", "both"):
+                assert checkpointer.restore(state) == 10
+            assert checkpointer.resume_step == 10
+            assert state["w"].unique().tolist() == [10.0]
+        assert checkpointer.all_steps() == [10, 20, 30]  # nothing is moved before there is something new
+        checkpointer.save(_weights(-20.0), 20)
+        assert checkpointer.restore(state) == 20
+        assert checkpointer.all_steps() == [10, 20]
+    assert ckpt.load(tmp_path)["w"].unique().tolist() == [-20.0]
+
+
+def test_snapshots_of_the_new_branch_count_and_published_steps_of_the_old_one_do_not(tmp_path: Path) -> None:
+    with _gone_back(tmp_path, snapshot_every=1) as checkpointer:
+        state = _weights(0.0)
+        for step in (11, 12):
+            checkpointer.snapshot(_weights(float(step)), step)
+        checkpointer.recover_from_fault(timedelta(seconds=10))
+        assert checkpointer.recover() == [10, 11, 12]
+        assert checkpointer.restore(state) == 12
+        assert state["w"].unique().tolist() == [12.0]
+        checkpointer.snapshot(_weights(25.0), 25)  # past a step of the old branch
+        assert checkpointer.restore(state) == 25
+        checkpointer.register(**state)
+        checkpointer.recover_from_fault(timedelta(seconds=10))  # what is in memory alone is not restored here
+        assert checkpointer.resume_step == 10
+
+
+def test_snapshots_of_the_branch_that_was_left_do_not_count(tmp_path: Path) -> None:
+    _published(tmp_path, 10)
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = _weights(0.0)
+        assert checkpointer.restore(state) == 10
+        for step in (11, 12):
+            checkpointer.snapshot(_weights(float(step)), step)
+        assert checkpointer.restore(state, 10) == 10
+        checkpointer.recover_from_fault(timedelta(seconds=10))
+        assert checkpointer.recover() == [10]
+        assert checkpointer.restore(state) == 10
+
+
+def test_the_branch_that_was_left_can_be_chosen_again(tmp_path: Path) -> None:
+    with _gone_back(tmp_path) as checkpointer:
+        state = _weights(0.0)
+        assert checkpointer.restore(state, 20) == 20
+        assert checkpointer.recover() == [10, 20]
+        assert checkpointer.restore(state, 30) == 30
+        assert checkpointer.recover() == [10, 20, 30]
+        _damage(tmp_path, 30)
+        assert checkpointer.restore(state) == 20  # the step before on the same branch
+        checkpointer.register(**state)
+        checkpointer.recover_from_fault(timedelta(seconds=10))  # and the damaged one is not met again
+        assert checkpointer.resume_step == 20
+        checkpointer.save(_weights(25.0), 25)
+        assert checkpointer.all_steps() == [10, 20, 25]
+    assert _names(tmp_path / ".damaged") == ["step_00000030"]
+
+
+def test_a_damaged_step_falls_back_on_the_lineage(tmp_path: Path) -> None:
+    _published(tmp_path, 5, 10, 20)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        state = _weights(0.0)
+        assert checkpointer.restore(state, 10) == 10
+        _damage(tmp_path, 10)
+        assert checkpointer.restore(state) == 5
+
+
+def test_training_does_not_begin_anew_when_only_the_branch_that_was_left_is_there(tmp_path: Path) -> None:
+    with _gone_back(tmp_path) as checkpointer:
+        CheckpointRoot(str(tmp_path)).remove_step(10)
+        with pytest.raises(CheckpointNotFoundError, match=r"\[20, 30\] are of the branch that was left"):
+            checkpointer.restore(_weights(0.0))
+        assert checkpointer.restore(_weights(0.0), 30) == 30
+
+
+def test_an_evaluation_sees_what_is_published_since(tmp_path: Path) -> None:
+    """A step is left by its save, not by its number, and a reader has no branch."""
+    with ckpt.Checkpointer(tmp_path) as trainer:
+        for step in (10, 20):
+            trainer.save(_weights(float(step)), step)
+        with ckpt.Checkpointer(tmp_path, read_only=True) as reader, ckpt.Checkpointer(tmp_path) as other:
+            for evaluation in (reader, other):
+                assert evaluation.restore(_weights(0.0), 10) == 10
+            assert reader.restore(_weights(0.0)) == 20
+            assert other.restore(_weights(0.0)) == 10
+            trainer.save(_weights(30.0), 30)
+            for evaluation in (reader, other):
+                assert evaluation.restore(_weights(0.0)) == 30
+
+
+def _one_is_replaced(initial_rank: int, world_size: int, root: Path, snapshots: bool) -> list[tuple[int, int | None]]:
+    """Go back to step 10, then kill a rank; return what each iteration on this rank has restored."""
+    options: dict[str, Any] = {"snapshot_every": 1} if snapshots else {}
+    checkpointer = ckpt.Checkpointer(root, timeout=timedelta(seconds=20), **options)
+    begun: list[tuple[int, int | None]] = []
+
+    @inprocess.Wrapper(
+        abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
+        finalize=CheckpointFinalize(checkpointer),
+        rank_assignment=inprocess.Compose(MaxActiveWorldSize(2), ShiftRanks()),
+        soft_timeout=timedelta(seconds=25),
+        hard_timeout=timedelta(seconds=40),
+        last_call_wait=timedelta(seconds=0.1),
+        monitor_thread_interval=timedelta(seconds=0.1),
+        monitor_process_interval=timedelta(seconds=0.1),
+    )
+    def train(call: inprocess.CallWrapper | None = None) -> None:
+        assert call is not None
+        dist.init_process_group("gloo")
+        state = _weights(0.0)
+        begun.append((call.iteration, checkpointer.restore(state, None if call.iteration else 10)))
+        assert state["w"].unique().tolist() == [float(begun[-1][1] or 0)]
+        if call.iteration == 0:
+            for step in (11, 12) if snapshots else ():
+                checkpointer.snapshot(_weights(float(step)), step)
+            dist.barrier()
+            if initial_rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+        dist.destroy_process_group()
+
+    train()
+    checkpointer.close()
+    return begun
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_a_process_that_takes_the_place_of_another_agrees(tmp_path: Path, snapshots: bool) -> None:
+    """The new rank 0, which reads the root for all, has not restored step 10 itself."""
+    _published(tmp_path, 10, 20, 30)
+    codes = {0: -signal.SIGKILL, 1: 0, 2: 0}
+    results = run_ranks(_one_is_replaced, 3, tmp_path, snapshots, returncodes=codes, init_process_group=False)
+    begun = [entry for result in results if result.value for entry in result.value if entry[0] == 1]
+    assert begun == [(1, 12 if snapshots else 10)] * 2

@@ -126,6 +126,19 @@ def test_memory_of_a_root_that_is_not_there_now(tmp_path: Path, runtime: Path, s
     no_holders_are_left(runtime)
 
 
+def test_a_branch_that_was_left_is_left_in_the_next_start_too(
+    tmp_path: Path, runtime: Path, stack: contextlib.ExitStack
+) -> None:
+    """Steps 4 and 6 are published, and training goes on from step 2: nothing but memory tells that."""
+    root = tmp_path / "root"
+    starts(stack, runtime, start, 1, root, 6, "close", saves=(2, 4, 6))
+    starts(stack, runtime, start, 1, root, 2, step=2)
+    assert starts(stack, runtime, start, 1, root, 0) == [_lingering(4)]
+    assert starts(stack, runtime, start, 1, root, 1, "close") == [_lingering(4)]
+    ((step, tier, _, is_right),) = starts(stack, runtime, start, 1, root, 0, "close")
+    assert (step, tier, is_right) == (6, "storage", True)  # which is documented: memory was given up
+
+
 @pytest.mark.parametrize(
     ("options", "env"),
     [

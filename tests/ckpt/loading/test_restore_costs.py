@@ -273,10 +273,10 @@ def test_ranks_agree_as_often_as_they_have_to(tmp_path: Path) -> None:
             # What there is, what fits, that all have read; the next save; the slots of a new plan.
             "tensors from storage": 5,
             "tensors and a value": 5,  # the value is tried first; the plan is known
-            "tensors from memory": 6,  # the documents of the shares, and that they are long
+            "tensors from memory": 7,  # the save of that step; documents of the shares, and their sizes
             "objects from storage": 6,  # objects that may fail
             "objects and a value": 6,
-            "objects from memory": 7,
+            "objects from memory": 8,
         }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -12,16 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckpt
+import inprocess
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ckpt.mirroring.messages import Due
 from ckpt.mirroring.step_copy import StepCopy, Throttle
+from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving.recover import Branch
+from ckpt.storage.names import SaveId
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
+from inprocess.abort import AbortTorchDistributed
+from inprocess.rank_assignment import FillGaps, MaxActiveWorldSize
 from tests.ckpt.mirroring.support import (
     STALLED,
+    Job,
     assert_state,
     damage,
     files_of,
@@ -200,6 +208,43 @@ def test_restore_with_a_mirror_that_is_away(roots: tuple[Path, Path]) -> None:
         assert run.restore() == (1, str(first))
 
 
+def test_what_is_due_is_kept_until_it_is_copied(roots: tuple[Path, Path]) -> None:
+    """Whether the trainer knows already that it is published or not, and while the process of the mirror restarts."""
+    first, second = roots
+    second.write_text("not a directory")
+    with job(first, mirror_of(second), keep=ckpt.Latest(1)) as run:
+        for step in (1, 2, 3):
+            run.checkpointer.async_save(state_of(step), step)
+        run.checkpointer.maybe_finalize(blocking=True)
+        run.wait(lambda: run.failures)
+        (process,) = mirror_processes()
+        process.kill()
+        process.wait(20)
+        run.save(4)
+        assert _steps(first) == [1, 2, 3, 4]
+        second.unlink()
+        run.wait(lambda: {1, 2, 3, 4} <= set(run.copied))
+        run.save(5)
+        assert _steps(first) in ([5], [4, 5])  # 4 may have been held by the process at that moment
+    assert _steps(second) == [1, 2, 3, 4, 5]
+    assert all(failed.again for failed in run.failures)
+
+
+def test_a_mirror_that_stays_away_does_not_fill_the_first_root(
+    roots: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = roots
+    second.write_text("not a directory")
+    mirror = mirror_of(second, every=2, held=2, close_timeout=timedelta(0))
+    with job(first, mirror, keep=ckpt.Latest(1)) as run, caplog.at_level(logging.WARNING, "ckpt"):
+        run.save(*range(1, 10))  # the odd ones are due
+        assert _steps(first) == [5, 7, 9]
+    said = [record.message for record in caplog.records if "does not hold it any longer" in record.message]
+    assert [text.split(" is not")[0] for text in said] == ["step 1", "step 3"]
+    with pytest.raises(ValueError, match="held"):
+        ckpt.Mirror(second, held=0)
+
+
 def test_kill_of_the_process(roots: tuple[Path, Path]) -> None:
     first, second = roots
     with job(first, mirror_of(second, bandwidth=STALLED, close_timeout=timedelta(0))) as run:
@@ -299,6 +344,66 @@ def test_another_branch(roots: tuple[Path, Path]) -> None:
         assert run.restore() == (4, str(second))
 
 
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("starts", [1, 2])
+def test_the_mirror_follows_training_to_another_branch(
+    roots: tuple[Path, Path], starts: int, every: int, leak_check: LeakCheck
+) -> None:
+    """The numbers of the new steps are those of old ones. The mirror has left these when it has one step of the new."""
+    first, second = roots
+    names = {}
+
+    def go_back(run: Job) -> None:
+        assert run.restore(10) == (10, str(first))
+        for step in (20, 30, 40):
+            run.checkpointer.save(state_of(-step), step)
+        if every > 1:  # the first of the branch is due, and the next one not yet
+            run.wait(lambda: run.copied.count(20) == (2 if starts == 1 and every == 1 else 1))
+            assert _steps(second) == [10, 20]
+
+    with job(first, mirror_of(second, every=every if starts == 1 else 1), keep=ckpt.Latest(9)) as run:
+        if every == 1 or starts == 2:
+            run.copy(10, 20, 30, 40, 50)
+        else:
+            run.copy(10)
+            run.save(20, 30)
+            run.copy(40)
+            run.save(50)
+        names = open_root(first).saves()
+        if starts == 1:
+            go_back(run)
+    if starts == 2:
+        with job(first, mirror_of(second, every=every)) as run:
+            go_back(run)
+    assert run.failures == []
+    expected = [10, 20, 30, 40] if every == 1 else [10, 20, 40]
+    assert _steps(first) == [10, 20, 30, 40]
+    assert _steps(second) == expected
+    assert all(open_root(second).save_of(step) == open_root(first).save_of(step) for step in expected)
+    old = {step: save for step, save in names.items() if step > 10}
+    assert set(open_root(second).superseded()) <= set(old.values())
+    assert len(open_root(second).superseded()) == (4 if every == 1 or starts == 2 else 1)
+    shutil.rmtree(first)
+    with job(first, mirror_of(second)) as run:
+        assert run.checkpointer.restore(state := state_of(0)) == 40
+        assert torch.equal(state["w"], state_of(-40)["w"])
+
+
+def test_a_step_that_waits_for_its_copy_is_another_one_after_the_branch_is_left(roots: tuple[Path, Path]) -> None:
+    """What is due is a save: the copy of an old 20 that waits is not taken for that of the new one."""
+    first, second = roots
+    second.write_text("not a directory")
+    with job(first, mirror_of(second)) as run:
+        run.save(10, 20)
+        run.wait(lambda: run.failures)
+        assert run.restore(10) == (10, str(first))
+        run.checkpointer.save(state_of(-20), 20)
+        second.unlink()
+        run.wait(lambda: {10, 20} <= set(run.copied))
+    assert [failed for failed in run.failures if failed.step == 20 and not failed.again], "the old one is gone"
+    assert open_root(second).saves() == open_root(first).saves()
+
+
 def test_another_save_of_a_step_stays(roots: tuple[Path, Path]) -> None:
     first, second = roots
     with job(first, mirror_of(second)) as run:
@@ -378,6 +483,62 @@ def test_each_rank_has_a_process(roots: tuple[Path, Path]) -> None:
     assert files_of(first / _name(8)) == files_of(second / _name(8))
 
 
+def _one_of_two_is_replaced(initial_rank: int, world_size: int, first: str, second: str) -> list[str]:
+    """Save 10, 20, 30, ... of which every third is due, with another rank 1 from the third on.
+
+    Return what was said about the mirror on this rank.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    mirror = mirror_of(second, every=3, close_timeout=timedelta(seconds=60))
+    checkpointer = ckpt.Checkpointer(first, mirror=mirror, timeout=timedelta(seconds=20))
+
+    @inprocess.Wrapper(
+        abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
+        finalize=CheckpointFinalize(checkpointer),
+        rank_assignment=inprocess.Compose(MaxActiveWorldSize(2), FillGaps()),
+        soft_timeout=timedelta(seconds=25),
+        hard_timeout=timedelta(seconds=40),
+        last_call_wait=timedelta(seconds=0.1),
+        monitor_thread_interval=timedelta(seconds=0.1),
+        monitor_process_interval=timedelta(seconds=0.1),
+    )
+    def train(call: inprocess.CallWrapper | None = None) -> None:
+        assert call is not None
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        state = {"own": ckpt.PerRank(torch.zeros(1000))}
+        begin = checkpointer.restore(state, strict=False) or 0
+        for step in range(begin + 10, 80, 10):
+            checkpointer.save(state, step)
+            dist.barrier()
+            if (call.iteration, rank, step) == (0, 1, 20):
+                os.kill(os.getpid(), signal.SIGKILL)
+        dist.destroy_process_group()
+
+    train()
+    checkpointer.close()
+    return [text for text in said if "the mirror" in text]
+
+
+def test_one_rank_decides_what_is_due(roots: tuple[Path, Path]) -> None:
+    """A process that takes the place of another has counted no steps, and the others have."""
+    first, second = roots
+    codes = {0: 0, 1: -signal.SIGKILL, 2: 0}
+    results = run_ranks(
+        _one_of_two_is_replaced, 3, str(first), str(second), returncodes=codes, init_process_group=False, timeout=100
+    )
+    assert [results[rank].value for rank in (0, 2)] == [[], []], [result.stderr for result in results]
+    assert _steps(first) == [10, 20, 30, 40, 50, 60, 70]
+    assert _steps(second) == [10, 40, 70]
+    for step in (10, 40, 70):
+        assert files_of(first / _name(step)) == files_of(second / _name(step))
+
+
 def _copy_of(first: Path, second: Path, token: int, **options: Any) -> tuple[StepCopy, Throttle]:
     mirror = open_root(second)
     mirror.make()
@@ -433,5 +594,5 @@ def test_a_message_fits_into_what_a_pipe_takes_at_once() -> None:
     import pickle
     import select
 
-    due = Due(10**17, 10**17, Branch(10**17, "s" * 60, tuple(range(10**17, 10**17 + 100))))
+    due = Due(SaveId(10**17, 10**17, "f" * 16), 10**17, Branch(10**17, "s" * 60, tuple(range(10**17, 10**17 + 100))))
     assert len(pickle.dumps(due)) <= select.PIPE_BUF

@@ -1,6 +1,8 @@
 """Pack files on the disks of nodes: each rank has a directory of its own, as ranks of different nodes have."""
 
+import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +15,8 @@ import torch
 import ckpt
 from ckpt.errors import CheckpointUnreachableError, StorageError
 from ckpt.events import MirrorDone
+from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
+from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
 from tests.ckpt.crash.test_matrix import Cell, play, selected
@@ -134,6 +138,57 @@ def _job(rank: int, world_size: int, cluster: Cluster, orders: list[Any], option
             assert report is not None
             result = found, report.mirror_files
     return result
+
+
+def _on_one_node(rank: int, world_size: int, cluster: Cluster) -> None:
+    mirror = ckpt.Mirror(cluster.mirror / "other", bandwidth=STALLED, close_timeout=timedelta(0))
+    with ckpt.Checkpointer(cluster.root, node_local=cluster.disk(0), mirror=mirror) as checkpointer:
+        checkpointer.save({"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
+
+
+class _Stalled(Throttle):
+    """Lets the first bytes pass, and says when it waits."""
+
+    def __init__(self) -> None:
+        self.stopping, self.waits = threading.Event(), threading.Event()
+        super().__init__(STALLED, self.stopping)
+
+    def pause(self, seconds: float) -> None:
+        if seconds > 1:
+            self.waits.set()
+        super().pause(seconds)
+
+
+def test_a_process_that_stops_in_the_middle_of_its_share_holds_up_no_copy(cluster: Cluster) -> None:
+    """That of rank 1 has the lock of its share, and writes nothing; the files are on the node of rank 0, too."""
+    run_ranks(_on_one_node, 2, cluster, timeout=60)
+    root, mirror = open_root(cluster.root), open_root(cluster.mirror / "copies")
+    mirror.make()
+    token = root.owner_of(8)
+    mirror.ownership.claim_as(token)
+    source = NodePacks(str(cluster.disk(0)), root).source(8, root.source_of(8))
+    stalled, ending = _Stalled(), threading.Event()
+    stuck = StepCopy(source, mirror, token, stalled)
+    copy = StepCopy(source, mirror, token, Throttle(None, ending), patience_s=0.5)
+
+    def run(work: Callable[[], None]) -> None:
+        with contextlib.suppress(StoppedError):
+            work()
+
+    helper = threading.Thread(target=run, args=(lambda: stuck.copy_share(1),))
+    thread = threading.Thread(target=run, args=(lambda: copy.run(lambda: None),))
+    helper.start()
+    assert stalled.waits.wait(30)
+    thread.start()
+    thread.join(30)
+    ended = not thread.is_alive()
+    for event in (ending, stalled.stopping):
+        event.set()
+    for each in (thread, helper):
+        each.join(30)
+    assert ended, "it waits for the lock"
+    assert mirror.steps() == [8]
+    assert validate(str(cluster.mirror / "copies" / "step_00000008")).whole
 
 
 def test_each_node_has_the_files_of_its_ranks(cluster: Cluster) -> None:

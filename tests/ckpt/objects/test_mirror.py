@@ -66,6 +66,21 @@ def test_what_is_only_in_the_bucket_is_read_by_ranges(bucket: Bucket, tmp_path: 
         assert run.restore(6) == (6, bucket.url)
 
 
+def test_the_bucket_follows_training_to_another_branch(bucket: Bucket, tmp_path: Path) -> None:
+    first = tmp_path / "nvme"
+    with job(first, mirror_of(bucket.url)) as run:
+        run.copy(10, 20, 30)
+        assert run.restore(10) == (10, str(first))
+        run.checkpointer.save(state_of(-20), 20)
+    assert run.failures == []
+    assert open_root(bucket.url).saves() == open_root(first).saves()
+    assert len(open_root(bucket.url).superseded()) == 2
+    shutil.rmtree(first)
+    with job(first, mirror_of(bucket.url)) as run:
+        assert run.checkpointer.restore(state := state_of(0)) == 20
+        assert state["v"].unique().tolist() == [-20.0]
+
+
 def test_kill_in_the_middle_and_resume(bucket: Bucket, tmp_path: Path) -> None:
     """The process is killed when some pack files are in the bucket; the next one sends the others only."""
     stalled = threading.Event()

@@ -5,7 +5,19 @@ from dataclasses import replace
 import pytest
 
 from ckpt.lingering.messages import Record
-from ckpt.saving.offers import Earlier, Fence, Offer, Start, Whole, agreed_start, in_lineage, pruned, whole_snapshots
+from ckpt.saving.offers import (
+    Earlier,
+    Fence,
+    LeftBranch,
+    Offer,
+    Start,
+    Whole,
+    agreed_start,
+    before_published,
+    in_lineage,
+    pruned,
+    whole_snapshots,
+)
 from ckpt.saving.share import ShareOf
 from ckpt.storage.names import SaveId
 
@@ -40,6 +52,54 @@ def test_whole_is_what_all_shares_of_are_somewhere() -> None:
 def test_the_newest_comes_first() -> None:
     offers = [Offer("a", _shares(8, 0, 1, 2, 3) + _shares(12, 0, 1, 2, 3) + _shares(9, 0, 1, 2, 3))]
     assert [snapshot.save.step for snapshot in whole_snapshots(offers)] == [12, 9, 8]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("older", [(0, 3), (1, 0)])
+def test_of_one_step_the_one_made_later_comes_first(names: tuple[str, str], older: tuple[int, int]) -> None:
+    """Whatever their names. A rank that took the place of another counts anew."""
+    saves = [SaveId(8, 0, name * 16) for name in names]
+    made = [older, (1, 4)]
+    shares = [
+        tuple(ShareOf(save, rank, 2, restart, order - (2 * rank if order > 2 else 0)) for rank in range(2))
+        for save, (restart, order) in zip(saves, made, strict=True)
+    ]
+    whole = whole_snapshots([Offer("a", (*shares[0], *shares[1]))])
+    assert [snapshot.save for snapshot in whole] == saves[::-1]
+    assert [snapshot.made for snapshot in whole] == made[::-1]
+
+
+@pytest.mark.parametrize(
+    ("made", "start", "expected"),
+    [
+        ((0, 6), 1, 1),  # after all snapshots of its step
+        ((0, 4), 1, 2),  # between the two
+        ((0, 2), 1, 3),
+        (None, 1, 3),  # of an earlier start: training has gone on since
+        (None, 0, 3),
+    ],
+)
+def test_a_published_step_has_its_place_among_snapshots(
+    made: tuple[int, int] | None, start: int, expected: int
+) -> None:
+    shares = [ShareOf(SaveId(step, 0, f"{order:016x}"), 0, 1, 0, order) for step, order in ((8, 3), (8, 5), (9, 7))]
+    published = SaveId(8, 1763840000123, "0" * 16).name
+    saves = () if made is None else ((published, *made),)
+    offers = [Offer("a", tuple(shares), start=start), Offer("b", saves=saves, start=start)]
+    assert before_published(published, whole_snapshots(offers), offers) == expected
+    with_copy = ShareOf(SaveId(8, 1763840000123, "0" * 16), 0, 1, 0, 4)
+    offers[0] = Offer("a", (*shares, with_copy), start=start)
+    assert before_published(published, whole_snapshots(offers), offers) == 3
+
+
+def test_a_branch_that_was_left_is_what_the_latest_restore_says() -> None:
+    """A spare has missed the restore that has chosen this branch again."""
+    spare = Offer("a", left=LeftBranch(1, frozenset({"x", "y"})), start=4)
+    others = [Offer("b", left=LeftBranch(2, frozenset({"z"})), start=4)] * 2
+    newcomer = Offer("c")
+    assert agreed_start([newcomer, spare, *others]).left == LeftBranch(2, frozenset({"z"}))
+    offer = Offer("b", (), ((1, 5),), left=LeftBranch(2, frozenset({"z", "a"})), saves=(("s", 1, 2),))
+    assert Offer.decode(offer.encode()) == offer
 
 
 def test_shares_of_other_world_sizes_do_not_mix() -> None:

@@ -174,6 +174,61 @@ def test_a_step_in_memory_can_be_asked_for(tmp_path: Path, leak_check: LeakCheck
             checkpointer.restore(state, 9)
 
 
+def _two_of_one_step(root: Path, order: str) -> None:
+    """Make a snapshot and a save of step 5, with other content, and restore the one that was made later."""
+    first, second = order.split(", ")
+    with ckpt.Checkpointer(root, snapshot_every=1, slots=4) as checkpointer:
+        state = fresh()
+        if "claimed" in first:
+            train_step(state, 0, 3)
+            checkpointer.save(state, 3)
+        for kind in (first, second):
+            train_step(state, 0, 5)  # not the same the second time
+            if "save" in kind:
+                checkpointer.save(state, 5)
+            else:
+                checkpointer.snapshot(state, 5)
+        expected = {name: tensor.clone() for name, tensor in state["weights"].items()}
+        for how in ("restore", "fault"):
+            train_step(state, 0, 6)
+            if how == "fault":
+                checkpointer.recover_from_fault(_DRAIN)
+            assert checkpointer.restore(state) == 5
+            assert all(tensor.equal(expected[name]) for name, tensor in state["weights"].items()), order
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["snapshot, save", "snapshot of a claimed root, save", "save, snapshot", "snapshot, snapshot"],
+)
+def test_of_two_of_one_step_the_later_one_is_restored(tmp_path: Path, order: str, leak_check: LeakCheck) -> None:
+    """It was decided by their names, which have a random part: so it is tried more than once."""
+    for number in range(4):
+        _two_of_one_step(tmp_path / str(number), order)
+
+
+def test_a_published_step_is_not_older_than_a_snapshot_because_its_slot_was_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+        state = fresh()
+        train_step(state, 0, 5)
+        checkpointer.snapshot(state, 5)
+        train_step(state, 0, 5)
+        checkpointer.save(state, 5)
+        expected = state["weights"]["w0"].clone()
+        (published,) = (json.loads((tmp_path / "step_00000005/intent.json").read_bytes())["save"],)
+        for region in checkpointer._saver._stager.memory.regions:
+            if Share(region).save_name == published:
+                Share(region).clear()
+        train_step(state, 0, 6)
+        assert checkpointer.restore(state) == 5
+        assert state["weights"]["w0"].equal(expected)
+        report = checkpointer.last_restore
+        assert report is not None
+        assert report.tier == "storage"
+
+
 def _flip(slots: list[SharedMemory], save_names: list[str]) -> None:
     for region in slots:
         if any(name in (Share(region).save_name or "") for name in save_names):
