@@ -105,8 +105,9 @@ class ChunkReader:
             self._run(jobs)
         except _JobError as failed:
             self._raise(failed, reads)
-        for shard in plan.shards.values():
+        for key, shard in plan.shards.items():
             shard.check(self._source)
+            self._packs.compared.add(key)
 
     def files(self, name: str, array: StoredArray, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
         """Return the files that have something of a box of an array. Raises as `read` does."""
@@ -209,10 +210,11 @@ class _Plan:
             file = self._numbers.setdefault((rank, number), len(self._numbers))
             whole = records_of_whole(meta, file, base, destination)
             self.records += whole or records_of_box(meta, index, file, base, read.offset, destination)
-            if meta.sharded and (array.number, index) not in self.shards:
+            key = array.number, index
+            if meta.sharded and key not in self.shards and key not in self._packs.compared:
                 place = ChunkPlace(pack_file(rank, number), base, meta.encoded_bytes(index))
                 shard = _Shard(read.name, meta, index, place)
-                self.shards[array.number, index] = shard
+                self.shards[key] = shard
                 self.records.append(shard.record(file))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.errors import StateError
@@ -100,12 +100,14 @@ class PackIndex:
     """All arrays of a step and the regions they lie in.
 
     Of a compressed array the region says only which rank has each chunk: `table` returns where they are in its pack, as
-    its part manifest records it.
+    its part manifest records it. `compared` has the shards whose index was read and is as it must be, by the number of
+    the array and the index of the chunk: it need not be read again.
     """
 
     arrays: tuple[StoredArray, ...]
     regions: tuple[Region, ...]
     table: Callable[[int], Table] | None = None
+    compared: set[tuple[int, tuple[int, ...]]] = field(default_factory=set, init=False, repr=False)
 
     def to_document(self) -> dict[str, Any]:
         """Return the index as JSON."""

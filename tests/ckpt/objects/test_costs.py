@@ -117,8 +117,13 @@ def test_a_read_fetches_what_it_needs(bucket: Bucket) -> None:
         before = len(bucket.proxy.requests)
         rows = checkpoint["large"][1000:1010]
         assert np.array_equal(rows, state["large"][1000:1010].numpy())
-        (one,) = _ranges(bucket.proxy.requests[before:])
+        one, of_index = _ranges(bucket.proxy.requests[before:])
         assert one[2] - one[1] <= 2 * (1 << 18) + 8
+        assert of_index[2] - of_index[1] < 1024, "the index of the shard, once"
+        before = len(bucket.proxy.requests)
+        assert np.array_equal(checkpoint["large"][1002:1005], rows[2:5])
+        (again,) = _ranges(bucket.proxy.requests[before:])
+        assert one[1] <= again[1] < again[2] <= one[2]
     restored = {"large": torch.zeros(4000, 1000), "small": {f"s{n}": torch.zeros(50) for n in range(40)}}
     with ckpt.Checkpointer(bucket.url) as checkpointer:
         before = len(bucket.proxy.requests)
