@@ -18,7 +18,7 @@ from tests.support.seeds import seed_of
 from tests.support.selection import FULL
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-CASES = 8000 if FULL else 400
+CASES = 8000 if FULL else 250
 
 
 @pytest.mark.timeout(3600 if FULL else 300)
