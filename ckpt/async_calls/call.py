@@ -194,9 +194,9 @@ class Call(Uncopied):
 
     @property
     def label(self) -> str:
-        """The name of its function, for messages."""
+        """The name of its function, for messages; of a partial, that of what it calls."""
         fn = self.request.async_fn
-        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        return getattr(getattr(fn, "func", fn), "__qualname__", None) or type(fn).__qualname__
 
     # -- while it is with a writer -------------------------------------------------------------------------------------
 

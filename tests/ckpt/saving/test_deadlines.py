@@ -110,7 +110,7 @@ def test_close_beside_a_stopped_writer_of_a_shared_queue(tmp_path: Path, leak_ch
 
 def test_queue_closes_in_time_whatever_is_stopped(tmp_path: Path, leak_check: LeakCheck) -> None:
     for who, abort in (("pid", False), ("server", False), ("pid", True), ("server", True)):
-        queue = ckpt.AsyncCallsQueue(timeout_s=1.0)
+        queue = ckpt.AsyncCallsQueue()
         call = functions.Call(functions.nothing)
         identity = ask(queue, functions.report_identity)
         _stop(identity["pid"])
@@ -120,12 +120,12 @@ def test_queue_closes_in_time_whatever_is_stopped(tmp_path: Path, leak_check: Le
             queue.schedule_async_request(ckpt.AsyncRequest(call, (), []))
         begin = time.monotonic()
         if abort:
-            queue.close(abort=True)
+            queue.close(abort=True, timeout_s=1.0)
         else:
             with pytest.raises(
                 CheckpointTimeoutError, match="calls 1 to 3 are not done after 1 s, the time for closing"
             ):
-                queue.close()
+                queue.close(timeout_s=1.0)
         assert time.monotonic() - begin < _BUSY_S
         assert len(call.abandoned_with) == 3
         wait_until(lambda gone=identity: all(is_gone(pid) for pid in gone.values()), "the end of the processes")
