@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-__all__ = ["only_writer", "stopped_until_a_load_waits", "when_a_load_waits"]
+__all__ = ["newest_writer", "stopped_until_a_load_waits", "when_a_load_waits"]
 
 
 @contextlib.contextmanager
@@ -32,20 +32,35 @@ def when_a_load_waits(action: Callable[[], object]) -> Iterator[None]:
     assert left == [], "no load has waited"
 
 
-def only_writer() -> psutil.Process:
-    """The writer process of this process."""
-    (writer,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "ckpt-writer"]
-    return writer
+def _writers() -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if each.name() == "ckpt-writer":
+                found.append(each)
+    return found
+
+
+def newest_writer() -> psutil.Process:
+    """The writer process that was started last; those of other tests may still be ending."""
+    return max(_writers(), key=lambda writer: writer.create_time())
 
 
 @contextlib.contextmanager
 def stopped_until_a_load_waits() -> Iterator[None]:
-    """Stop the writer of this process, which is there already, until a load waits for it."""
-    writer = only_writer()
-    writer.suspend()
+    """Stop the writers of this process, which are there already, until a load waits for one."""
+    writers = _writers()
+
+    def resume() -> None:
+        for writer in writers:
+            with contextlib.suppress(psutil.Error):
+                writer.resume()
+
+    for writer in writers:
+        with contextlib.suppress(psutil.Error):
+            writer.suspend()
     try:
-        with when_a_load_waits(writer.resume):
+        with when_a_load_waits(resume):
             yield
     finally:
-        with contextlib.suppress(psutil.Error):
-            writer.resume()
+        resume()

@@ -17,7 +17,7 @@ import torch
 import ckpt
 from tests.ckpt.crash.killers import wait_until
 from tests.support import LeakCheck
-from tests.support.loads import only_writer, stopped_until_a_load_waits
+from tests.support.loads import newest_writer, stopped_until_a_load_waits
 
 pytest.importorskip("lightning")
 
@@ -156,7 +156,7 @@ def test_another_plugin_waits_for_the_newest_save_of_a_name(plugin: CkptIO, tmp_
 def test_a_save_that_takes_longer_than_the_timeout_is_not_waited_for(plugin: CkptIO, tmp_path: Path) -> None:
     plugin.save_checkpoint(checkpoint(1), tmp_path / "twice.ckpt")
     wait_until(lambda: steps(tmp_path) == [1], "the step")
-    other, writer = CkptIO(timeout=timedelta(seconds=1)), only_writer()
+    other, writer = CkptIO(timeout=timedelta(seconds=1)), newest_writer()
     writer.suspend()
     try:
         for name in ("twice", "once"):

@@ -19,7 +19,7 @@ from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate
 from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
-from tests.support.loads import only_writer, when_a_load_waits
+from tests.support.loads import newest_writer, when_a_load_waits
 
 _SOON = timedelta(seconds=1)  # a time that passes in every run of the test
 
@@ -249,7 +249,7 @@ def _begun_save(checkpointer: ckpt.Checkpointer, step: int, hold: Path) -> psuti
     checkpointer.queue.schedule_async_request(request)
     root = CheckpointRoot(checkpointer.root)
     wait_until(lambda: [root.pending_save(save).parts_present() for save in root.pending()] == [{0}], "the part")
-    return only_writer()
+    return newest_writer()
 
 
 def test_a_writer_that_is_stuck_or_dies_delays_the_restore_of_another_checkpointer_only_so_long(tmp_path: Path) -> None:
