@@ -69,11 +69,16 @@ _MOVING = re.compile(r"step_(\d{8,18})-moving-(\d+)-[0-9a-f]+")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path that a path or a ``file://`` URL names. StorageError for other URLs."""
+    """Return the absolute path that a path, also one with ``~``, or a ``file://`` URL names.
+
+    StorageError for other URLs, and for one with a part that is not of the path.
+    """
     text = os.fspath(path)
     if "://" not in text:
-        return os.path.abspath(text)
+        return os.path.abspath(os.path.expanduser(text))
     url = urllib.parse.urlsplit(text)
+    if url.scheme == "file" and ("?" in text or "#" in text):
+        raise StorageError(f"{text}: in a file:// URL, write %3F for '?' and %23 for '#', or give the path")
     if url.scheme != "file" or url.netloc not in ("", "localhost"):
         raise StorageError(f"{text}: a root is a local path, or a file://, s3://, gs:// or az:// URL")
     return os.path.abspath(urllib.parse.unquote(url.path))
