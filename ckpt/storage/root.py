@@ -264,7 +264,8 @@ class CheckpointRoot(DirectoryRoot):
 
     def refresh(self) -> None:
         """See `Root.refresh`: a network file system answers from its cache for seconds."""
-        directories.fresh_names(self.pending_path)
+        for path in (self.pending_path, self.abandoned_path):
+            directories.fresh_names(path)
 
     def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
         """See `Root.retire_step`."""
@@ -375,7 +376,7 @@ class CheckpointRoot(DirectoryRoot):
         if lock is None:
             return False
         with lock:
-            if has_readers(self.path, path) or step in self.pinned_steps():
+            if has_readers(self.path, path) or step in pins.pinned_steps(self.path, fresh=True):
                 return False
             directories.rename_directory(path, target)
         return True
