@@ -736,7 +736,10 @@ class Checkpointer(Uncopied):
     def _delete_recycled(self) -> None:
         if self._saver.is_owner:
             for path in self._root.discard_recycled():
-                self._root.delete_contents(path, lambda: None, is_record=False)
+                try:
+                    self._root.delete_contents(path, lambda: None, is_record=False)
+                except StorageError as error:
+                    _log.warning("files kept for the next save are not all deleted: %s", error)
 
     def _finalize_all(self, deadline: Deadline) -> None:
         """Finalize all calls, and close the queue unless it is shared."""

@@ -10,11 +10,12 @@ keep once is gone, so each decides from the steps that are left, always in the s
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt.errors import CheckpointError
@@ -37,6 +38,9 @@ __all__ = [
     "keep_policy",
     "retain",
 ]
+
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +220,18 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """The steps that were removed, and how many are left."""
+    """The steps that were removed, how many are left, and those that the storage did not let go, with the reason."""
 
     removed: tuple[int, ...] = ()
     left: int = 0
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+    def warn(self, known: set[int], path: str) -> None:
+        """Log the steps of the root at `path` that could not be removed, but those that are `known` to be so."""
+        for step in self.failed.keys() - known:
+            _log.warning("step %d of %s cannot be removed, others are: %s", step, path, self.failed[step])
+        known.clear()
+        known.update(self.failed)
 
 
 def retain(
@@ -253,8 +265,10 @@ def retain(
     superfluous = [step for step in published if step not in kept and step != newest]
     numbers = {save.step for save in map(parse_save_name, held) if save is not None}
     superfluous = [step for step in superfluous if step not in numbers or root.save_of(step) not in held]
-    removed = root.retire_steps(superfluous, token, plan if retention.reuse_files else None) if superfluous else []
-    return Retained(tuple(removed), len(steps) - len(removed))
+    failed: dict[int, str] = {}
+    reuse = plan if retention.reuse_files else None
+    removed = root.retire_steps(superfluous, token, reuse, failed=failed) if superfluous else []
+    return Retained(tuple(removed), len(steps) - len(removed), failed)
 
 
 def _facts_of(root: Root, step: int, known: Facts) -> PublishedStep | None:

@@ -382,16 +382,26 @@ class Root(ABC):
         With `plan`, a save with this digest may write over them instead.
         """
 
-    def retire_steps(self, steps: Sequence[int], token: int, plan: str | None = None) -> list[int]:
+    def retire_steps(
+        self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
+    ) -> list[int]:
         """Do what `retire_step` does with published steps, as of the last `steps`, and return those it has removed.
 
-        With `plan` no others than these can be written over any more.
+        With `plan` no others than these can be written over any more. A step that the storage does not let go is
+        entered in `failed`, with the reason, and the others are removed nevertheless.
         """
         pinned = self.pinned_steps()
         steps = [step for step in steps if step not in pinned]
         if steps and plan is not None:
             self.discard_recycled()  # the last save has taken from there what it could use
-        return [step for step in steps if self.retire_step(step, token, plan)]
+        removed = []
+        for step in steps:
+            try:
+                if self.retire_step(step, token, plan):
+                    removed.append(step)
+            except StorageError as error:
+                failed[step] = str(error)
+        return removed
 
     @abstractmethod
     def pinned_steps(self) -> set[int]:

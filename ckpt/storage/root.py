@@ -29,7 +29,7 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedE
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.copied_steps import copied_from_objects
-from ckpt.storage.directories import Rename, try_lock_exclusive
+from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Aside, DirectoryRoot
 from ckpt.storage.links import refuse_link, refuse_links
@@ -314,8 +314,14 @@ class CheckpointRoot(DirectoryRoot):
         if not self._rename_step(step, moving):
             return None
         self._check_after(moving, token)
-        if directories.rename_directory(moving, target) is not Rename.DONE:
-            self.ownership.check(token)  # a later owner has published it again
+        try:
+            if directories.rename_directory(moving, target) is not Rename.DONE and files.exists(self.step_path(step)):
+                self.ownership.check(token)  # a later owner has published it again
+                return None
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self._move_back(moving)
+            raise
         return target
 
     # A process may be stopped between its look at the token and a rename, while a later owner claims the root and
@@ -370,9 +376,11 @@ class CheckpointRoot(DirectoryRoot):
         try:
             lock = try_lock_exclusive(path)
         except StorageError:
-            if not files.is_directory(path):
+            if not files.exists(path):
                 return True
-            raise
+            if not os.path.islink(path):
+                raise
+            lock = DirectoryLock(-1)  # a link that leads nowhere
         if lock is None:
             return False
         with lock:
@@ -419,10 +427,7 @@ class CheckpointRoot(DirectoryRoot):
         self.clean_records()
         for path, is_record in self.removed():
             with contextlib.suppress(StorageError):  # it was removed meanwhile, or the next clean-up will remove it
-                if is_record:
-                    directories.remove_subdirectories(path)
-                else:
-                    directories.remove_tree(path)
+                remove_contents(path, lambda: None, keep_files=is_record)
 
     def clean_records(self) -> None:
         """See `Root.clean_records`. Ranks learn from records what was abandoned: they stay for `_KEEP_RECORDS_S`."""
@@ -439,9 +444,9 @@ class CheckpointRoot(DirectoryRoot):
         self._set_aside_late()
         with contextlib.suppress(StorageError):
             remove_stale_readers(self.path)
-        with contextlib.suppress(OSError):
-            for name in self._names(self.pending_path):
-                path = os.path.join(self.pending_path, name)
+        for name in self._names(self.pending_path):
+            path = os.path.join(self.pending_path, name)
+            with contextlib.suppress(OSError, StorageError):
                 is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
                 if os.path.islink(path) or (name.startswith(".") and is_old):
                     files.remove(path)  # made by hand, or a temporary file whose writer died

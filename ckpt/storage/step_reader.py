@@ -134,8 +134,9 @@ def remove_stale_readers(root: str) -> None:
     folder = _readers(root)
     for save in directories.names_in(folder):
         directory = os.path.join(folder, save)
-        if os.path.islink(directory) or not _has_reader(directory, directories.names_in(directory)):
-            directories.remove_tree(directory)
+        with contextlib.suppress(StorageError):
+            if os.path.islink(directory) or not _has_reader(directory, directories.names_in(directory)):
+                directories.remove_tree(directory)
 
 
 def has_readers(root: str, path: str) -> bool:
