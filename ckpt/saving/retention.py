@@ -45,11 +45,14 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class PublishedStep:
-    """What a policy knows of a published step: its metrics, and when it was published (seconds since 1970)."""
+    """What a policy knows of a published step: its metrics, and when it was saved (seconds since 1970).
+
+    The step records both, so a copy of a root is decided about as the root is.
+    """
 
     step: int
     metrics: Mapping[str, Any]
-    published_s: float
+    saved_s: float
 
 
 class Keep(ABC):
@@ -115,7 +118,7 @@ class Every(Keep):
 
 @dataclass(frozen=True)
 class EverySeconds(Keep):
-    """Keeps the oldest step, and from then on each that was published at least `seconds` after the last one kept.
+    """Keeps the oldest step, and from then on each that was saved at least `seconds` after the last one kept.
 
     Or so long before it: then the clock was set back, and the interval begins there.
     """
@@ -132,9 +135,9 @@ class EverySeconds(Keep):
         """See `Keep.kept`."""
         kept, last = set(), -math.inf
         for each in steps:
-            if abs(each.published_s - last) >= self.seconds:
+            if abs(each.saved_s - last) >= self.seconds:
                 kept.add(each.step)
-                last = each.published_s
+                last = each.saved_s
         return kept
 
 
@@ -207,7 +210,8 @@ def keep_policy(keep: Keep | None, keep_last: int | None, keep_every: int | None
 # -- applying a policy -------------------------------------------------------------------------------------------------
 
 Facts = MutableMapping[tuple[int, float], PublishedStep]
-"""What is known of published steps, by number and time, so that each is read once."""
+"""What is known of published steps, by number and time of the file, so that each is read once, and again if it changes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +284,7 @@ def _facts_of(root: Root, step: int, known: Facts) -> PublishedStep | None:
             where = os.path.join(source.path, "zarr.json")
             summary = decode_root(source.read("zarr.json", MAX_DOCUMENT_BYTES), where)["attributes"]["ckpt"]
             metrics = summary["metrics"]
-            known[key] = PublishedStep(step, metrics if isinstance(metrics, dict) else {}, key[1])
-    except (CheckpointError, DamagedFileError, OSError, KeyError, TypeError):
+            known[key] = PublishedStep(step, metrics if isinstance(metrics, dict) else {}, root.saved_s(step))
+    except (CheckpointError, DamagedFileError, OSError, KeyError, TypeError, ValueError):
         return None
     return known[key]

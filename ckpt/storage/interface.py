@@ -299,7 +299,17 @@ class Root(ABC):
 
     @abstractmethod
     def published_s(self, step: int) -> float:
-        """Return when a step was published, in seconds since 1970. StorageError if that cannot be read."""
+        """Return when a step was published, in seconds since 1970, to be shown. StorageError if that cannot be read.
+
+        In a directory a file tells that, and a copy of it has another time; see `saved_s`.
+        """
+
+    @abstractmethod
+    def saved_s(self, step: int) -> float:
+        """Return when a step was saved, in seconds since 1970, as it records itself: copies of it say the same.
+
+        CheckpointCorruptError if it does not say.
+        """
 
     @abstractmethod
     def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldStep:

@@ -118,6 +118,10 @@ class ObjectRoot(Root):
         """See `Root.published_s`, as of the last list of the steps."""
         return self._listed(step).time
 
+    def saved_s(self, step: int) -> float:
+        """See `Root.saved_s`, as of the last list of the steps."""
+        return self._listed(step).time
+
     def _listed(self, step: int) -> Record:
         """Return the record of a step that `steps` has just listed: no request for each."""
         found = [each for each in self._records.known() if each.save.step == step and each.state == "published"]

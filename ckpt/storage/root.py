@@ -30,11 +30,12 @@ from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.copied_steps import copied_from_objects
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
+from ckpt.storage.documents import well_formed
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Aside, DirectoryRoot
 from ckpt.storage.links import refuse_link, refuse_links
 from ckpt.storage.moved_steps import MovedStep, find_moved, moved_to, rename_back
-from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
+from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.recycled import discard_recycled, recycle_step
@@ -226,6 +227,14 @@ class CheckpointRoot(DirectoryRoot):
         path = os.path.join(self.step_path(step), "zarr.json")
         with storage_errors("read", path):
             return os.stat(path).st_mtime
+
+    def saved_s(self, step: int) -> float:
+        """See `Root.saved_s`: as rank 0 has recorded it."""
+        path = self.step_path(step)
+        with well_formed(os.path.join(path, part_name(0))):
+            times = read_part_of_step(path, 0)["times"]
+            began = times["write_begin"] if "write_begin" in times else times["begin"]
+            return float(began) + float(times.get("write_s", 0.0)) + float(times.get("sync_s", 0.0))
 
     def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> StepReader:
         """See `Root.hold_step`. CheckpointCorruptError for an entry with the name of a step that is none."""
