@@ -35,6 +35,7 @@ __all__ = [
     "PublishedStep",
     "Retained",
     "Retention",
+    "is_number",
     "keep_policy",
     "retain",
 ]
@@ -163,7 +164,7 @@ class Best(Keep):
         """See `Keep.kept`."""
         sign = 1 if self.mode == "min" else -1
         values = ((each.metrics.get(self.metric, math.nan), each.step) for each in steps)
-        found = [(sign * value, step) for value, step in values if _is_number(value)]
+        found = [(sign * value, step) for value, step in values if is_number(value)]
         return {step for _, step in sorted(found)[: self.count]}
 
 
@@ -188,7 +189,8 @@ def _check_count(name: str, count: Any) -> None:
         raise ValueError(f"{name} takes a whole number of at least 1, not {count!r}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a metric is a number, by which steps can be compared."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 

@@ -77,10 +77,10 @@ def any_root(path: str) -> Root:
 
 
 def steps_of(root: Root) -> list[int]:
-    """Return the published steps of a root, ascending. Steps that are symbolic links are left out."""
+    """Return the published steps of a root, ascending: also links to steps, which a restart restores, too."""
     if not isinstance(root, CheckpointRoot):
         return root.steps()
-    return [step for step in root.steps() if _is_own_directory(root.step_path(step))]
+    return [step for step in root.steps() if os.path.isdir(root.step_path(step))]
 
 
 def check_directory(path: str) -> None:
@@ -144,10 +144,6 @@ def looks_like_step(path: str) -> bool:
     if re.fullmatch(r"step_\d{8,18}", os.path.basename(os.path.abspath(path))):
         return True
     return any(os.path.lexists(os.path.join(path, name)) for name in ("intent.json", "state.json", "parts"))
-
-
-def _is_own_directory(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
 
 
 # -- saves that are not published --------------------------------------------------------------------------------------
