@@ -32,8 +32,8 @@ from ckpt.loading.index import CheckpointIndex
 from ckpt.loading.match import Match, Read, is_below, known_names, lacking, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
-from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.overlaps import check_overlaps
+from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.state_update import StateUpdate
 from ckpt.loading.step_hold import HeldSource
 from ckpt.loading.structure import Structure
