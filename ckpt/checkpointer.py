@@ -43,7 +43,7 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import local_path
-from ckpt.storage.roots import open_root
+from ckpt.storage.roots import own_directory, own_root
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.restart_index import current_restart_index
@@ -138,12 +138,13 @@ class Checkpointer(Uncopied):
         multiples of these; what is saved is also held in memory (see docs/snapshots.md).
 
         `root` is a directory (made by the first save), a ``file://`` URL, or that of an object store, such as
-        ``s3://bucket/run7`` (see docs/object_stores.md). `storage_options` are for object stores: endpoint, region and
-        credentials, where they are not in the environment (``AWS_...``); they get into no log and no file. A `queue`
-        that is given is shared: `close` leaves it open. `keep` says which steps are kept, such as ``ckpt.Latest(3) |
-        ckpt.Every(1000)``; None keeps all. `keep_last` and `keep_every` are short for these two. The newest step is
-        always kept, and so are pinned ones (see `pin`). When a save is finalized on rank 0, the other steps are gone;
-        the writers delete their files afterwards, between the saves.
+        ``s3://bucket/run7`` (see docs/object_stores.md); StorageError for a step, or a place inside of one.
+        `storage_options` are for object stores: endpoint, region and credentials, where they are not in the environment
+        (``AWS_...``); they get into no log and no file. A `queue` that is given is shared: `close` leaves it open.
+        `keep` says which steps are kept, such as ``ckpt.Latest(3) | ckpt.Every(1000)``; None keeps all. `keep_last` and
+        `keep_every` are short for these two. The newest step is always kept, and so are pinned ones (see `pin`). When a
+        save is finalized on rank 0, the other steps are gone; the writers delete their files afterwards, between the
+        saves.
         `process_group` spans all ranks of the job (default: the default group). `slots` staging slots (2, with
         `snapshot_every` 3, with `replicas` 5) are used in turn, of together at most `max_host_bytes`. `overlap`: on
         CUDA, let training go on while the copies run; the optimizers in the state wait for them before their next step.
@@ -190,8 +191,8 @@ class Checkpointer(Uncopied):
         """
         warn_if_portable()
         policy = keep_policy(keep, keep_last, keep_every)
-        root_at = open_root(root, StorageOptions.of(storage_options, timeout.total_seconds() / 2))
-        node_path = None if node_local is None else local_path(node_local)
+        root_at = own_root(root, StorageOptions.of(storage_options, timeout.total_seconds() / 2))
+        node_path = None if node_local is None else own_directory(local_path(node_local), "a directory for pack files")
         if node_path is not None and (mirror is None or export is not None):
             raise ValueError(
                 "node_local keeps each rank's files on its node alone: it needs a mirror, from which they are read on "
@@ -229,7 +230,7 @@ class Checkpointer(Uncopied):
         self._mirror: BackgroundMirror | None = None
         if mirror is not None:
             mirror_options = StorageOptions.of(mirror.storage_options, min(_MIRROR_S, self._timeout_s / 2))
-            self._mirror_root = open_root(mirror.root, mirror_options)
+            self._mirror_root = own_root(mirror.root, mirror_options)
             if self._mirror_root.path == root_at.path:
                 raise ValueError(f"the mirror of {root_at.path} must be another root")
             self._mirror = BackgroundMirror(root_at, self._mirror_root, mirror, mirror_options, node_path)
@@ -735,7 +736,10 @@ class Checkpointer(Uncopied):
     def _delete_recycled(self) -> None:
         if self._saver.is_owner:
             for path in self._root.discard_recycled():
-                self._root.delete_contents(path, lambda: None, is_record=False)
+                try:
+                    self._root.delete_contents(path, lambda: None, is_record=False)
+                except StorageError as error:
+                    _log.warning("files kept for the next save are not all deleted: %s", error)
 
     def _finalize_all(self, deadline: Deadline) -> None:
         """Finalize all calls, and close the queue unless it is shared."""

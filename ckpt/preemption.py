@@ -126,7 +126,7 @@ class PreemptionWatcher(Uncopied):
         self._notice_s = self._grace_s if notice is None else _seconds("notice", notice)
         self._interval_s = _seconds("interval", interval)
         self._exit_code = exit_code
-        self._stop_file = None if stop_file is None else os.path.abspath(os.fspath(stop_file))
+        self._stop_file = None if stop_file is None else os.path.abspath(os.path.expanduser(stop_file))
         self._poll = poll
         self._lock = threading.Lock()  # for the next five
         self._why: str | None = None

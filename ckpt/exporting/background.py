@@ -23,6 +23,7 @@ from ckpt.exporting.options import ExportOptions
 from ckpt.formats.files import remove_left
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.roots import own_directory
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import end_process, start_module
 
@@ -56,7 +57,7 @@ class BackgroundExports:
     """
 
     def __init__(self, root: Root, options: ExportOptions) -> None:
-        directory = os.fspath(options.directory)
+        directory = own_directory(os.fspath(options.directory), "a directory for exports")
         if os.path.realpath(directory) == os.path.realpath(root.path):
             raise ValueError(
                 f"the exports would have the names of the checkpoints in {root.path}: give ExportOptions another "

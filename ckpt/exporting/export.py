@@ -14,6 +14,7 @@ from ckpt.exporting.selection import select
 from ckpt.exporting.writers import WRITERS, first_few
 from ckpt.formats.files import check_new, check_outside
 from ckpt.loading.lazy import open_checkpoint
+from ckpt.storage.roots import own_directory
 
 __all__ = ["Exported", "export", "export_as"]
 
@@ -111,7 +112,7 @@ def export_as(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Do what `export` does, with its arguments in one object."""
-    where = os.fspath(target)
+    where = own_directory(os.path.expanduser(os.fspath(target)), "a place for an export")
     with open_checkpoint(path, step, storage_options=storage_options) as checkpoint:
         check_outside(where, checkpoint.path)
         check_new(where, "file" if form.format == "torch" else "directory")

@@ -37,7 +37,7 @@ class HfFiles:
         if isinstance(config, HfFiles):
             return config
         if isinstance(config, str | os.PathLike):
-            found = cls(directory=os.path.abspath(config))
+            found = cls(directory=os.path.abspath(os.path.expanduser(config)))
             if not _names_in(str(found.directory)):
                 raise ConversionError(f"{os.fspath(config)} has no files of a configuration, such as config.json")
             return found

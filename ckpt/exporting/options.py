@@ -103,7 +103,7 @@ class ExportOptions(ExportForm):
             raise ValueError(f"every must be a number of steps, at least 1, not {self.every!r}")
         if self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, but is {self.timeout}")
-        self._set("directory", os.path.abspath(self.directory))
+        self._set("directory", os.path.abspath(os.path.expanduser(self.directory)))
 
 
 def _dtype(dtype: Any) -> str | None:

@@ -32,6 +32,7 @@ from ckpt.loading.index import CheckpointIndex
 from ckpt.loading.match import Match, Read, is_below, known_names, lacking, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
+from ckpt.loading.overlaps import check_overlaps
 from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.state_update import StateUpdate
 from ckpt.loading.step_hold import HeldSource
@@ -222,6 +223,7 @@ class _Attempt:
         flat = flatten(state, expand=expand, adapt=structure.adapt, reaches=self._options.reaches)
         self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
         self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, self._options)
+        check_overlaps(self._match.reads, self._step)
         self._match.problems += optimizers.problems
         self._match.left_out += optimizers.left_out
         if self._options.only is not None:

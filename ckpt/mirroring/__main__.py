@@ -74,6 +74,7 @@ class MirrorProcess:
         self._fenced = 0  # jobs with this token and smaller ones do not own the mirror any more
         self._reported_s = -_REPORT_S
         self._facts: Facts = {}
+        self._kept: set[int] = set()  # steps that could not be removed
         self._helped: set[str] = set()  # saves of which this process has copied what its node has
 
     def take(self, due: Due) -> None:
@@ -271,9 +272,11 @@ class MirrorProcess:
     def _remove(self) -> None:
         """Remove what the policy of the mirror does not keep, and what is left of abandoned copies."""
         mirror = self._mirror
-        retain(mirror, Retention(self._setup.keep), self._token, mirror.steps()[-1], "", self._facts)
+        retained = retain(mirror, Retention(self._setup.keep), self._token, mirror.steps()[-1], "", self._facts)
+        retained.warn(self._kept, mirror.path)
         for path, is_record in mirror.removed():
-            mirror.delete_contents(path, lambda: None, is_record=is_record)
+            with contextlib.suppress(StorageError):  # the others go on; it is tried again after the next copy
+                mirror.delete_contents(path, lambda: None, is_record=is_record)
         mirror.clean_records()
 
 

@@ -106,7 +106,10 @@ def take_over(root: Root, token: int, branch: Branch, timeout_s: float, warn: Ca
     _decide_pending(root, token, timeout_s, warn)
     for step in branch.damaged:
         if root.owner_of(step) < token:
-            _move_aside(root, token, step, "damaged", "is damaged", warn)
+            try:
+                _move_aside(root, token, step, "damaged", "is damaged", warn)
+            except StorageError as error:
+                warn(f"step {step} is damaged, and cannot be moved aside: {error}")
 
 
 def superseded(root: Root, token: int, branch: Branch) -> list[int]:
@@ -170,7 +173,7 @@ def _decide_pending(
         pending = root.pending_save(save, token)
         try:
             if pending.outcome() is None:
-                adopt(pending, warn)
+                adopt(pending, warn, is_restore=is_restore)
         except StorageError as error:
             if not is_restore or _is_refused(error):
                 raise
@@ -179,10 +182,11 @@ def _decide_pending(
     root.clean_records()  # the files of abandoned saves are deleted after the next save
 
 
-def adopt(pending: Pending, warn: Callable[[str], None]) -> None:
+def adopt(pending: Pending, warn: Callable[[str], None], *, is_restore: bool = False) -> None:
     """Publish a complete save; abandon one that is not.
 
-    StorageError, with the save as it was, if it cannot be read or published: then nothing is known of it.
+    StorageError, with the save as it was, if it cannot be read or published: then nothing is known of it. One that is
+    incomplete and cannot be abandoned is an error in a restore, else a warning: it does not keep a job from saving.
     """
     world_size = _world_size(pending)
     missing: list[int] = []
@@ -208,8 +212,14 @@ def adopt(pending: Pending, warn: Callable[[str], None]) -> None:
     if problem is not None:
         who = f"process {os.getpid()} on {os.uname().nodename}"
         why = f"left behind by an earlier run, according to {who}: {problem}"
-        pending.abandon(Reason(None, "SaveAbandonedError", why))
-        warn(f"abandoned the unfinished save of step {pending.save.step} of an earlier run: {problem}")
+        what = f"the unfinished save of step {pending.save.step} of an earlier run"
+        try:
+            pending.abandon(Reason(None, "SaveAbandonedError", why))
+            warn(f"abandoned {what}: {problem}")
+        except StorageError as error:
+            if is_restore:
+                raise
+            warn(f"{what} can neither be published ({problem}) nor abandoned, and stays: {error}")
 
 
 def _world_size(pending: Pending) -> int | None:

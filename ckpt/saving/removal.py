@@ -27,6 +27,7 @@ __all__ = ["REMOVALS_PER_S", "Remover"]
 REMOVALS_PER_S = 500.0
 _AFTER_S = 0.2  # the coordinator renames the steps soon after the other ranks have learned the outcome
 _LOOK_S = 600.0
+_ROUNDS = 2
 _FINISH_S = 5.0  # for what is left at the end of the process
 _log = logging.getLogger("ckpt")
 
@@ -50,6 +51,7 @@ class Remover:
         self._alone = world_size == 1 or not root.removed_by_all
         self._look_at = 0.0  # when to ask the storage for all that is to be deleted, on a monotonic clock
         self._left: set[str] = set()  # by the coordinator in an earlier round, for the other ranks to delete
+        self._failed: dict[str, int] = {}  # in how many rounds what could not be deleted
         self._backlog = 0
         self._may_run = threading.Event()
         self._may_run.set()
@@ -122,7 +124,8 @@ class Remover:
         removed = self._root.removed() if here is None or all_of_it else here
         self._backlog = sum(not is_record for _, is_record in removed)
         for path, _ in removed:
-            self._root.delete_share(path, self._rank, self._before_each)
+            with self._going_on(path):
+                self._root.delete_share(path, self._rank, self._before_each)
         if self._rank != COORDINATOR:
             return
         left = set()
@@ -130,12 +133,25 @@ class Remover:
             if not (self._alone or self._closing.is_set() or path in self._left):
                 left.add(path)
                 continue
-            with contextlib.suppress(CheckpointError):  # a late writer writes there: in the next round
+            with self._going_on(path):
                 self._root.delete_contents(path, self._before_each, is_record=is_record)
         self._left = left
         if all_of_it:
             self._root.clean_records()
             self._look_at = time.monotonic() + _LOOK_S
+
+    @contextlib.contextmanager
+    def _going_on(self, path: str) -> Iterator[None]:
+        """Take an error of one directory for no reason to leave the others: a late writer may still write there.
+
+        It is tried again in the next round, and logged once, in the second one.
+        """
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            self._failed[path] = self._failed.get(path, 0) + 1
+            level = logging.WARNING if self._failed[path] == _ROUNDS else logging.DEBUG
+            _log.log(level, "removed files are not all deleted, others are: %s", error)
 
     def _before_each(self) -> None:
         """Wait until the next file may be deleted."""

@@ -10,11 +10,12 @@ keep once is gone, so each decides from the steps that are left, always in the s
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt.errors import CheckpointError
@@ -34,18 +35,25 @@ __all__ = [
     "PublishedStep",
     "Retained",
     "Retention",
+    "is_number",
     "keep_policy",
     "retain",
 ]
 
 
+_log = logging.getLogger("ckpt")
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedStep:
-    """What a policy knows of a published step: its metrics, and when it was published (seconds since 1970)."""
+    """What a policy knows of a published step: its metrics, and when it was saved (seconds since 1970).
+
+    The step records both, so a copy of a root is decided about as the root is.
+    """
 
     step: int
     metrics: Mapping[str, Any]
-    published_s: float
+    saved_s: float
 
 
 class Keep(ABC):
@@ -111,7 +119,7 @@ class Every(Keep):
 
 @dataclass(frozen=True)
 class EverySeconds(Keep):
-    """Keeps the oldest step, and from then on each that was published at least `seconds` after the last one kept.
+    """Keeps the oldest step, and from then on each that was saved at least `seconds` after the last one kept.
 
     Or so long before it: then the clock was set back, and the interval begins there.
     """
@@ -128,9 +136,9 @@ class EverySeconds(Keep):
         """See `Keep.kept`."""
         kept, last = set(), -math.inf
         for each in steps:
-            if abs(each.published_s - last) >= self.seconds:
+            if abs(each.saved_s - last) >= self.seconds:
                 kept.add(each.step)
-                last = each.published_s
+                last = each.saved_s
         return kept
 
 
@@ -156,7 +164,7 @@ class Best(Keep):
         """See `Keep.kept`."""
         sign = 1 if self.mode == "min" else -1
         values = ((each.metrics.get(self.metric, math.nan), each.step) for each in steps)
-        found = [(sign * value, step) for value, step in values if _is_number(value)]
+        found = [(sign * value, step) for value, step in values if is_number(value)]
         return {step for _, step in sorted(found)[: self.count]}
 
 
@@ -181,7 +189,8 @@ def _check_count(name: str, count: Any) -> None:
         raise ValueError(f"{name} takes a whole number of at least 1, not {count!r}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a metric is a number, by which steps can be compared."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -203,7 +212,8 @@ def keep_policy(keep: Keep | None, keep_last: int | None, keep_every: int | None
 # -- applying a policy -------------------------------------------------------------------------------------------------
 
 Facts = MutableMapping[tuple[int, float], PublishedStep]
-"""What is known of published steps, by number and time, so that each is read once."""
+"""What is known of published steps, by number and time of the file, so that each is read once, and again if it changes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +226,18 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """The steps that were removed, and how many are left."""
+    """The steps that were removed, how many are left, and those that the storage did not let go, with the reason."""
 
     removed: tuple[int, ...] = ()
     left: int = 0
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+    def warn(self, known: set[int], path: str) -> None:
+        """Log the steps of the root at `path` that could not be removed, but those that are `known` to be so."""
+        for step in self.failed.keys() - known:
+            _log.warning("step %d of %s cannot be removed, others are: %s", step, path, self.failed[step])
+        known.clear()
+        known.update(self.failed)
 
 
 def retain(
@@ -253,8 +271,10 @@ def retain(
     superfluous = [step for step in published if step not in kept and step != newest]
     numbers = {save.step for save in map(parse_save_name, held) if save is not None}
     superfluous = [step for step in superfluous if step not in numbers or root.save_of(step) not in held]
-    removed = root.retire_steps(superfluous, token, plan if retention.reuse_files else None) if superfluous else []
-    return Retained(tuple(removed), len(steps) - len(removed))
+    failed: dict[int, str] = {}
+    reuse = plan if retention.reuse_files else None
+    removed = root.retire_steps(superfluous, token, reuse, failed=failed) if superfluous else []
+    return Retained(tuple(removed), len(steps) - len(removed), failed)
 
 
 def _facts_of(root: Root, step: int, known: Facts) -> PublishedStep | None:
@@ -266,7 +286,7 @@ def _facts_of(root: Root, step: int, known: Facts) -> PublishedStep | None:
             where = os.path.join(source.path, "zarr.json")
             summary = decode_root(source.read("zarr.json", MAX_DOCUMENT_BYTES), where)["attributes"]["ckpt"]
             metrics = summary["metrics"]
-            known[key] = PublishedStep(step, metrics if isinstance(metrics, dict) else {}, key[1])
-    except (CheckpointError, DamagedFileError, OSError, KeyError, TypeError):
+            known[key] = PublishedStep(step, metrics if isinstance(metrics, dict) else {}, root.saved_s(step))
+    except (CheckpointError, DamagedFileError, OSError, KeyError, TypeError, ValueError):
         return None
     return known[key]

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.async_calls import context
 from ckpt.async_calls.messages import clip
@@ -42,7 +42,7 @@ from ckpt.errors import (
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.removal import Remover
-from ckpt.saving.retention import Facts, retain
+from ckpt.saving.retention import Facts, PublishedStep, retain
 from ckpt.saving.task import (
     COORDINATOR,
     BatchWritten,
@@ -75,6 +75,7 @@ from inprocess.ipc.deadline import Deadline
 
 __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
 
+_T = TypeVar("_T")
 _log = logging.getLogger("ckpt")
 _EVERYONE = "all ranks to finish their parts"
 _TRACEBACK_BYTES = 16 << 10
@@ -184,13 +185,18 @@ class ShareWriter:
         root, task = self.pending.root, self.task
         about = task.save.owner, task.save.step, self.plan.plan_digest, self._facts()
         retained = retain(root, task.options.retention, *about, held=task.held)
+        retained.warn(self._kept("failed removals", set[int]), task.root)
         if retained.removed:
             for report in StepsRemoved.reports(retained.left, list(retained.removed)):
                 self._report(report)
 
     def _facts(self) -> Facts:
         """Return what this process knows of published steps already."""
-        return {} if self.context is None else self.context.keep(("facts", self.task.root), dict)
+        return self._kept("facts", dict[tuple[int, float], PublishedStep])
+
+    def _kept(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return what this process keeps from one save to the next, made anew in the trainer."""
+        return make() if self.context is None else self.context.keep((name, self.task.root), make)
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 

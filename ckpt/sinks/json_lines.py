@@ -22,7 +22,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.path.abspath(os.fspath(path))
+        self._path = os.path.abspath(os.path.expanduser(path))
         self._files: dict[str, int] = {}
         self._torn: set[str] = set()  # files whose last line has no end
 

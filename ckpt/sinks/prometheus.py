@@ -83,7 +83,8 @@ class Prometheus:
         self._server: _Server | None = None
         self._lost, self._dropped = 0, 0  # of this process: not received by the leader, not received by this sink
         self._reachable = True
-        folder = private_directory("ckpt-sinks") if directory is None else os.path.abspath(os.fspath(directory))
+        given = None if directory is None else os.path.abspath(os.path.expanduser(directory))
+        folder = private_directory("ckpt-sinks") if given is None else given
         name = hashlib.blake2b(f"{run}\0{port}".encode(), digest_size=8).hexdigest()
         self._node = NodeSocket(os.path.join(folder, f"prometheus-{name}"))
         try:

@@ -5,6 +5,7 @@ Failures are `StorageError`s, and durable means the same, as in `files`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -24,6 +25,8 @@ __all__ = [
     "Rename",
     "check_writable",
     "fresh_names",
+    "fresh_names_below",
+    "fresh_time",
     "fsync_directory",
     "lock_shared",
     "make_directories",
@@ -39,6 +42,8 @@ __all__ = [
 _REMOVE_ATTEMPTS = 5
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _REFUSED = (*_ABSENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTSUP)
+_AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_MTIME = -100, 0x2000, 0x40
+_MTIME_AT = 14  # in words of 64 bits: seconds, then nanoseconds in 32
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -89,13 +94,59 @@ def fresh_names(path: str) -> list[str]:
 
     The client of a network file system answers from its cache for seconds; making a name in the directory ends that.
     """
+    _end_caching(path)
+    return names_in(path)
+
+
+def fresh_names_below(root: str, relative: str) -> list[str]:
+    """Return what `fresh_names` does of directory `relative` below `root`, even if it was not there a moment ago.
+
+    A client may also remember for seconds that there is no such directory, although another one has made it. That ends
+    when this one tries to make it, which it does if its parent lists it. StorageError if it is a symbolic link.
+    """
+    path = root
+    for name in relative.split("/"):
+        _end_caching(path)
+        with storage_errors("list", path):
+            try:
+                if name not in os.listdir(path):
+                    return []
+            except FileNotFoundError:
+                return []
+        path = os.path.join(path, name)
+        with storage_errors("look at", path):
+            try:
+                os.mkdir(path)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, *_REFUSED):
+                    raise
+        refuse_link(path)
+    return fresh_names(path)
+
+
+def _end_caching(path: str) -> None:
+    """Make a client that answers from its cache for directory `path` ask the server, if this host may write there."""
     with storage_errors("list", path):
         try:
             _probe(path)
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-    return names_in(path)
+
+
+def fresh_time(path: str) -> float:
+    """Return when a file was changed last, in seconds since 1970, as its server has it. OSError."""
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    if statx is None:
+        return os.stat(path).st_mtime
+    about = (ctypes.c_uint64 * 32)()  # struct statx
+    if statx(_AT_FDCWD, os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_MTIME, about) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.ENOSYS, errno.EINVAL, errno.EPERM):  # a kernel, or a sandbox, without the call
+            return os.stat(path).st_mtime
+        raise OSError(number, os.strerror(number), path)
+    nanoseconds = about[_MTIME_AT + 1] & 0xFFFFFFFF
+    return ctypes.c_int64(about[_MTIME_AT]).value + nanoseconds / 1e9
 
 
 def check_writable(path: str) -> None:

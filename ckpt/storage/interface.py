@@ -299,7 +299,17 @@ class Root(ABC):
 
     @abstractmethod
     def published_s(self, step: int) -> float:
-        """Return when a step was published, in seconds since 1970. StorageError if that cannot be read."""
+        """Return when a step was published, in seconds since 1970, to be shown. StorageError if that cannot be read.
+
+        In a directory a file tells that, and a copy of it has another time; see `saved_s`.
+        """
+
+    @abstractmethod
+    def saved_s(self, step: int) -> float:
+        """Return when a step was saved, in seconds since 1970, as it records itself: copies of it say the same.
+
+        CheckpointCorruptError if it does not say.
+        """
 
     @abstractmethod
     def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldStep:
@@ -382,16 +392,26 @@ class Root(ABC):
         With `plan`, a save with this digest may write over them instead.
         """
 
-    def retire_steps(self, steps: Sequence[int], token: int, plan: str | None = None) -> list[int]:
+    def retire_steps(
+        self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
+    ) -> list[int]:
         """Do what `retire_step` does with published steps, as of the last `steps`, and return those it has removed.
 
-        With `plan` no others than these can be written over any more.
+        With `plan` no others than these can be written over any more. A step that the storage does not let go is
+        entered in `failed`, with the reason, and the others are removed nevertheless.
         """
         pinned = self.pinned_steps()
         steps = [step for step in steps if step not in pinned]
         if steps and plan is not None:
             self.discard_recycled()  # the last save has taken from there what it could use
-        return [step for step in steps if self.retire_step(step, token, plan)]
+        removed = []
+        for step in steps:
+            try:
+                if self.retire_step(step, token, plan):
+                    removed.append(step)
+            except StorageError as error:
+                failed[step] = str(error)
+        return removed
 
     @abstractmethod
     def pinned_steps(self) -> set[int]:

@@ -301,10 +301,13 @@ def is_fresh(path: str, now: float, expiry_s: float = EXPIRY_S) -> bool:
 
 
 def changed_s(path: str) -> float | None:
-    """Return when a file was changed last; None if it does not exist. StorageError if that cannot be told."""
+    """Return when a file was changed last, as its server has it; None if it does not exist.
+
+    StorageError if that cannot be told.
+    """
     with files.storage_errors("find", path):
         try:
-            return os.stat(path).st_mtime
+            return directories.fresh_time(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 

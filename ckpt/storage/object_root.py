@@ -118,6 +118,10 @@ class ObjectRoot(Root):
         """See `Root.published_s`, as of the last list of the steps."""
         return self._listed(step).time
 
+    def saved_s(self, step: int) -> float:
+        """See `Root.saved_s`, as of the last list of the steps."""
+        return self._listed(step).time
+
     def _listed(self, step: int) -> Record:
         """Return the record of a step that `steps` has just listed: no request for each."""
         found = [each for each in self._records.known() if each.save.step == step and each.state == "published"]
@@ -206,13 +210,15 @@ class ObjectRoot(Root):
         record = self._record(step)
         return record is None or self._retire(record, token)
 
-    def retire_steps(self, steps: Sequence[int], token: int, plan: str | None = None) -> list[int]:
+    def retire_steps(
+        self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
+    ) -> list[int]:
         """See `Root.retire_steps`. Two lists for all, and a put for each."""
         records = {each.save.step: each for each in self._records.known() if each.state == "published"}
         read = readers(self._store)
         pinned = self.pinned_steps()  # after the readers: whoever pins a step reads it until it is pinned
         chosen = [records[step] for step in steps if step in records and step not in pinned]
-        return self._remove([each for each in chosen if each.save.name not in read], token)
+        return self._remove([each for each in chosen if each.save.name not in read], token, failed)
 
     def _retire(self, record: Record, token: int | None) -> bool:
         if record.save.name in readers(self._store, record.save.name) or record.save.step in self.pinned_steps():
@@ -220,11 +226,11 @@ class ObjectRoot(Root):
         self._remove([record], token)
         return True
 
-    def _remove(self, records: list[Record], token: int | None) -> list[int]:
+    def _remove(self, records: list[Record], token: int | None, failed: dict[int, str] | None = None) -> list[int]:
         """Remove steps, and return their numbers; without those that another process has changed meanwhile."""
-        changed = self._change(records, "removed", token)
+        changed = self._change(records, "removed", token, failed)
         self._removed_here.update(record.save.name for record in changed)
-        if token is not None and len(changed) < len(records):
+        if token is not None and len(changed) + len(failed or {}) < len(records):
             self.ownership.check(token)  # else another process of this owner has changed it
         return [record.save.step for record in changed]
 
@@ -234,16 +240,26 @@ class ObjectRoot(Root):
     # owner; or that owner, who looks for such records after its claim, finds this one, publishes the step again, and
     # the second put fails.
 
-    def _change(self, records: list[Record], state: State, token: int | None) -> list[Record]:
+    def _change(
+        self, records: list[Record], state: State, token: int | None, failed: dict[int, str] | None = None
+    ) -> list[Record]:
         """Change the state of published steps, and return the new records, without those that were changed meanwhile.
 
-        FencedError, with the steps as they were, if `token` is not the owner's.
+        What the store does not let change is entered in `failed` instead of raised, if that is given. FencedError, with
+        the steps as they were, if `token` is not the owner's.
         """
-        if token is None:
-            return [changed for each in records if (changed := self._records.change(each, state)) is not None]
-        begun = [changed for each in records if (changed := self._records.change(each, state, token)) is not None]
-        if not begun:
-            return []
+        begun: list[Record] = []
+        for each in records:
+            try:
+                changed = self._records.change(each, state, token)
+            except StorageError as error:
+                if failed is None:
+                    raise
+                failed[each.save.step] = str(error)
+            else:
+                begun += [] if changed is None else [changed]
+        if not begun or token is None:
+            return begun
         try:
             self.ownership.check(token)
         except FencedError:

@@ -12,7 +12,7 @@ import os
 
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.storage import files
-from ckpt.storage.directories import fsync_directory, make_directories, names_in
+from ckpt.storage.directories import fresh_names_below, fsync_directory, make_directories, names_in
 from ckpt.storage.names import PUBLISHED_STEP, step_name
 from ckpt.storage.step_reader import StepReader
 
@@ -21,9 +21,12 @@ __all__ = ["pin_step", "pinned_steps", "unpin_step"]
 _PINNED = ".pinned"
 
 
-def pinned_steps(root: str) -> set[int]:
-    """Return the numbers of the pinned steps of a root. StorageError if that cannot be read, or is a symbolic link."""
-    names = names_in(os.path.join(root, _PINNED))
+def pinned_steps(root: str, *, fresh: bool = False) -> set[int]:
+    """Return the numbers of the pinned steps of a root; with `fresh` as its server has them, not a cache of this host.
+
+    StorageError if that cannot be read, or is a symbolic link.
+    """
+    names = fresh_names_below(root, _PINNED) if fresh else names_in(os.path.join(root, _PINNED))
     return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
 
 

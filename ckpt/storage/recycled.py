@@ -15,10 +15,12 @@ A crash leaves one of these states; a later save takes the files or deletes them
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable
 
+from ckpt.errors import StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename
 from ckpt.storage.files import storage_errors
@@ -60,7 +62,7 @@ def recycle_step(root: DirectoryRoot, step: int, plan: str, token: int | None = 
 def take_recycled(pending: Pending, root: DirectoryRoot, plan: str, names: Iterable[str]) -> None:
     """Give the recycled files with these names to a save, by a rank that is about to write them. Others are made new.
 
-    Never a link, nor a file with a second name: what is linked elsewhere must not change.
+    Never a link, nor a file with a second name: what is linked elsewhere must not change; nor one that cannot be moved.
     """
     source = os.path.join(recycled_path(root), plan)
     if not files.is_directory(source):
@@ -68,13 +70,20 @@ def take_recycled(pending: Pending, root: DirectoryRoot, plan: str, names: Itera
     made: set[str] = set()
     for name in names:
         made.update(directories.make_directories(pending.path, os.path.dirname(name), made))
-        files.take(source, name, pending.path)
+        with contextlib.suppress(StorageError):
+            files.take(source, name, pending.path)
 
 
 def discard_recycled(root: DirectoryRoot, keep: str | None = None) -> list[str]:
-    """Let no save take recycled files any more, but those of the plan `keep`, and return the directories to delete."""
-    folder = recycled_path(root)
-    moved = (_discard(root, os.path.join(folder, name)) for name in _names(folder) if name != keep)
+    """Let no save take recycled files any more, but those of the plan `keep`, and return the directories to delete.
+
+    One that cannot be renamed stays where it is, and is tried again with the next save.
+    """
+    folder, moved = recycled_path(root), []
+    for name in _names(folder):
+        if name != keep:
+            with contextlib.suppress(StorageError):
+                moved.append(_discard(root, os.path.join(folder, name)))
     return [path for path in moved if path is not None]
 
 

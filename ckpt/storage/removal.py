@@ -39,39 +39,52 @@ def _remove(path: str, name: str, before_each: Callable[[], None]) -> bool:
 def remove_contents(path: str, before_each: Callable[[], None], *, keep_files: bool = False) -> None:
     """Delete a directory; with `keep_files` only the directories in it. Other processes may delete it, too.
 
-    Of what is no directory, such as a symbolic link, only its name is deleted.
+    Of what is no directory, such as a symbolic link, only its name is deleted. What cannot be deleted stays, and is a
+    StorageError when the rest is gone.
     """
     parent, name = os.path.split(path)
+    errors: list[OSError] = []
     with storage_errors("remove", path), contextlib.suppress(FileNotFoundError), parent_of(parent, name) as (folder, _):
-        _remove_tree(name, folder, before_each, keep_files=keep_files)
+        _remove_tree(name, folder, before_each, errors, keep_files=keep_files)
+        if errors:
+            raise errors[0]
 
 
-def _remove_tree(name: str, folder: int, before_each: Callable[[], None], *, keep_files: bool = False) -> None:
-    """Delete what has this name in the directory with the descriptor `folder`."""
+def _remove_tree(
+    name: str, folder: int, before_each: Callable[[], None], errors: list[OSError], *, keep_files: bool = False
+) -> None:
+    """Delete what has this name in the directory with the descriptor `folder`; append the errors of what stays."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
         return
     except OSError as error:
-        if not is_link_error(error):
-            raise
-        _call(os.unlink, name, folder, before_each)
+        if is_link_error(error):
+            _call(os.unlink, name, folder, before_each, errors)
+        else:
+            errors.append(error)
         return
     try:
         with os.scandir(fd) as entries:
             found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for entry, is_directory in found:
             if is_directory:
-                _remove_tree(entry, fd, before_each)
+                _remove_tree(entry, fd, before_each, errors)
             elif not keep_files:
-                _call(os.unlink, entry, fd, before_each)
+                _call(os.unlink, entry, fd, before_each, errors)
     finally:
         os.close(fd)
     if not keep_files:
-        _call(os.rmdir, name, folder, before_each)
+        _call(os.rmdir, name, folder, before_each, errors)
 
 
-def _call(remove: Callable[..., None], name: str, folder: int, before_each: Callable[[], None]) -> None:
+def _call(
+    remove: Callable[..., None], name: str, folder: int, before_each: Callable[[], None], errors: list[OSError]
+) -> None:
     before_each()
-    with contextlib.suppress(FileNotFoundError):
+    try:
         remove(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        errors.append(error)

@@ -29,12 +29,13 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedE
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.copied_steps import copied_from_objects
-from ckpt.storage.directories import Rename, try_lock_exclusive
+from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
+from ckpt.storage.documents import well_formed
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Aside, DirectoryRoot
 from ckpt.storage.links import refuse_link, refuse_links
 from ckpt.storage.moved_steps import MovedStep, find_moved, moved_to, rename_back
-from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
+from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.recycled import discard_recycled, recycle_step
@@ -69,11 +70,16 @@ _MOVING = re.compile(r"step_(\d{8,18})-moving-(\d+)-[0-9a-f]+")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path that a path or a ``file://`` URL names. StorageError for other URLs."""
+    """Return the absolute path that a path, also one with ``~``, or a ``file://`` URL names.
+
+    StorageError for other URLs, and for one with a part that is not of the path.
+    """
     text = os.fspath(path)
     if "://" not in text:
-        return os.path.abspath(text)
+        return os.path.abspath(os.path.expanduser(text))
     url = urllib.parse.urlsplit(text)
+    if url.scheme == "file" and ("?" in text or "#" in text):
+        raise StorageError(f"{text}: in a file:// URL, write %3F for '?' and %23 for '#', or give the path")
     if url.scheme != "file" or url.netloc not in ("", "localhost"):
         raise StorageError(f"{text}: a root is a local path, or a file://, s3://, gs:// or az:// URL")
     return os.path.abspath(urllib.parse.unquote(url.path))
@@ -222,6 +228,14 @@ class CheckpointRoot(DirectoryRoot):
         with storage_errors("read", path):
             return os.stat(path).st_mtime
 
+    def saved_s(self, step: int) -> float:
+        """See `Root.saved_s`: as rank 0 has recorded it."""
+        path = self.step_path(step)
+        with well_formed(os.path.join(path, part_name(0))):
+            times = read_part_of_step(path, 0)["times"]
+            began = times["write_begin"] if "write_begin" in times else times["begin"]
+            return float(began) + float(times.get("write_s", 0.0)) + float(times.get("sync_s", 0.0))
+
     def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> StepReader:
         """See `Root.hold_step`. CheckpointCorruptError for an entry with the name of a step that is none."""
         path = self.step_path(step)
@@ -259,7 +273,8 @@ class CheckpointRoot(DirectoryRoot):
 
     def refresh(self) -> None:
         """See `Root.refresh`: a network file system answers from its cache for seconds."""
-        directories.fresh_names(self.pending_path)
+        for path in (self.pending_path, self.abandoned_path):
+            directories.fresh_names(path)
 
     def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
         """See `Root.retire_step`."""
@@ -308,8 +323,14 @@ class CheckpointRoot(DirectoryRoot):
         if not self._rename_step(step, moving):
             return None
         self._check_after(moving, token)
-        if directories.rename_directory(moving, target) is not Rename.DONE:
-            self.ownership.check(token)  # a later owner has published it again
+        try:
+            if directories.rename_directory(moving, target) is not Rename.DONE and files.exists(self.step_path(step)):
+                self.ownership.check(token)  # a later owner has published it again
+                return None
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self._move_back(moving)
+            raise
         return target
 
     # A process may be stopped between its look at the token and a rename, while a later owner claims the root and
@@ -364,13 +385,15 @@ class CheckpointRoot(DirectoryRoot):
         try:
             lock = try_lock_exclusive(path)
         except StorageError:
-            if not files.is_directory(path):
+            if not files.exists(path):
                 return True
-            raise
+            if not os.path.islink(path):
+                raise
+            lock = DirectoryLock(-1)  # a link that leads nowhere
         if lock is None:
             return False
         with lock:
-            if has_readers(self.path, path) or step in self.pinned_steps():
+            if has_readers(self.path, path) or step in pins.pinned_steps(self.path, fresh=True):
                 return False
             directories.rename_directory(path, target)
         return True
@@ -413,10 +436,7 @@ class CheckpointRoot(DirectoryRoot):
         self.clean_records()
         for path, is_record in self.removed():
             with contextlib.suppress(StorageError):  # it was removed meanwhile, or the next clean-up will remove it
-                if is_record:
-                    directories.remove_subdirectories(path)
-                else:
-                    directories.remove_tree(path)
+                remove_contents(path, lambda: None, keep_files=is_record)
 
     def clean_records(self) -> None:
         """See `Root.clean_records`. Ranks learn from records what was abandoned: they stay for `_KEEP_RECORDS_S`."""
@@ -433,9 +453,9 @@ class CheckpointRoot(DirectoryRoot):
         self._set_aside_late()
         with contextlib.suppress(StorageError):
             remove_stale_readers(self.path)
-        with contextlib.suppress(OSError):
-            for name in self._names(self.pending_path):
-                path = os.path.join(self.pending_path, name)
+        for name in self._names(self.pending_path):
+            path = os.path.join(self.pending_path, name)
+            with contextlib.suppress(OSError, StorageError):
                 is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
                 if os.path.islink(path) or (name.startswith(".") and is_old):
                     files.remove(path)  # made by hand, or a temporary file whose writer died

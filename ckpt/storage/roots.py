@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 
+from ckpt.errors import StorageError
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import CheckpointRoot, local_path
+from ckpt.storage.step_documents import step_around
 
-__all__ = ["absolute", "is_object_url", "open_root"]
+__all__ = ["absolute", "is_object_url", "open_root", "own_directory", "own_root"]
 
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "memory://")
+_SAME_SCHEMES = (("s3a://", "s3://"), ("azure://", "az://"))
+_BUCKET = re.compile(r"[A-Za-z0-9._-]*")
+_IN_SAVE = re.compile(r"(?P<root>.*?)/saves/step_\d{8,18}-o\d+-[0-9a-f]{16}(/.*)?")
 
 
 def is_object_url(path: str | os.PathLike[str]) -> bool:
@@ -20,8 +26,30 @@ def is_object_url(path: str | os.PathLike[str]) -> bool:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a directory, or the URL of an object store as its root has it."""
-    return os.fspath(path).rstrip("/") if is_object_url(path) else local_path(path)
+    """Return the absolute path of a directory, or the URL of an object store as its root has it.
+
+    StorageError for a URL that is not supported.
+    """
+    return _checked_url(os.fspath(path)) if is_object_url(path) else local_path(path)
+
+
+def _checked_url(url: str) -> str:
+    """Return the URL of a place in an object store. StorageError if another URL would name the same place.
+
+    The parts of a URL that libraries leave out, decode or resolve are refused, so that each place has one spelling.
+    """
+    for scheme, same in _SAME_SCHEMES:
+        url = same + url.removeprefix(scheme) if url.startswith(scheme) else url
+    scheme, _, place = url.rstrip("/").partition("://")
+    bucket, *names = place.split("/")
+    found = sorted({character for character in place if character in "#?%\\" or not character.isprintable()})
+    if found:
+        raise StorageError(f"{url}: the URL of a root has no {', '.join(map(repr, found))}; choose another prefix")
+    if place != place.strip() or any(name in ("", ".", "..") for name in names) or not _BUCKET.fullmatch(bucket):
+        raise StorageError(
+            f"{url}: the URL of a root is SCHEME://BUCKET/PREFIX, without empty parts, '.', '..' or spaces around it"
+        )
+    return f"{scheme}://{place}"
 
 
 def open_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
@@ -33,4 +61,28 @@ def open_root(path: str | os.PathLike[str], options: StorageOptions | None = Non
         return CheckpointRoot(local_path(path))
     from ckpt.storage.object_root import object_root  # needs obstore
 
-    return object_root(os.fspath(path), options or StorageOptions.of(None, _TIMEOUT_S))
+    return object_root(absolute(path), options or StorageOptions.of(None, _TIMEOUT_S))
+
+
+def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
+    """Return the root at a path or URL, as `open_root` does, for a job that saves or restores there.
+
+    StorageError also if it is a step, or inside of one: what is saved there would damage the step, and end with it.
+    """
+    where = absolute(path)
+    if not is_object_url(path):
+        own_directory(where, "a checkpoint root")
+    elif (match := _IN_SAVE.fullmatch(where)) is not None:
+        raise StorageError(f"{where} is a step, or inside of one, and not a checkpoint root; give {match['root']}")
+    return open_root(path, options)
+
+
+def own_directory(path: str, what: str) -> str:
+    """Return the path of a directory to write to. StorageError if it is a step, or inside of one."""
+    step = step_around(path)
+    if step is not None:
+        root = os.path.dirname(step)
+        if step in (path, os.path.realpath(path)):
+            raise StorageError(f"{path} is a step, not {what}; give the root that it is in, {root}")
+        raise StorageError(f"{path} is inside the step {step}, which must stay as it is; give a path outside of {root}")
+    return path

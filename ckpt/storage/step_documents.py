@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
-from ckpt.storage.names import parse_save_name, part_name
+from ckpt.storage.names import PUBLISHED_STEP, parse_save_name, part_name
 from ckpt.storage.regular_files import read_document_at
 
 __all__ = [
@@ -19,11 +19,14 @@ __all__ = [
     "read_bytes",
     "read_json",
     "read_part_of_step",
+    "step_around",
 ]
 
 FORMAT_VERSION = 2
 INTENT = "intent.json"
 _MAX_RANKS = 1 << 20
+_OF_STEP = (INTENT, "index.json", "state.json", "parts", "packs")
+_FEW_OF_STEP = 3
 
 
 def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
@@ -65,6 +68,24 @@ def owner_of_step(path: str) -> int:
     """
     save = parse_save_name(str((intent_of_step(path) or {}).get("save", "")))
     return 0 if save is None else save.owner
+
+
+def step_around(path: str) -> str | None:
+    """Return the directory of the step that a path is in, or is itself, or leads to; None if there is none."""
+    for folder in dict.fromkeys((os.path.realpath(path), path)):
+        while (parent := os.path.dirname(folder)) != folder:
+            if _is_step(folder):
+                return folder
+            folder = parent
+    return None
+
+
+def _is_step(path: str) -> bool:
+    """Return whether there is a step, perhaps damaged, or a name in a root that a step will have."""
+    found = sum(os.path.lexists(os.path.join(path, name)) for name in _OF_STEP)
+    if PUBLISHED_STEP.fullmatch(os.path.basename(path)) is None:
+        return found >= _FEW_OF_STEP
+    return found > 0 or os.path.lexists(os.path.join(os.path.dirname(path), ".owner"))
 
 
 def read_json(path: str) -> dict[str, Any] | None:

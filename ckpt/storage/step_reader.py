@@ -134,16 +134,18 @@ def remove_stale_readers(root: str) -> None:
     folder = _readers(root)
     for save in directories.names_in(folder):
         directory = os.path.join(folder, save)
-        if not _has_reader(directory):
-            directories.remove_tree(directory)
+        with contextlib.suppress(StorageError):
+            if os.path.islink(directory) or not _has_reader(directory, directories.names_in(directory)):
+                directories.remove_tree(directory)
 
 
 def has_readers(root: str, path: str) -> bool:
-    """Return whether the published step in directory `path` has a reader with a lease."""
+    """Return whether the published step in directory `path` has a reader with a lease, as the server has it."""
     save = _save_of(path)
-    if save is None:
+    if save is None or os.path.islink(os.path.join(_readers(root), save)):  # no reader makes a lease there
         return False
-    return _has_reader(os.path.join(_readers(root), save))
+    names = directories.fresh_names_below(root, f"{_READERS}/{save}")
+    return _has_reader(os.path.join(_readers(root), save), names)
 
 
 def _readers(root: str) -> str:
@@ -151,10 +153,7 @@ def _readers(root: str) -> str:
     return refuse_link(os.path.join(root, _READERS))
 
 
-def _has_reader(directory: str) -> bool:
-    if os.path.islink(directory):  # no reader makes a lease there
-        return False
-    names = directories.names_in(directory)
+def _has_reader(directory: str, names: list[str]) -> bool:
     now = directories.server_time(directory) if names else 0.0
     return any(_is_alive(os.path.join(directory, name), now) for name in names)
 

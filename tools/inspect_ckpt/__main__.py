@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.storage.root import local_path
@@ -89,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     try:
         for name, value in vars(arguments).items():
-            if isinstance(value, str) and value.startswith("file://"):
-                setattr(arguments, name, local_path(value))
+            setattr(arguments, name, [_path(each) for each in value] if isinstance(value, list) else _path(value))
         with _rare_collections():
             code = _COMMANDS[arguments.command].run(arguments, Output(as_json=arguments.json))
         sys.stdout.flush()
@@ -111,6 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", Exit.CANNOT_READ)
+
+
+def _path(value: Any) -> Any:
+    """Return an argument, or the path that it names if it is a URL or begins with the home directory of the user."""
+    is_other = isinstance(value, str) and (value.startswith(("file://", "~/")) or value == "~")
+    return local_path(value) if is_other else value
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -87,7 +87,7 @@ def _items(root: Root, stale_after_s: float) -> list[_Item]:
         why = "only its reason is left, which ranks may still read" if keep else save.note
         items.append(_Item(save.id.name, save.age_s, save.bytes, not keep, why, source))
     for name, source in sorted(places.items()):
-        total, newest = source.usage()
+        total, newest = _usage(source)
         items.append(_Item(name, _age_s(newest), total, True, "a removal that was interrupted", source))
     return [*items, *_recycled_items(root)]
 
@@ -100,11 +100,17 @@ def _recycled_items(root: Root) -> list[_Item]:
     folder = recycled_path(root)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         source = LocalStep(os.path.join(folder, name))
-        total, newest = source.usage()
+        total, newest = _usage(source)
         if newest:  # else a save uses it now
             why = "files of a removed step, kept for the next save to overwrite"
             items.append(_Item(name, _age_s(newest), total, True, why, source))
     return items
+
+
+def _usage(source: StepSource) -> tuple[int, float]:
+    """Return what `StepSource.usage` does; of a link that of the link, since only that is removed."""
+    is_link = isinstance(source, LocalStep) and os.path.islink(source.path)
+    return (0, os.lstat(source.path).st_mtime) if is_link else source.usage()
 
 
 def _age_s(changed_s: float) -> float:
@@ -141,7 +147,7 @@ def _remove(root: Root, items: list[_Item]) -> int:
         root.clean()
         places = {os.path.basename(place): root.source_at(place) for place, _ in root.removed()}
     left = [places.get(item.name, item.source) for item in items]
-    return max(0, sum(item.bytes for item in items) - sum(source.usage()[0] for source in left if source is not None))
+    return max(0, sum(item.bytes for item in items) - sum(_usage(source)[0] for source in left if source is not None))
 
 
 def _minutes(text: str) -> float:

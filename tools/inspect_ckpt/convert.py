@@ -23,7 +23,7 @@ from ckpt.loading.fetch import Fetch
 from ckpt.paths import Path, display
 from ckpt.storage.interface import Root
 from ckpt.storage.root import CheckpointRoot
-from ckpt.storage.roots import is_object_url, open_root
+from ckpt.storage.roots import is_object_url, own_directory, own_root
 
 from .output import CannotReadError, Exit, Output, byte_counter, duration, plural, size
 from .root import owned, root_of
@@ -109,9 +109,7 @@ def _open(arguments: argparse.Namespace) -> LazyState:
 def _target_root(path: str, step: int) -> Root:
     """Return the root at a path or URL. CannotReadError if the step cannot be written to it."""
     if is_object_url(path):
-        root = open_root(path)
-        if root.path != path.rstrip("/"):
-            raise CannotReadError(f"{path} is a step, not a checkpoint root; give {root.path}")
+        root = own_root(path)
         if step in root.steps():
             raise CannotReadError(f"step {step} is already in {path}; give another --step")
         return root
@@ -119,6 +117,7 @@ def _target_root(path: str, step: int) -> Root:
         raise CannotReadError(f"{path} is a file; give a checkpoint root, or a new directory")
     if os.path.isdir(path) and os.listdir(path):
         root_of(path)
+    own_directory(os.path.abspath(path), "a checkpoint root")
     directory = CheckpointRoot(path)
     if os.path.lexists(directory.step_path(step)):
         raise CannotReadError(f"step {step} is already in {path}; give another --step")

@@ -6,15 +6,17 @@ import argparse
 import contextlib
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError
+from ckpt.saving.retention import is_number
 from ckpt.storage.interface import Root
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
 
-from .output import Exit, Output, count, duration, size
+from .output import Exit, Output, count, duration, one_line, size
 from .root import (
     MovedStep,
     UnpublishedSave,
@@ -29,7 +31,10 @@ from .validate import problem_line
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "list the steps of a root, and which one a restart would choose"
+HELP = "list the steps of a root with their metrics, and which one a restart would choose"
+
+_METRICS = 4  # of each step that are shown
+_LARGEST = 1e300  # of integers, a damaged or hostile step may have any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +53,11 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     choice = _choose(root, published, pending)
     moved = [_moved_row(step) for step in moved_steps(root) if arguments.all or step.state == "damaged"]
     rows = sorted([*published, *unpublished, *moved], key=lambda row: (row.step, row.state))
-    return _show(root.path, rows, choice, _links(root), output)
+    return _show(root.path, rows, choice, output)
 
 
-def _show(path: str, rows: list[_Row], choice: _Choice, links: list[str], output: Output) -> Exit:
+def _show(path: str, rows: list[_Row], choice: _Choice, output: Output) -> Exit:
+    best = _best(rows)
     cells = [
         (
             str(row.step),
@@ -61,16 +67,18 @@ def _show(path: str, rows: list[_Row], choice: _Choice, links: list[str], output
             "" if row.tensors is None else count(row.tensors),
             "" if row.ranks is None else str(row.ranks),
             "" if row.write_s is None else duration(row.write_s),
+            *([_metrics(row)] if best else []),
             ", ".join(filter(None, (_restart_mark(row, choice), "pinned" if row.pinned else "", row.note))),
         )
         for row in rows
     ]
     if rows:
-        output.table((">step", "state", ">age", ">size", ">tensors", ">ranks", ">write", "note"), cells)
+        columns = [">step", "state", ">age", ">size", ">tensors", ">ranks", ">write", *(["metrics"] if best else [])]
+        output.table((*columns, "note"), cells)
     output.line(f"restart: {choice.text}", "bold")
-    for name in links:
-        output.line(f"{name} is a symbolic link and is ignored; give its target as PATH", "yellow")
-    document = {"root": path, "saves": [asdict(row) for row in rows], "links": links}
+    for name, ends in best.items():
+        output.line(f"{one_line(name)}: lowest in step {ends['min']}, highest in step {ends['max']}")
+    document = {"root": path, "saves": [asdict(row) for row in rows], "best": best}
     output.json({**document, "restart": {"step": choice.step, "why": choice.text}})
     states = {row.state for row in rows}
     return Exit.DAMAGED if "DAMAGED" in states else Exit.CANNOT_READ if "unreadable" in states else Exit.WHOLE
@@ -87,12 +95,35 @@ class _Row:
     write_s: float | None = None
     note: str = ""
     pinned: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Choice:
     step: int | None
     text: str
+
+
+def _metrics(row: _Row) -> str:
+    """Return the numbers among the metrics of a step, in one line."""
+    found = [f"{name}={value:.6g}" for name, value in row.metrics.items() if _is_shown(value)]
+    return one_line(", ".join(found[:_METRICS]) + (", ..." if len(found) > _METRICS else ""))
+
+
+def _is_shown(value: Any) -> bool:
+    return is_number(value) and abs(value) < _LARGEST
+
+
+def _best(rows: list[_Row]) -> dict[str, dict[str, int]]:
+    """Return the published steps with the lowest and the highest value of each metric; of equal ones the older."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for row in rows:
+        for name, value in row.metrics.items():
+            if row.state == "published" and _is_shown(value):
+                found.setdefault(name, []).append((value, row.step))
+    lowest = {name: min(values)[1] for name, values in found.items()}
+    highest = {name: min((-value, step) for value, step in values)[1] for name, values in found.items()}
+    return {name: {"min": lowest[name], "max": highest[name]} for name in found}
 
 
 def _restart_mark(row: _Row, choice: _Choice) -> str:
@@ -107,6 +138,10 @@ def _row(root: Root, step: int) -> _Row:
             age_s = max(0.0, time.time() - root.published_s(step))
         summary, tensors = overview_of(source)
         row = _Row(step, "published", age_s, summary["bytes"], tensors, summary["world_size"])
+        if isinstance(summary.get("metrics"), dict):
+            row.metrics = summary["metrics"]
+        if isinstance(root, CheckpointRoot) and os.path.islink(root.step_path(step)):
+            row.note = f"a link to {os.readlink(root.step_path(step))}"
         row.write_s = max((times.write_s + times.sync_s for times in part_times(source, summary)), default=None)
     except CheckpointCorruptError as error:
         return _Row(step, "DAMAGED", age_s, 0, note=str(error))
@@ -165,9 +200,3 @@ def _why_not(root: Root, row: _Row) -> str | None:
         if report.restorable:
             return None
     return row.note
-
-
-def _links(root: Root) -> list[str]:
-    if not isinstance(root, CheckpointRoot):
-        return []
-    return [os.path.basename(root.step_path(step)) for step in root.steps() if os.path.islink(root.step_path(step))]

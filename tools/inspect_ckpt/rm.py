@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 
 from ckpt.storage.interface import Root
@@ -58,7 +59,8 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
 def _chosen(root: Root, name: str) -> _Chosen:
     if name.isascii() and name.isdigit() and int(name) in steps_of(root):
         source = root.source_of(int(name))
-        return _Chosen(name, source.path, int(name), source.usage()[0], None)
+        nbytes = 0 if os.path.islink(source.path) else source.usage()[0]  # of a link only the link is removed
+        return _Chosen(name, source.path, int(name), nbytes, None)
     if (found := find_moved_step(root, name)) is not None:
         return _Chosen(found.name, found.path, found.step, found.source.usage()[0], found)
     raise CannotReadError(f"{root.path} has no step {name!r}; `inspect_ckpt ls --all` lists what there is")

@@ -28,7 +28,7 @@ from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.root import CheckpointRoot
-from ckpt.storage.roots import is_object_url, open_root
+from ckpt.storage.roots import is_object_url, own_directory, own_root
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT
 from ckpt.storage.step_source import StepSource
 
@@ -60,6 +60,7 @@ def root_of(path: str) -> CheckpointRoot:
     check_directory(path)
     if os.path.lexists(os.path.join(path, "zarr.json")) or looks_like_step(path):
         raise CannotReadError(f"{path} is a step, not a checkpoint root; give {os.path.dirname(os.path.abspath(path))}")
+    own_directory(os.path.abspath(path), "a checkpoint root")
     check_root(path)
     return CheckpointRoot(path)
 
@@ -68,20 +69,18 @@ def any_root(path: str) -> Root:
     """Return the checkpoint root at a path, as `root_of` does, or at the URL of an object store."""
     if not is_object_url(path):
         return root_of(path)
-    root = open_root(path)
+    root = own_root(path)
     refuse_copied(root)
-    if root.path != path.rstrip("/"):
-        raise CannotReadError(f"{path} is a step, not a checkpoint root; give {root.path}")
     if root.ownership.newest() == 0 and not root.steps():
         raise CannotReadError(f"{path} is not a checkpoint root: no job has ever owned it")
     return root
 
 
 def steps_of(root: Root) -> list[int]:
-    """Return the published steps of a root, ascending. Steps that are symbolic links are left out."""
+    """Return the published steps of a root, ascending: also links to steps, which a restart restores, too."""
     if not isinstance(root, CheckpointRoot):
         return root.steps()
-    return [step for step in root.steps() if _is_own_directory(root.step_path(step))]
+    return [step for step in root.steps() if os.path.isdir(root.step_path(step))]
 
 
 def check_directory(path: str) -> None:
@@ -145,10 +144,6 @@ def looks_like_step(path: str) -> bool:
     if re.fullmatch(r"step_\d{8,18}", os.path.basename(os.path.abspath(path))):
         return True
     return any(os.path.lexists(os.path.join(path, name)) for name in ("intent.json", "state.json", "parts"))
-
-
-def _is_own_directory(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
 
 
 # -- saves that are not published --------------------------------------------------------------------------------------

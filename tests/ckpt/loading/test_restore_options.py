@@ -380,3 +380,44 @@ def _tied_differently(rank: int, world_size: int, root: Path) -> list[Any]:
 def test_tensors_of_ranks_that_are_tied_differently(tmp_path: Path) -> None:
     results = [result.value for result in run_ranks(_tied_differently, 2, tmp_path / "root")]
     assert results == [[[1.0, 2.0, 1.0]] * 2, [[11.0, 12.0, 12.0]] * 2]
+
+
+_BASE = torch.zeros(6, 6)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "overlap"),
+    [
+        (_BASE[:4], _BASE[3:], True),
+        (_BASE, _BASE[2], True),
+        (_BASE[:, :4], _BASE[:, 3:], True),
+        (_BASE.view(-1)[::2], _BASE.view(-1)[::3], True),
+        (_BASE, _BASE.t(), True),
+        (_BASE[:3], _BASE.view(torch.int32)[2:], True),
+        (_BASE[:3], _BASE[3:], False),
+        (_BASE[:, :3], _BASE[:, 3:], False),
+        (_BASE.view(-1)[::2], _BASE.view(-1)[1::2], False),
+        (_BASE[:0], _BASE, False),
+        (_BASE, _BASE[:], False),
+    ],
+)
+def test_views_that_overlap_are_not_restored(
+    tmp_path: Path, one: torch.Tensor, two: torch.Tensor, overlap: bool
+) -> None:
+    saved = {"one": torch.ones_like(one).contiguous(), "two": torch.full_like(two, 2).contiguous()}
+    if one.shape == two.shape and one.stride() == two.stride() and one.data_ptr() == two.data_ptr():
+        saved["two"] = saved["one"]
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(saved, 1)
+        _BASE.zero_()
+        state = {"one": one, "two": two}
+        if overlap:
+            with pytest.raises(ckpt.StateError, match=r"(one and two|two and one) of the state"):
+                checkpointer.restore(state)
+            assert not _BASE.any()
+            assert checkpointer.restore(state, only=["one"]) == 1
+            assert one.eq(1).all()
+        else:
+            assert checkpointer.restore(state) == 1
+            assert one.equal(saved["one"])
+            assert two.equal(saved["two"])

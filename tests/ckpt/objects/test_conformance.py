@@ -312,7 +312,9 @@ def test_steps_are_retired_together(root: Root, token: int) -> None:
     root.pin_step(2)
     with root.hold_step(3, lease=True):
         assert root.steps() == [1, 2, 3, 4, 5]
-        assert root.retire_steps([1, 2, 3, 4], token) == [1, 4]
+        failed: dict[int, str] = {}
+        assert root.retire_steps([1, 2, 3, 4], token, failed=failed) == [1, 4]
+        assert failed == {}
     assert root.steps() == [2, 3, 5]
 
 

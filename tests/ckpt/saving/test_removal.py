@@ -1,6 +1,9 @@
 """Retention deletes files after the answer, in the background, each rank its own."""
 
+import errno
 import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from ckpt.storage.names import SaveId, pack_file, parse_save_name, part_name
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import wait_until
+from tests.ckpt.storage.small_saves import assert_whole, opened, save
+from tests.ckpt.storage.syscalls import Call, Syscalls
 from tests.support import LeakCheck, run_ranks
 
 _RANKS = 2
@@ -200,3 +205,93 @@ def test_the_next_run_deletes_what_a_killed_one_has_left(tmp_path: Path) -> None
         checkpointer.save(_state(3), 3)
     assert root.removed() == []
     assert root.steps() == [2, 3]
+
+
+# -- what cannot be removed --------------------------------------------------------------------------------------------
+
+
+def _refusing(*names: str) -> Callable[[Call, Callable[..., Any]], Any]:
+    """Return a hook by which what has one of these names cannot be renamed or deleted, as if it were immutable."""
+
+    def hook(call: Call, perform: Callable[..., Any]) -> Any:
+        if call.name in ("rename", "renameat2", "unlink", "rmdir") and str(call.args[0]).endswith(names):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return perform(*call.args)
+
+    return hook
+
+
+@pytest.mark.parametrize("reuse_files", [False, True])
+def test_a_step_that_cannot_be_renamed_is_skipped_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reuse_files: bool
+) -> None:
+    root, token = _two_steps(tmp_path)
+    for step in (3, 4):
+        _publish(root, step, token)
+    known: set[int] = set()
+    retention = Retention(Latest(1), reuse_files=reuse_files)
+    for newest in (4, 5):
+        with Syscalls().hooked(_refusing("step_00000002")):
+            retained = retain(root, retention, token, newest, "plan", {})
+        retained.warn(known, root.path)
+        assert root.steps() == [2, newest]
+        _publish(root, newest + 1, token)
+    warnings = [record for record in caplog.records if "cannot be removed" in record.message]
+    assert len(warnings) == 1
+    assert "step 2 of" in warnings[0].message
+    retain(root, retention, token, 6, "plan", {}).warn(known, root.path)
+    assert root.steps() == [6]
+    assert known == set()
+
+
+def test_a_step_whose_second_rename_fails_is_published_again(tmp_path: Path) -> None:
+    root, token = _two_steps(tmp_path)
+
+    def hook(call: Call, perform: Callable[..., Any]) -> Any:
+        if call.name == "renameat2" and "-removed-" in str(call.args[1]):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return perform(*call.args)
+
+    with Syscalls().hooked(hook):
+        assert retain(root, Retention(Latest(1)), token, 2, "plan", {}).failed.keys() == {1}
+    assert root.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["remover", "clean"])
+def test_files_that_cannot_be_deleted_do_not_keep_the_others(tmp_path: Path, how: str) -> None:
+    """Immutable files, in the middle of what is to be deleted; needs the right to make such."""
+    root, token = _two_steps(tmp_path)
+    for step in (3, 4):
+        _publish(root, step, token)
+    files = [Path(root.step_path(step), pack_file(0, 0)) for step in (1, 2)]
+    immutable = [path for path in files if subprocess.run(["chattr", "+i", path], capture_output=True).returncode == 0]
+    try:
+        if len(immutable) < len(files):
+            pytest.skip("files cannot be made immutable here")
+        retain(root, Retention(Latest(1)), token, 4, "plan", {})
+        immutable = [Path(path, pack_file(0, 0)) for path, _ in root.removed() if "step_00000003" not in path]
+        if how == "clean":
+            root.clean()
+        else:
+            for rank in (1, 0):
+                remover = Remover(root, rank, _RANKS)
+                remover.start()
+                remover.close()
+        left = {name for path, _ in root.removed() for name in _files(path)}
+        assert left == {pack_file(0, 0)}
+        assert len(root.removed()) == 2
+    finally:
+        subprocess.run(["chattr", "-i", *immutable], check=bool(immutable))
+
+
+def test_a_recycled_directory_that_cannot_be_renamed_does_not_end_saves(tmp_path: Path) -> None:
+    with opened(tmp_path, keep_last=1, reuse_files=True) as checkpointer:
+        for step in (1, 2):
+            save(checkpointer, step)
+        (plan,) = os.listdir(tmp_path / ".retired")
+        (tmp_path / ".retired" / "other").mkdir()
+        with Syscalls().hooked(_refusing("/other", plan, "packs/000/rank_00000_000")):
+            for step in (3, 4):
+                save(checkpointer, step)
+    assert CheckpointRoot(str(tmp_path)).steps() == [4]
+    assert assert_whole(tmp_path) == [4]

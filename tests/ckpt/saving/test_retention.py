@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import Best, Checkpointer, Every, EverySeconds, Keep, Latest, Pinned, StorageError
+from ckpt.storage.documents import decode_document, encode_document
 
 
 def _save(checkpointer: Checkpointer, step: int, **metrics: Any) -> None:
@@ -22,7 +24,12 @@ def _save(checkpointer: Checkpointer, step: int, **metrics: Any) -> None:
 
 
 def _published_at(root: Path, step: int, seconds: float) -> None:
-    os.utime(root / f"step_{step:08d}" / "zarr.json", (seconds, seconds))
+    """Have a step say that it was saved at this time."""
+    path = root / f"step_{step:08d}" / "parts" / "000" / "rank_00000.json"
+    part = decode_document(path.read_bytes(), str(path))
+    part["times"] |= {"write_begin": seconds, "write_s": 0.0, "sync_s": 0.0}
+    path.write_bytes(encode_document(part))
+    os.utime(root / f"step_{step:08d}" / "zarr.json", (seconds, seconds))  # so that it is read again
 
 
 def test_the_latest_and_every_multiple(tmp_path: Path) -> None:
@@ -49,6 +56,38 @@ def test_one_in_so_many_seconds(tmp_path: Path) -> None:
         _save(checkpointer, 7)
         _published_at(tmp_path, 7, 1126)
         assert checkpointer.all_steps() == [1, 4, 6, 7]
+
+
+def test_the_times_of_files_decide_nothing(tmp_path: Path) -> None:
+    """As after a copy that does not keep them, or a touch of all files."""
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    with Checkpointer(first) as checkpointer:
+        for step in range(1, 7):
+            _save(checkpointer, step)
+            _published_at(first, step, 1000 + 100 * step)
+    shutil.copytree(first, copy, copy_function=shutil.copyfile)
+    for root in (first, copy):
+        with Checkpointer(root, keep=EverySeconds(200)) as checkpointer:
+            checkpointer.restore({"w": torch.zeros(8)})
+            _save(checkpointer, 7)
+            assert checkpointer.all_steps() == [1, 3, 5, 7]
+    for path in first.rglob("*"):
+        os.utime(path, (0, 0))
+    with Checkpointer(first, keep=EverySeconds(200)) as checkpointer:
+        checkpointer.restore({"w": torch.zeros(8)})
+        _save(checkpointer, 8)
+        assert set(checkpointer.all_steps()) >= {1, 3, 5, 8}
+
+
+def test_a_step_that_does_not_say_when_it_was_saved_is_kept(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            _save(checkpointer, step)
+    (tmp_path / "step_00000002" / "parts" / "000" / "rank_00000.json").unlink()
+    with Checkpointer(tmp_path, keep=EverySeconds(3600)) as checkpointer:
+        checkpointer.restore({"w": torch.zeros(8)})
+        _save(checkpointer, 4)
+        assert checkpointer.all_steps() == [1, 2, 4]
 
 
 def test_one_in_so_many_seconds_when_the_clock_goes_back(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,16 @@ from tests.ckpt.shared_fs.mounts import Mounts
 from tests.support.selection import FULL
 
 _MOUNT_DEADLINE_S = 20.0
+CACHED_S = 300
+
+
+Mount = Callable[..., Path]
+_CACHED = ("-o", f"attr_timeout={CACHED_S},entry_timeout={CACHED_S},negative_timeout={CACHED_S}")
 
 
 @pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    """Mount a directory twice; skip the test without bindfs, unless TESTS is "full"."""
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """Return a function that mounts one directory; skip the test without bindfs, unless TESTS is "full"."""
     if shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"):
         if FULL:
             pytest.fail("bindfs or /dev/fuse is missing: apt-get install bindfs")
@@ -38,7 +43,19 @@ def mounts(tmp_path: Path) -> Iterator[Mounts]:
         return where
 
     try:
-        yield Mounts(folder, mount("one"), mount("two", "--write-rate=20M"), mount("read_only", "-r"))
+        yield mount
     finally:
         for where in made:
             subprocess.run(["umount", "--lazy", where], check=True)
+
+
+@pytest.fixture
+def mounts(mount: Mount, tmp_path: Path) -> Mounts:
+    """Mount a directory three times."""
+    return Mounts(tmp_path / "folder", mount("one"), mount("two", "--write-rate=20M"), mount("read_only", "-r"))
+
+
+@pytest.fixture
+def cached_mounts(mount: Mount, tmp_path: Path) -> Mounts:
+    """Mount a directory so that each mount answers from a cache, long after the other one has changed something."""
+    return Mounts(tmp_path / "folder", mount("one", *_CACHED), mount("two", *_CACHED), mount("read_only", "-r"))

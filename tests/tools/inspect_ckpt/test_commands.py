@@ -471,3 +471,39 @@ def test_states_have_every_kind_of_chunk(saved: dict[str, Path]) -> None:
         assert any(len(members) > 1 for members in index.arrays_of_regions())
         assert any(len(set(region.ranks.tolist())) > 1 for region in index.regions) == (name == "two")
         assert max(number for _, number in index.files()) >= 2
+
+
+def test_ls_shows_metrics_and_the_best_steps(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        for step, loss in {1: 0.5, 2: 0.125, 3: 0.75}.items():
+            metrics = {"loss": loss, "name": "a", "acc": 1 - loss} if step != 3 else {"loss": loss}
+            checkpointer.save({"w": torch.ones(3)}, step, metrics=metrics)
+    text = run("ls", tmp_path)
+    assert "acc=0.875, loss=0.125" in text
+    assert "loss: lowest in step 2, highest in step 3" in text
+    assert "acc: lowest in step 1, highest in step 2" in text
+    shown = run.json("ls", tmp_path)
+    assert shown["best"]["loss"] == {"min": 2, "max": 3}
+    assert shown["saves"][0]["metrics"]["loss"] == 0.5
+
+
+def test_a_step_that_is_a_link_is_restored_listed_and_never_deleted_through(
+    run: Commands, tmp_path: Path, queue: AsyncCallsQueue
+) -> None:
+    root, archive = tmp_path / "root", tmp_path / "archive"
+    with Checkpointer(root, queue=queue) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({"w": torch.full((3,), float(step))}, step)
+    (root / "step_00000002").rename(archive)
+    (root / "step_00000002").symlink_to(archive)
+    before = sorted(path.relative_to(archive) for path in archive.rglob("*"))
+    text = run("ls", root)
+    assert f"a link to {archive}" in text
+    assert "restart: step 2" in text
+    state = {"w": torch.zeros(3)}
+    with Checkpointer(root, read_only=True) as checkpointer:
+        assert checkpointer.restore(state) == 2
+    assert "newest whole step: 2" in run("validate", root)
+    assert "0 B" in run("rm", root, "2", "--yes"), "only the link is freed"
+    assert CheckpointRoot(str(root)).steps() == [1]
+    assert sorted(path.relative_to(archive) for path in archive.rglob("*")) == before

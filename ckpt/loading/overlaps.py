@@ -1,0 +1,75 @@
+"""Refuse a state whose tensors share a part of their memory: whatever is read last would win there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from ckpt.errors import StateError
+from ckpt.loading.match import Read
+from ckpt.paths import Path, display
+
+__all__ = ["check_overlaps"]
+
+_MOST_WORK = 10_000  # of numpy, which solves a hard problem for each pair
+
+
+def check_overlaps(reads: Iterable[Read], step: int) -> None:
+    """Raise StateError, naming both, if two tensors to be read have some of their elements in the same memory.
+
+    Tensors that are the same memory in the same form are one tensor with two names; they are not among the reads twice.
+    """
+    spans = [(*_span(leaf.local), path, leaf.local) for path, _, leaf in reads if _is_plain(leaf.local)]
+    before: list[tuple[str, int, int, Path, torch.Tensor]] = []
+    for span in sorted(spans, key=lambda span: span[:3]):
+        device, begin, _, path, tensor = span
+        before = [other for other in before if other[0] == device and other[2] > begin]
+        for *_, other_path, other in before:
+            if _share(tensor, other):
+                raise StateError(
+                    f"{display(other_path)} and {display(path)} of the state are views of memory that overlap: what is "
+                    "restored last would overwrite a part of the other. Give each its own memory, or restore one of "
+                    "them with only=",
+                    step=step,
+                )
+        before.append(span)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return the device of a tensor, and the addresses of its first byte and of the one behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors have a byte in common; False if that is too hard to tell."""
+    if (one.data_ptr(), one.shape, one.stride(), one.dtype) == (two.data_ptr(), two.shape, two.stride(), two.dtype):
+        return False
+    try:
+        return np.shares_memory(_Bytes(one).array, _Bytes(two).array, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
+
+
+class _Bytes:
+    """The bytes of a tensor on any device as a numpy array that is never read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "data": (tensor.data_ptr(), True),
+        }
+
+    @property
+    def array(self) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+        return np.asarray(self)
