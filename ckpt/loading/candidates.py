@@ -61,14 +61,25 @@ def in_order(
 
 
 def saves_of(root: Root, mirror: Root | None, steps: Iterable[int]) -> dict[int, str | None]:
-    """Return the saves that are published as some steps, in the root, or else in the mirror."""
+    """Return the saves that are published as some steps, in the root, or else in the mirror.
+
+    None for one that is not known, also because it cannot be read: its turn to be tried comes as for the others.
+    """
     steps = set(steps)
     here = set(root.steps()) if steps else set()
-    found = {step: root.save_of(step) for step in steps & here}
-    if mirror is not None and steps - here:
-        copies = mirror.saves()
-        found |= {step: copies.get(step) for step in steps - here}
+    found = {step: _save_of(root, step) for step in steps & here}
+    if mirror is not None:
+        found |= {step: _save_of(mirror, step) for step in steps - here}
     return found
+
+
+def _save_of(root: Root, step: int) -> str | None:
+    """Return the save that is published as a step; None if it is damaged, or cannot be read, which is logged."""
+    try:
+        return root.save_of(step)
+    except StorageError as error:
+        _log.warning("it is not known which save step %d of %s is: %s", step, root.path, error)
+        return None
 
 
 def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place]:
@@ -119,16 +130,9 @@ def _saves(root: Root, *, required: bool = False) -> dict[int, str | None]:
         return root.saves()
     except StorageError:
         pass  # the step that it is about is found below, if steps can be listed
-    found: dict[int, str | None] = {}
-    problem: StorageError | None = None
-    for step in root.steps():
-        try:
-            found[step] = root.save_of(step)
-        except StorageError as error:
-            _log.warning("step %d of %s cannot be read: %s", step, root.path, error)
-            found[step], problem = None, error
-    if required and problem is not None and not any(found.values()):
-        raise problem
+    found = {step: _save_of(root, step) for step in root.steps()}
+    if required and found and not any(found.values()):
+        raise StorageError(f"{root.path} has the steps {sorted(found)}, and it is not known of which saves they are")
     return found
 
 

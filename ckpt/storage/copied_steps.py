@@ -13,8 +13,10 @@ import os
 import shlex
 from collections.abc import Iterable
 
-from ckpt.errors import CheckpointError, StorageError
+from ckpt.errors import CheckpointCorruptError, StorageError
+from ckpt.storage import files
 from ckpt.storage.documents import decode_document
+from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.regular_files import DamagedFileError, read_regular
@@ -42,7 +44,7 @@ def copied_from_objects(root: str) -> dict[int, StepSource]:
     """Return the published steps in a directory that has the objects of a root in an object store.
 
     Those of which the records say so; if no record was copied, those saves that look complete, the newest of each step.
-    StorageError if the directory cannot be listed.
+    StorageError if the directory cannot be listed, or a record cannot be read.
     """
     saves = [save for name in _names(root, "saves") if (save := parse_save_name(name)) is not None]
     records = _names(root, "records") if saves else []
@@ -67,10 +69,11 @@ def _names(root: str, folder: str) -> Iterable[str]:
 
 def _is_published(root: str, record: str) -> bool:
     try:
-        return decode_document(read_regular(root, record, _MAX_RECORD_BYTES), record).get("state") == "published"
-    except (CheckpointError, DamagedFileError, OSError):
+        with storage_errors("read", os.path.join(root, record)):  # else training would start from scratch
+            return decode_document(read_regular(root, record, _MAX_RECORD_BYTES), record).get("state") == "published"
+    except (CheckpointCorruptError, DamagedFileError):
         return False
 
 
 def _has_root(root: str, save: SaveId) -> bool:
-    return os.path.isfile(os.path.join(root, "saves", save.name, "zarr.json"))
+    return files.exists(os.path.join(root, "saves", save.name, "zarr.json"))

@@ -46,6 +46,7 @@ _ALIGNMENT = 4096
 _MAXWRITE_BYTES = 1 << 30  # Linux writes a little less than 2 GiB at once
 _WRITE, _NEW, _OVERWRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, os.O_CREAT | os.O_EXCL, 0
 
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # the last one: there is only a link that leads to itself
 _HINTS = {
     errno.ENOSPC: "the file system is full: free space, or keep fewer steps",
     errno.EDQUOT: "the quota is used up: free space, or keep fewer steps",
@@ -159,8 +160,10 @@ def _status(path: str, look: Callable[[str], os.stat_result]) -> os.stat_result 
     with storage_errors("find", path):
         try:
             return look(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise
 
 
 def holds(path: str, data: bytes) -> bool:

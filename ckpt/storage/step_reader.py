@@ -121,10 +121,13 @@ class StepReader(HeldStep, Uncopied):
 
 
 def why_no_step(path: str) -> str | None:
-    """Return why what is at `path` is no step, whole or damaged; None if it may be one, or nothing is there."""
-    if not os.path.lexists(path) or _identity(path) is not None:
+    """Return why what is at `path` is no step, whole or damaged; None if it may be one, or nothing is there.
+
+    StorageError if that cannot be told.
+    """
+    if not files.exists(path) or _identity(path) is not None:
         return None
-    if not os.path.isdir(path):
+    if not files.is_directory(path):
         return "it is a link to nothing" if os.path.islink(path) else "it is not a directory"
     return "it has no zarr.json and no intent.json"
 
