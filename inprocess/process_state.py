@@ -16,9 +16,34 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["children_end_here", "excepthook_restored", "frozen_heap", "reset_libraries"]
+__all__ = ["children_end_here", "excepthook_restored", "frozen_heap", "release_frames", "reset_libraries"]
 
 _log = logging.getLogger(__name__)
+_MOST_COLLECTIONS = 3  # destructors may make new garbage
+
+
+def release_frames(error: BaseException) -> None:
+    """Free the local variables of the frames that raised `error`, and of its causes; then collect the garbage.
+
+    Main thread, while the monitor process still reports that this rank is alive: destructors may take seconds. The
+    traceback keeps its lines, so it can be printed. Frames are cleared before the collection because objects that the
+    collector frees may find what they need for it freed already: the iterator of a DataLoader then waits 5 s for each
+    of its workers.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        left += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+    for _ in range(_MOST_COLLECTIONS):
+        if not gc.collect():
+            break
 
 
 def reset_libraries() -> None:

@@ -4,7 +4,7 @@
       ▲                      └──────────────┴──────────────────┘
       │                        a fault, of this rank or another
       │                                     ▼
-      └── END ◀── BARRIER ◀── HEALTH ◀── FINALIZE
+      └── END ◀── BARRIER ◀── HEALTH ◀── FINALIZE ◀── RELEASE
 
 Between BEGIN and COMPLETE the monitor thread may throw RankShouldRestart into any line; elsewhere nothing is thrown. An
 exception that is not a fault of the iteration (KeyboardInterrupt, SystemExit, RestartAbort, a hook of the restart path
@@ -16,7 +16,6 @@ What the ranks decide together is in `agreement`; no rank decides for others her
 from __future__ import annotations
 
 import enum
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from inprocess.main_thread.async_raise import reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
-from inprocess.process_state import reset_libraries
+from inprocess.process_state import release_frames, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
@@ -61,6 +60,7 @@ class Phase(enum.Enum):
     RUN = "run the function"
     RESERVE = "wait as a spare"
     COMPLETE = "wait for the others to complete"
+    RELEASE = "release what the iteration holds"
     FINALIZE = "finalize"
     HEALTH = "check health"
     BARRIER = "wait for the others to end the iteration"
@@ -73,7 +73,7 @@ class Phase(enum.Enum):
         return phase in _NEXT[self]
 
 
-_FAULT = {Phase.FINALIZE, Phase.LEAVE}
+_FAULT = {Phase.RELEASE, Phase.LEAVE}
 _NEXT: dict[Phase, set[Phase]] = {
     Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
     Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
@@ -81,6 +81,7 @@ _NEXT: dict[Phase, set[Phase]] = {
     Phase.RUN: {Phase.COMPLETE} | _FAULT,
     Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
     Phase.COMPLETE: {Phase.DONE} | _FAULT,
+    Phase.RELEASE: {Phase.FINALIZE, Phase.LEAVE},
     Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
     Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
     Phase.BARRIER: {Phase.END, Phase.LEAVE},
@@ -183,7 +184,7 @@ class RestartProtocol:
     # -- an iteration --------------------------------------------------------------------------------------------------
 
     def _iteration(self) -> Phase:
-        """Run one iteration, with the monitor thread. Returns DONE, or FINALIZE after a fault."""
+        """Run one iteration, with the monitor thread. Return DONE, or FINALIZE after a fault."""
         interrupted = self._guarded()
         if interrupted is None:
             return Phase.DONE
@@ -240,8 +241,11 @@ class RestartProtocol:
     ) -> _Interrupted | None:
         if failure is None:
             return None
+        self._enter(Phase.RELEASE)
         discard_process_groups()
         self._services.close_group_store()
+        if isinstance(failure, Exception | RankShouldRestart):  # another one goes to the caller, with its frames
+            release_frames(failure)
         if isinstance(failure, RankShouldRestart):
             failure._caught_by_us = True
             return _Interrupted(monitor, None)
@@ -336,8 +340,6 @@ class RestartProtocol:
         reset_libraries()
         self._write_event(world_size, len(roster.joined))
         self.state.advance()
-        while gc.collect():  # after the exception is dropped: its traceback holds the model
-            pass
         return phase
 
     def _wait_for_all(self) -> Roster:
