@@ -16,7 +16,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["children_end_here", "excepthook_restored", "frozen_heap", "release_frames", "reset_libraries"]
+__all__ = [
+    "children_end_here",
+    "excepthook_restored",
+    "frozen_heap",
+    "release_frames",
+    "release_logging_locks",
+    "reset_libraries",
+]
 
 _log = logging.getLogger(__name__)
 _MOST_COLLECTIONS = 3  # destructors may make new garbage
@@ -44,6 +51,20 @@ def release_frames(error: BaseException) -> None:
     for _ in range(_MOST_COLLECTIONS):
         if not gc.collect():
             break
+
+
+def release_logging_locks() -> int:
+    """Release the locks of `logging` that the calling thread holds, and return how many they were.
+
+    Main thread, when no function of `logging` is on its stack: it was interrupted in one.
+    """
+    released = 0
+    handlers = [reference() for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
+    for lock in [logging._lock, *(handler.lock for handler in handlers if handler is not None)]:  # type: ignore[attr-defined]
+        while lock is not None and lock._is_owned():
+            lock.release()
+            released += 1
+    return released
 
 
 def reset_libraries() -> None:

@@ -38,15 +38,17 @@ from inprocess.hooks import Hooks
 from inprocess.joining import Place
 from inprocess.main_thread.async_raise import reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
+from inprocess.main_thread.thrower import MainThreadThrower, discard_imports
+from inprocess.modes import Modes
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
-from inprocess.process_state import release_frames, reset_libraries
+from inprocess.process_state import release_frames, release_logging_locks, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
 from inprocess.unblock.process_groups import discard_process_groups
 
-__all__ = ["Phase", "RestartProtocol", "Services"]
+__all__ = ["ITERATION_CODE", "Phase", "RestartProtocol", "Services"]
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class Services(Protocol):
     monitor_process: MonitorProcess
     progress_watchdog: ProgressWatchdog
     atomic_lock: AtomicLock
+    thrower: MainThreadThrower
 
     def wake_main_thread(self) -> None: ...
     def iteration_store(self, iteration: int) -> Any: ...
@@ -141,6 +144,7 @@ class RestartProtocol:
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
+        self._modes = Modes()
 
     def __str__(self) -> str:
         phase = "not begun" if self.phase is None else self.phase.value
@@ -206,12 +210,13 @@ class RestartProtocol:
     def _guarded(self) -> _Interrupted | None:
         """Run one iteration; None if all ranks completed it.
 
-        RankShouldRestart may surface at any bytecode in here. The first statement of the handler keeps the exception of
-        this rank before anything else can happen.
+        RankShouldRestart may surface at any bytecode in here, and a KeyboardInterrupt, which goes before it. The first
+        statement of the handler keeps the exception of this rank before anything else can happen.
         """
         failure: BaseException | None = None
         at_fault = False  # stays so for an error after the outcome is known: the abort causes that
         self._enter(Phase.BEGIN)
+        self._modes.record()
         monitor = self._begin()
         try:
             try:
@@ -227,10 +232,18 @@ class RestartProtocol:
                     monitor.wait_thrown()
         except RankShouldRestart:
             pass
-        try:
-            monitor.shutdown()
-        except RankShouldRestart:  # thrown again, because unwinding took long, and raised before `shutdown` began
-            monitor.shutdown()
+        except BaseException as error:  # while this rank waited for the others
+            failure = error
+        while True:
+            try:
+                monitor.shutdown()
+                break
+            except RankShouldRestart:  # thrown again, because unwinding took long, and raised before `shutdown` began
+                continue
+            except Exception:
+                raise
+            except BaseException as error:
+                failure = error
         try:
             return self._interrupted(monitor, failure, at_fault)
         finally:
@@ -246,12 +259,30 @@ class RestartProtocol:
         self._services.close_group_store()
         if isinstance(failure, Exception | RankShouldRestart):  # another one goes to the caller, with its frames
             release_frames(failure)
+        self._make_good()
         if isinstance(failure, RankShouldRestart):
             failure._caught_by_us = True
             return _Interrupted(monitor, None)
         if monitor.times.thrown is None and monitor.failure is None and isinstance(failure, Exception):
             raise InternalError("this rank failed after all had completed, and cannot restart alone") from failure
         return _Interrupted(monitor, failure if at_fault or not isinstance(failure, Exception) else None)
+
+    def _make_good(self) -> None:
+        """Restore what the interruption may have left: modes of libraries, locks of `logging`, imports by halves."""
+        thrower = self._services.thrower
+        place, thrower.forced_at = thrower.forced_at, None
+        imports, thrower.interrupted_imports = thrower.interrupted_imports, []
+        locks = release_logging_locks()
+        modes = self._modes.restore()
+        if place is not None:
+            _log.warning("%s: no place without harm was found in time, the function was interrupted at %s", self, place)
+        if imports:
+            _log.warning("%s: the import of %s was interrupted; it is done again", self, ", ".join(imports))
+            discard_imports(imports)
+        if locks:
+            _log.warning("%s: the interrupted function held %d locks of logging; they are released", self, locks)
+        if modes:
+            _log.info("%s: these modes are as they were before the function began: %s", self, ", ".join(modes))
 
     def _begin(self) -> MonitorThread:
         state, services, settings = self.state, self._services, self._settings
@@ -269,6 +300,7 @@ class RestartProtocol:
             abort=self._hooks.abort,
             watchdog=services.progress_watchdog,
             atomic_lock=services.atomic_lock,
+            thrower=services.thrower,
             wake=services.wake_main_thread,
             interval_s=settings.monitor_thread_interval.total_seconds(),
             soft_timeout_s=settings.soft_timeout.total_seconds(),
@@ -401,3 +433,7 @@ class RestartProtocol:
 
     def _world_size_in(self, iteration: int) -> int | None:
         return self.state.world_size if iteration == self.state.iteration else None
+
+
+ITERATION_CODE = RestartProtocol._act.__code__
+"""The code of the frame that calls what may be interrupted."""

@@ -17,18 +17,19 @@ from typing import Any, ParamSpec, TypeVar
 from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
+from inprocess.deferred_log import DeferredLog
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
 from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.signals import MainThreadInterrupter
 from inprocess.main_thread.stacks import StackReporter
+from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_process.stores import iteration_store
 from inprocess.monitoring import Monitoring
 from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
-from inprocess.protocol import RestartProtocol
+from inprocess.protocol import ITERATION_CODE, RestartProtocol
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
 from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
@@ -124,9 +125,13 @@ class CallWrapper:
 
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
+        enter(DeferredLog())
         enter(frozen_heap())  # takes a while, so before time limits count
         watch_gloo_waits()
-        self.interrupter = enter(MainThreadInterrupter())
+        self.atomic_lock = AtomicLock()
+        self.thrower = enter(
+            MainThreadThrower(self.atomic_lock.is_held_here, settings.uninterrupted_modules, ITERATION_CODE)
+        )
         stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)
         self._cleanup.callback(self._sections.close)
@@ -139,7 +144,6 @@ class CallWrapper:
         )
         self.progress_watchdog.start()
         self._cleanup.callback(self.progress_watchdog.shutdown)
-        self.atomic_lock = AtomicLock()
         self._group_store = GroupStore()
         self._cleanup.callback(self._group_store.close)
 
@@ -269,7 +273,7 @@ class CallWrapper:
     def wake_main_thread(self) -> None:
         """Try to bring a blocked main thread back to bytecode; to be repeated until it is there."""
         self._sections.interrupt()
-        self.interrupter.wake()
+        self.thrower.interrupter.wake()
         if self.wrapper.hooks.aborts:
             unblock_main_thread(_UNBLOCK_S)
 
