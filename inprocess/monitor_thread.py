@@ -39,6 +39,7 @@ __all__ = ["MonitorThread", "async_raise", "reraise_if_unraisable"]
 _log = logging.getLogger(__name__)
 _FIRST_WAKE_S, _LONGEST_WAKE_S = 0.002, 0.25
 _FIRST_SIGNAL_S, _LONGEST_SIGNAL_S = 0.0005, 0.005
+_THROWN_CHECK_S = 0.05
 _FIRST_RETHROW_S, _LONGEST_RETHROW_S = 1.0, 30.0
 _LOCK_WARNING_S = 1.0
 _LONGEST_WAIT = 10  # intervals, until it notices that an iteration ended without an outcome
@@ -92,9 +93,11 @@ class MonitorThread:
     def wait_thrown(self) -> None:
         """Wait until RankShouldRestart appears. For the main thread, after a failure of its own.
 
-        Returns if it will not appear, because the iteration was completed before.
+        Returns if it will not appear: the iteration was completed before, or it was raised already and did not come out
+        of the function.
         """
-        self._thread.join()
+        while self._thread.is_alive() and (self.times.thrown is None or self.thrower.is_pending):
+            self._thread.join(_THROWN_CHECK_S)
 
     def shutdown(self) -> None:
         """End the thread, and let the watchdog run again. Main thread. Idempotent.

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ __all__ = [
     "children_end_here",
     "excepthook_restored",
     "frozen_heap",
+    "handler_errors_logged",
     "release_frames",
     "release_logging_locks",
     "reset_libraries",
@@ -178,3 +180,35 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def handler_errors_logged() -> Iterator[None]:
+    """Log errors that signal handlers of the program raise meanwhile. Main thread.
+
+    For code that an error would break, such as a restart: PyTorch's handler of SIGCHLD raises one for each worker of a
+    DataLoader that was killed. Other exceptions, such as KeyboardInterrupt, are raised.
+    """
+    replaced: dict[signal.Signals, tuple[Any, Any]] = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            held = _logs_errors(handler)
+            replaced[number] = handler, held
+            signal.signal(number, held)
+    try:
+        yield
+    finally:
+        for number, (handler, held) in replaced.items():
+            if signal.getsignal(number) is held:  # else a hook has set another one
+                signal.signal(number, handler)
+
+
+def _logs_errors(handler: Callable[[int, Any], Any]) -> Callable[[int, Any], None]:
+    def held(number: int, frame: Any) -> None:
+        try:
+            handler(number, frame)
+        except Exception:
+            _log.exception("the handler of signal %d failed during a restart", number)
+
+    return held

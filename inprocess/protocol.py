@@ -33,6 +33,8 @@ from inprocess.exception import (
     StaleViewError,
     StoreError,
     StoreLostError,
+    TimeoutError,
+    is_restart,
 )
 from inprocess.hooks import Hooks
 from inprocess.joining import Place
@@ -42,7 +44,12 @@ from inprocess.main_thread.thrower import MainThreadThrower, discard_imports
 from inprocess.modes import Modes
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
-from inprocess.process_state import release_frames, release_logging_locks, reset_libraries
+from inprocess.process_state import (
+    handler_errors_logged,
+    release_frames,
+    release_logging_locks,
+    reset_libraries,
+)
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
@@ -222,17 +229,21 @@ class RestartProtocol:
             try:
                 monitor.start()
                 with reraise_if_unraisable(RankShouldRestart):
-                    self._act()
+                    if self._act() is IterationOutcome.INTERRUPTED:
+                        monitor.wait_thrown()
+                        raise RankShouldRestart  # the function has swallowed the one that was thrown
             except BaseException as error:
                 failure = error
-                if not isinstance(error, RankShouldRestart):
+                if not is_restart(error):
                     if monitor.times.outcome is None:
                         at_fault = True
                         self._report(error)
                     monitor.wait_thrown()
         except RankShouldRestart:
             pass
-        except BaseException as error:  # while this rank waited for the others
+        except Exception:  # what this rank waits for is the restart: its own failure is known
+            _log.exception("%s: a signal handler failed while the rank waited for the others", self)
+        except BaseException as error:
             failure = error
         while True:
             try:
@@ -240,8 +251,10 @@ class RestartProtocol:
                 break
             except RankShouldRestart:  # thrown again, because unwinding took long, and raised before `shutdown` began
                 continue
-            except Exception:
+            except TimeoutError:
                 raise
+            except Exception:
+                _log.exception("%s: a signal handler failed at the end of the iteration", self)
             except BaseException as error:
                 failure = error
         try:
@@ -255,13 +268,13 @@ class RestartProtocol:
         if failure is None:
             return None
         self._enter(Phase.RELEASE)
-        discard_process_groups()
-        self._services.close_group_store()
-        if isinstance(failure, Exception | RankShouldRestart):  # another one goes to the caller, with its frames
-            release_frames(failure)
-        self._make_good()
-        if isinstance(failure, RankShouldRestart):
-            failure._caught_by_us = True
+        with handler_errors_logged():
+            discard_process_groups()
+            self._services.close_group_store()
+            if isinstance(failure, Exception) or is_restart(failure):  # another one goes to the caller, with its frames
+                release_frames(failure)
+            self._make_good()
+        if is_restart(failure):
             return _Interrupted(monitor, None)
         if monitor.times.thrown is None and monitor.failure is None and isinstance(failure, Exception):
             raise InternalError("this rank failed after all had completed, and cannot restart alone") from failure
@@ -307,7 +320,7 @@ class RestartProtocol:
             last_call_wait_s=settings.last_call_wait.total_seconds(),
         )
 
-    def _act(self) -> None:
+    def _act(self) -> IterationOutcome:
         """Go through INITIALIZE, RUN or RESERVE, and COMPLETE."""
         assert self._agreement is not None
         settings = self._settings
@@ -324,14 +337,11 @@ class RestartProtocol:
             self._agreement.announce_done()
         self._enter(Phase.COMPLETE)
         self._services.progress_watchdog.reset()
-        outcome = self._agreement.complete(
+        return self._agreement.complete(
             self._initial_rank,
             settings.completion_timeout.total_seconds(),
             settings.progress_watchdog_interval.total_seconds(),
         )
-        if outcome is IterationOutcome.INTERRUPTED:  # RankShouldRestart follows
-            while True:
-                time.sleep(settings.monitor_thread_interval.total_seconds())
 
     def _wait_as_spare(self) -> None:
         assert self._agreement is not None
@@ -354,7 +364,11 @@ class RestartProtocol:
     # -- after a fault -------------------------------------------------------------------------------------------------
 
     def _restart(self) -> Phase:
-        """Go from FINALIZE to the next BEGIN. Any exception makes this rank leave."""
+        """Go from FINALIZE to the next BEGIN. Any exception makes this rank leave, but for those of signal handlers."""
+        with handler_errors_logged():
+            return self._restarted()
+
+    def _restarted(self) -> Phase:
         self._enter(Phase.FINALIZE)
         self._hooks.finalize(self.state.freeze())
         self._enter(Phase.HEALTH)
@@ -435,5 +449,5 @@ class RestartProtocol:
         return self.state.world_size if iteration == self.state.iteration else None
 
 
-ITERATION_CODE = RestartProtocol._act.__code__
+ITERATION_CODE = RestartProtocol._guarded.__code__
 """The code of the frame that calls what may be interrupted."""

@@ -64,6 +64,9 @@ class Wrapper(Settings):
     how long reports of the same incident are collected. The intervals limit how long the threads sleep; no restart
     waits for one. Paths may contain ``{rank}``, the initial rank.
 
+    `uninterrupted_modules` names modules and packages whose functions no restart interrupts, such as ``("pandas",)``,
+    beside those that are known (see `main_thread.thrower`).
+
     With `sections`, a `fault_tolerance.FaultToleranceConfig`, a `fault_tolerance.RankMonitorClient` in the function
     needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -
     soft_timeout` more ends this process.
@@ -87,9 +90,17 @@ class Wrapper(Settings):
         return self.hooks.restart_health_check_hook
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-        """Return the restartable function; `function` itself if the wrapper is not enabled."""
+        """Return the restartable function; `function` itself if the wrapper is not enabled.
+
+        TypeError for coroutine functions and generator functions: their body runs after they have returned.
+        """
         if not self.enabled:
             return function
+        if _runs_later(function):
+            raise TypeError(
+                f"{function!r} returns before its body runs, which would not be protected: wrap a plain function, such "
+                "as one that calls asyncio.run"
+            )
 
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -282,6 +293,14 @@ class CallWrapper:
         clear = getattr(iteration_store(self.base_store, iteration), "clear", None)
         if clear is not None:
             clear()
+
+
+def _runs_later(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = function if inspect.isroutine(function) else type(function).__call__
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return any(is_of(code) for is_of in kinds)
 
 
 def inject(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -155,6 +159,86 @@ def test_a_log_that_no_process_reads_does_not_hold_up_a_restart() -> None:
         return result
 
     assert rank_values(main, 2) == [(1, False), (1, False)]
+
+
+def test_errors_of_signal_handlers_in_the_restart_itself_are_logged() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        def fails(number: int, frame: Any) -> None:
+            raise RuntimeError("a worker was killed")
+
+        signal.signal(signal.SIGUSR1, fails)
+
+        def again(state: FrozenState) -> FrozenState:
+            signal.raise_signal(signal.SIGUSR1)
+            return state
+
+        @Wrapper(finalize=again, health_check=lambda state: again(state) if state.fn_exception else state, **SHORT)
+        def train(call: CallWrapper | None = None) -> int:
+            assert call is not None
+            if call.iteration == 0:
+                signal.raise_signal(signal.SIGUSR1)
+            return call.iteration
+
+        with logged() as lines:
+            result = train()
+        failed = [line for line in lines if "the handler of signal" in line]
+        return result, len(failed), signal.getsignal(signal.SIGUSR1) is fails
+
+    assert rank_values(main, 1) == [(1, 2, True)]
+
+
+def test_functions_whose_body_runs_later_are_refused() -> None:
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def both() -> AsyncIterator[int]:
+        yield 1
+
+    class Called:
+        async def __call__(self) -> None: ...
+
+    for function in (coroutine, generator, both, functools.partial(coroutine), Called()):
+        with pytest.raises(TypeError, match="returns before its body runs"):
+            Wrapper()(function)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ending", ["group", "other exception", "return"])
+def test_a_function_that_ends_otherwise_after_the_throw_is_not_waited_for(ending: str) -> None:
+    """`soft_timeout` is longer than this test may take."""
+
+    def main(rank: int, world_size: int) -> Any:
+        async def wait() -> None:
+            await asyncio.sleep(1000)
+
+        async def group() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(wait())
+                while True:
+                    await asyncio.sleep(0.01)
+
+        def run() -> None:
+            if ending == "group":
+                asyncio.run(group())
+            try:
+                time.sleep(1000)
+            except BaseException as error:
+                if ending == "other exception":
+                    raise ValueError("of the cleaning up") from error
+
+        @Wrapper(soft_timeout=timedelta(seconds=100), hard_timeout=timedelta(seconds=110))
+        def train(call: CallWrapper | None = None) -> int:
+            assert call is not None
+            if call.iteration == 0 and rank == 0:
+                raise ValueError("fault")
+            if call.iteration == 0:
+                run()
+            return call.iteration
+
+        return train()
+
+    assert rank_values(main, 2) == [1, 1]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
