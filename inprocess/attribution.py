@@ -88,13 +88,20 @@ class InterruptionRecord:
 
     @classmethod
     def of_exception(cls, error: BaseException, rank: int | None, kind: Interruption) -> InterruptionRecord:
-        """Describe an exception on `rank` (None: it has none); by its type alone if it cannot be printed."""
+        """Describe an exception on `rank` (None: it has none); by its type alone if it cannot be printed.
+
+        Characters that UTF-8 does not have, as in names of files that are not text, are escaped.
+        """
         try:
-            summary = f"{type(error).__name__}: {error}"
-            detail = "".join(traceback.format_exception(error))
+            summary = _encodable(f"{type(error).__name__}: {error}")
+            detail = _encodable("".join(traceback.format_exception(error)))
         except Exception:
-            summary, detail = type(error).__name__, ""
+            summary, detail = _encodable(type(error).__name__), ""
         return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-DETAIL_CHARS:])
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def is_bystander(rank: int | None, error: BaseException, records: Iterable[InterruptionRecord]) -> bool:

@@ -21,7 +21,8 @@ __all__ = ["RestartClock", "RestartEvents"]
 _log = logging.getLogger(__name__)
 
 
-_ORDER = ("outcome", "last_call", "aborted", "thrown", "acknowledged", "finalize", "health", "barrier", "end")
+_ENDED = ("outcome", "last_call", "aborted", "thrown", "acknowledged")
+_ORDER = (*_ENDED, "release", "finalize", "health", "barrier", "end")
 
 
 class RestartClock:

@@ -29,6 +29,7 @@ __all__ = [
     "StoreLostError",
     "StoreTimeoutError",
     "TimeoutError",
+    "is_restart",
 ]
 
 _log = logging.getLogger(__name__)
@@ -109,6 +110,19 @@ class RankShouldRestart(BaseException):
         place = _where_swallowed(self.__traceback__)
         if place is not None:
             _log.debug("RankShouldRestart was swallowed near %s; let BaseException pass there", place)
+
+
+def is_restart(error: BaseException) -> bool:
+    """Return whether `error` is RankShouldRestart, or a group of nothing else, as task groups make it.
+
+    Those that it holds have reached the wrapper: none of them was swallowed.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_restart, error.exceptions))
+    if isinstance(error, RankShouldRestart):
+        error._caught_by_us = True
+        return True
+    return False
 
 
 def _where_swallowed(tb: TracebackType | None) -> str | None:

@@ -6,7 +6,8 @@ One per iteration, in the rank's process:
     last call     until every process has reported its faults
     abort         the user's hook, under the atomic lock: it frees a main thread that is stuck in a collective
     synchronize   until the main thread executes bytecode again
-    throw         RankShouldRestart into the main thread; again, with growing pauses, if it was swallowed
+    throw         RankShouldRestart into the main thread, where it does no harm (see `main_thread.thrower`); again, with
+                  growing pauses, if it was swallowed
 
 The thread ends when the main thread acknowledges the exception. Nothing is thrown afterwards.
 """
@@ -26,9 +27,10 @@ from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions
 from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
 from inprocess.ipc.threads import JoinableThread
-from inprocess.main_thread.async_raise import async_raise, clear_async_raise, reraise_if_unraisable
+from inprocess.main_thread.async_raise import async_raise, reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.stacks import own_stacks
+from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.state import FrozenState
 
@@ -36,6 +38,8 @@ __all__ = ["MonitorThread", "async_raise", "reraise_if_unraisable"]
 
 _log = logging.getLogger(__name__)
 _FIRST_WAKE_S, _LONGEST_WAKE_S = 0.002, 0.25
+_FIRST_SIGNAL_S, _LONGEST_SIGNAL_S = 0.0005, 0.005
+_THROWN_CHECK_S = 0.05
 _FIRST_RETHROW_S, _LONGEST_RETHROW_S = 1.0, 30.0
 _LOCK_WARNING_S = 1.0
 _LONGEST_WAIT = 10  # intervals, until it notices that an iteration ended without an outcome
@@ -58,8 +62,8 @@ class MonitorThread:
     """The monitor thread of one iteration. Create and start it on the main thread, when the iteration begins.
 
     `abort` gets the state with the interruptions in it. `wake` makes a main thread that is blocked in a call return to
-    bytecode, and is called until it does. `failure` is why the outcome is unknown: the store is lost, or the others are
-    in a later iteration.
+    bytecode, and is called until it does. `failure` is why this rank cannot restart: the store is lost, the others are
+    in a later iteration, or the abort hook has raised RestartAbort or SystemExit.
     """
 
     agreement: Agreement
@@ -67,12 +71,13 @@ class MonitorThread:
     abort: Callable[[FrozenState], object]
     watchdog: ProgressWatchdog
     atomic_lock: AtomicLock
+    thrower: MainThreadThrower
     wake: Callable[[], None]
     interval_s: float
     soft_timeout_s: float
     last_call_wait_s: float
     records: tuple[InterruptionRecord, ...] = ()
-    failure: StoreError | StaleViewError | None = None
+    failure: BaseException | None = None
     times: Times = field(default_factory=Times)
 
     def __post_init__(self) -> None:
@@ -88,9 +93,11 @@ class MonitorThread:
     def wait_thrown(self) -> None:
         """Wait until RankShouldRestart appears. For the main thread, after a failure of its own.
 
-        Returns if it will not appear, because the iteration was completed before.
+        Returns if it will not appear: the iteration was completed before, or it was raised already and did not come out
+        of the function.
         """
-        self._thread.join()
+        while self._thread.is_alive() and (self.times.thrown is None or self.thrower.is_pending):
+            self._thread.join(_THROWN_CHECK_S)
 
     def shutdown(self) -> None:
         """End the thread, and let the watchdog run again. Main thread. Idempotent.
@@ -104,7 +111,7 @@ class MonitorThread:
                     self.times.acknowledged = time.monotonic()
                 self._acknowledged.set()
                 self._thread.join(limit_s)
-                clear_async_raise(self._main_thread)
+                self.thrower.disarm()
                 break
             except RankShouldRestart:
                 continue
@@ -163,13 +170,18 @@ class MonitorThread:
                 self.abort(replace(self.state, interruptions=self.records))
             except Exception:
                 _log.exception("the abort hook fails; the restart goes on")
+            except BaseException as error:
+                _log.exception("the abort hook makes this rank leave")
+                self.failure = error
             self.times.aborted = time.monotonic()
             with _Waker(self.wake):
                 self.watchdog.pause_and_synchronize()
             if self._acknowledged.is_set():
                 return
-            async_raise(self._main_thread, exception_type)
+            self.thrower.throw(exception_type, self.soft_timeout_s)
             self.times.thrown = time.monotonic()
+            with _Waker(self.wake):  # under the lock: no atomic section begins after the abort
+                self._await_raised(self.soft_timeout_s)
         self._throw_until_acknowledged(exception_type)
 
     def _throw_until_acknowledged(self, exception_type: type[RankShouldRestart]) -> None:
@@ -179,13 +191,23 @@ class MonitorThread:
             waker.stop()
             pause_s = _FIRST_RETHROW_S
             while not self._acknowledged.is_set():
-                _log.error(
-                    "RankShouldRestart was swallowed; throwing it again. The main thread is at\n%s", self._place()
-                )
-                async_raise(self._main_thread, exception_type)
+                what = "cannot be thrown" if self.thrower.is_pending else "was swallowed; throwing it again"
+                _log.error("RankShouldRestart %s. The main thread is at\n%s", what, self._place())
+                if not self.thrower.is_pending:
+                    self.thrower.throw(exception_type, pause_s)
                 self.wake()
+                self._await_raised(pause_s)
                 self._acknowledged.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_RETHROW_S)
+
+    def _await_raised(self, timeout_s: float) -> None:
+        """Send the signal of the exception again and again, until it is raised. At most `timeout_s`."""
+        end, pause_s = time.monotonic() + timeout_s, _FIRST_SIGNAL_S
+        while self.thrower.is_pending and time.monotonic() < end:
+            if self._acknowledged.wait(pause_s):
+                return
+            self.thrower.again()
+            pause_s = min(1.2 * pause_s, _LONGEST_SIGNAL_S)
 
     def _warn_about_lock(self) -> None:
         _log.warning("the abort waits for an atomic section to end. The main thread is at\n%s", self._place())

@@ -11,14 +11,62 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["children_end_here", "excepthook_restored", "frozen_heap", "reset_libraries"]
+__all__ = [
+    "children_end_here",
+    "excepthook_restored",
+    "frozen_heap",
+    "handler_errors_logged",
+    "release_frames",
+    "release_logging_locks",
+    "reset_libraries",
+]
 
 _log = logging.getLogger(__name__)
+_MOST_COLLECTIONS = 3  # destructors may make new garbage
+
+
+def release_frames(error: BaseException) -> None:
+    """Free the local variables of the frames that raised `error`, and of its causes; then collect the garbage.
+
+    Main thread, while the monitor process still reports that this rank is alive: destructors may take seconds. The
+    traceback keeps its lines, so it can be printed. Frames are cleared before the collection because objects that the
+    collector frees may find what they need for it freed already: the iterator of a DataLoader then waits 5 s for each
+    of its workers.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        left += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+    for _ in range(_MOST_COLLECTIONS):
+        if not gc.collect():
+            break
+
+
+def release_logging_locks() -> int:
+    """Release the locks of `logging` that the calling thread holds, and return how many they were.
+
+    Main thread, when no function of `logging` is on its stack: it was interrupted in one.
+    """
+    released = 0
+    handlers = [reference() for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
+    for lock in [logging._lock, *(handler.lock for handler in handlers if handler is not None)]:  # type: ignore[attr-defined]
+        while lock is not None and lock._is_owned():
+            lock.release()
+            released += 1
+    return released
 
 
 def reset_libraries() -> None:
@@ -132,3 +180,35 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def handler_errors_logged() -> Iterator[None]:
+    """Log errors that signal handlers of the program raise meanwhile. Main thread.
+
+    For code that an error would break, such as a restart: PyTorch's handler of SIGCHLD raises one for each worker of a
+    DataLoader that was killed. Other exceptions, such as KeyboardInterrupt, are raised.
+    """
+    replaced: dict[signal.Signals, tuple[Any, Any]] = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            held = _logs_errors(handler)
+            replaced[number] = handler, held
+            signal.signal(number, held)
+    try:
+        yield
+    finally:
+        for number, (handler, held) in replaced.items():
+            if signal.getsignal(number) is held:  # else a hook has set another one
+                signal.signal(number, handler)
+
+
+def _logs_errors(handler: Callable[[int, Any], Any]) -> Callable[[int, Any], None]:
+    def held(number: int, frame: Any) -> None:
+        try:
+            handler(number, frame)
+        except Exception:
+            _log.exception("the handler of signal %d failed during a restart", number)
+
+    return held

@@ -4,7 +4,7 @@
       ▲                      └──────────────┴──────────────────┘
       │                        a fault, of this rank or another
       │                                     ▼
-      └── END ◀── BARRIER ◀── HEALTH ◀── FINALIZE
+      └── END ◀── BARRIER ◀── HEALTH ◀── FINALIZE ◀── RELEASE
 
 Between BEGIN and COMPLETE the monitor thread may throw RankShouldRestart into any line; elsewhere nothing is thrown. An
 exception that is not a fault of the iteration (KeyboardInterrupt, SystemExit, RestartAbort, a hook of the restart path
@@ -16,7 +16,6 @@ What the ranks decide together is in `agreement`; no rank decides for others her
 from __future__ import annotations
 
 import enum
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -34,20 +33,29 @@ from inprocess.exception import (
     StaleViewError,
     StoreError,
     StoreLostError,
+    TimeoutError,
+    is_restart,
 )
 from inprocess.hooks import Hooks
 from inprocess.joining import Place
 from inprocess.main_thread.async_raise import reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
+from inprocess.main_thread.thrower import MainThreadThrower, discard_imports
+from inprocess.modes import Modes
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
-from inprocess.process_state import reset_libraries
+from inprocess.process_state import (
+    handler_errors_logged,
+    release_frames,
+    release_logging_locks,
+    reset_libraries,
+)
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
 from inprocess.unblock.process_groups import discard_process_groups
 
-__all__ = ["Phase", "RestartProtocol", "Services"]
+__all__ = ["ITERATION_CODE", "Phase", "RestartProtocol", "Services"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +69,7 @@ class Phase(enum.Enum):
     RUN = "run the function"
     RESERVE = "wait as a spare"
     COMPLETE = "wait for the others to complete"
+    RELEASE = "release what the iteration holds"
     FINALIZE = "finalize"
     HEALTH = "check health"
     BARRIER = "wait for the others to end the iteration"
@@ -73,7 +82,7 @@ class Phase(enum.Enum):
         return phase in _NEXT[self]
 
 
-_FAULT = {Phase.FINALIZE, Phase.LEAVE}
+_FAULT = {Phase.RELEASE, Phase.LEAVE}
 _NEXT: dict[Phase, set[Phase]] = {
     Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
     Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
@@ -81,6 +90,7 @@ _NEXT: dict[Phase, set[Phase]] = {
     Phase.RUN: {Phase.COMPLETE} | _FAULT,
     Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
     Phase.COMPLETE: {Phase.DONE} | _FAULT,
+    Phase.RELEASE: {Phase.FINALIZE, Phase.LEAVE},
     Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
     Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
     Phase.BARRIER: {Phase.END, Phase.LEAVE},
@@ -96,6 +106,7 @@ class Services(Protocol):
     monitor_process: MonitorProcess
     progress_watchdog: ProgressWatchdog
     atomic_lock: AtomicLock
+    thrower: MainThreadThrower
 
     def wake_main_thread(self) -> None: ...
     def iteration_store(self, iteration: int) -> Any: ...
@@ -140,6 +151,7 @@ class RestartProtocol:
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
+        self._modes = Modes()
 
     def __str__(self) -> str:
         phase = "not begun" if self.phase is None else self.phase.value
@@ -183,7 +195,7 @@ class RestartProtocol:
     # -- an iteration --------------------------------------------------------------------------------------------------
 
     def _iteration(self) -> Phase:
-        """Run one iteration, with the monitor thread. Returns DONE, or FINALIZE after a fault."""
+        """Run one iteration, with the monitor thread. Return DONE, or FINALIZE after a fault."""
         interrupted = self._guarded()
         if interrupted is None:
             return Phase.DONE
@@ -205,31 +217,46 @@ class RestartProtocol:
     def _guarded(self) -> _Interrupted | None:
         """Run one iteration; None if all ranks completed it.
 
-        RankShouldRestart may surface at any bytecode in here. The first statement of the handler keeps the exception of
-        this rank before anything else can happen.
+        RankShouldRestart may surface at any bytecode in here, and a KeyboardInterrupt, which goes before it. The first
+        statement of the handler keeps the exception of this rank before anything else can happen.
         """
         failure: BaseException | None = None
         at_fault = False  # stays so for an error after the outcome is known: the abort causes that
         self._enter(Phase.BEGIN)
+        self._modes.record()
         monitor = self._begin()
         try:
             try:
                 monitor.start()
                 with reraise_if_unraisable(RankShouldRestart):
-                    self._act()
+                    if self._act() is IterationOutcome.INTERRUPTED:
+                        monitor.wait_thrown()
+                        raise RankShouldRestart  # the function has swallowed the one that was thrown
             except BaseException as error:
                 failure = error
-                if not isinstance(error, RankShouldRestart):
+                if not is_restart(error):
                     if monitor.times.outcome is None:
                         at_fault = True
                         self._report(error)
                     monitor.wait_thrown()
         except RankShouldRestart:
             pass
-        try:
-            monitor.shutdown()
-        except RankShouldRestart:  # thrown again, because unwinding took long, and raised before `shutdown` began
-            monitor.shutdown()
+        except Exception:  # what this rank waits for is the restart: its own failure is known
+            _log.exception("%s: a signal handler failed while the rank waited for the others", self)
+        except BaseException as error:
+            failure = error
+        while True:
+            try:
+                monitor.shutdown()
+                break
+            except RankShouldRestart:  # thrown again, because unwinding took long, and raised before `shutdown` began
+                continue
+            except TimeoutError:
+                raise
+            except Exception:
+                _log.exception("%s: a signal handler failed at the end of the iteration", self)
+            except BaseException as error:
+                failure = error
         try:
             return self._interrupted(monitor, failure, at_fault)
         finally:
@@ -240,14 +267,35 @@ class RestartProtocol:
     ) -> _Interrupted | None:
         if failure is None:
             return None
-        discard_process_groups()
-        self._services.close_group_store()
-        if isinstance(failure, RankShouldRestart):
-            failure._caught_by_us = True
+        self._enter(Phase.RELEASE)
+        with handler_errors_logged():
+            discard_process_groups()
+            self._services.close_group_store()
+            if isinstance(failure, Exception) or is_restart(failure):  # another one goes to the caller, with its frames
+                release_frames(failure)
+            self._make_good()
+        if is_restart(failure):
             return _Interrupted(monitor, None)
         if monitor.times.thrown is None and monitor.failure is None and isinstance(failure, Exception):
             raise InternalError("this rank failed after all had completed, and cannot restart alone") from failure
         return _Interrupted(monitor, failure if at_fault or not isinstance(failure, Exception) else None)
+
+    def _make_good(self) -> None:
+        """Restore what the interruption may have left: modes of libraries, locks of `logging`, imports by halves."""
+        thrower = self._services.thrower
+        place, thrower.forced_at = thrower.forced_at, None
+        imports, thrower.interrupted_imports = thrower.interrupted_imports, []
+        locks = release_logging_locks()
+        modes = self._modes.restore()
+        if place is not None:
+            _log.warning("%s: no place without harm was found in time, the function was interrupted at %s", self, place)
+        if imports:
+            _log.warning("%s: the import of %s was interrupted; it is done again", self, ", ".join(imports))
+            discard_imports(imports)
+        if locks:
+            _log.warning("%s: the interrupted function held %d locks of logging; they are released", self, locks)
+        if modes:
+            _log.info("%s: these modes are as they were before the function began: %s", self, ", ".join(modes))
 
     def _begin(self) -> MonitorThread:
         state, services, settings = self.state, self._services, self._settings
@@ -265,13 +313,14 @@ class RestartProtocol:
             abort=self._hooks.abort,
             watchdog=services.progress_watchdog,
             atomic_lock=services.atomic_lock,
+            thrower=services.thrower,
             wake=services.wake_main_thread,
             interval_s=settings.monitor_thread_interval.total_seconds(),
             soft_timeout_s=settings.soft_timeout.total_seconds(),
             last_call_wait_s=settings.last_call_wait.total_seconds(),
         )
 
-    def _act(self) -> None:
+    def _act(self) -> IterationOutcome:
         """Go through INITIALIZE, RUN or RESERVE, and COMPLETE."""
         assert self._agreement is not None
         settings = self._settings
@@ -288,14 +337,11 @@ class RestartProtocol:
             self._agreement.announce_done()
         self._enter(Phase.COMPLETE)
         self._services.progress_watchdog.reset()
-        outcome = self._agreement.complete(
+        return self._agreement.complete(
             self._initial_rank,
             settings.completion_timeout.total_seconds(),
             settings.progress_watchdog_interval.total_seconds(),
         )
-        if outcome is IterationOutcome.INTERRUPTED:  # RankShouldRestart follows
-            while True:
-                time.sleep(settings.monitor_thread_interval.total_seconds())
 
     def _wait_as_spare(self) -> None:
         assert self._agreement is not None
@@ -318,7 +364,11 @@ class RestartProtocol:
     # -- after a fault -------------------------------------------------------------------------------------------------
 
     def _restart(self) -> Phase:
-        """Go from FINALIZE to the next BEGIN. Any exception makes this rank leave."""
+        """Go from FINALIZE to the next BEGIN. Any exception makes this rank leave, but for those of signal handlers."""
+        with handler_errors_logged():
+            return self._restarted()
+
+    def _restarted(self) -> Phase:
         self._enter(Phase.FINALIZE)
         self._hooks.finalize(self.state.freeze())
         self._enter(Phase.HEALTH)
@@ -336,8 +386,6 @@ class RestartProtocol:
         reset_libraries()
         self._write_event(world_size, len(roster.joined))
         self.state.advance()
-        while gc.collect():  # after the exception is dropped: its traceback holds the model
-            pass
         return phase
 
     def _wait_for_all(self) -> Roster:
@@ -399,3 +447,7 @@ class RestartProtocol:
 
     def _world_size_in(self, iteration: int) -> int | None:
         return self.state.world_size if iteration == self.state.iteration else None
+
+
+ITERATION_CODE = RestartProtocol._guarded.__code__
+"""The code of the frame that calls what may be interrupted."""

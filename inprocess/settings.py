@@ -56,6 +56,7 @@ class Settings:
     monitor_process_logfile: Any = None  # a path; text from here on
     monitor_process_pidfile: Any = None
     sections: Any = None
+    uninterrupted_modules: Any = None  # names of modules; a tuple from here on
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -81,6 +82,10 @@ class Settings:
             raise TypeError(f"store_kwargs must be a dict, not {type(self.store_kwargs).__name__}")
         if self.sections is not None and not hasattr(self.sections, "rank_section_timeouts"):
             raise TypeError(f"sections must be a FaultToleranceConfig or None, not {type(self.sections).__name__}")
+        modules = () if self.uninterrupted_modules is None else self.uninterrupted_modules
+        if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
+            raise TypeError(f"uninterrupted_modules must be names of modules, such as ('pandas',), not {modules!r}")
+        self.uninterrupted_modules = tuple(modules)
         if not isinstance(self.enabled, bool):
             raise TypeError(f"enabled must be a bool, not {type(self.enabled).__name__}")
 

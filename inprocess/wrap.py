@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
+from inprocess.deferred_log import DeferredLog
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
 from inprocess.ipc.interpreter import interpreter
@@ -24,13 +25,13 @@ from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.ipc.uncopied import Uncopied
 from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.signals import MainThreadInterrupter
 from inprocess.main_thread.stacks import StackReporter
+from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_process.stores import iteration_store
 from inprocess.monitoring import Monitoring
 from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
-from inprocess.protocol import RestartProtocol
+from inprocess.protocol import ITERATION_CODE, RestartProtocol
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
 from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
@@ -65,6 +66,9 @@ class Wrapper(Settings):
     how long reports of the same incident are collected. The intervals limit how long the threads sleep; no restart
     waits for one. Paths may contain ``{rank}``, the initial rank.
 
+    `uninterrupted_modules` names modules and packages whose functions no restart interrupts, such as ``("pandas",)``,
+    beside those that are known (see `main_thread.thrower`).
+
     With `sections`, a `fault_tolerance.FaultToleranceConfig`, a `fault_tolerance.RankMonitorClient` in the function
     needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -
     soft_timeout` more ends this process.
@@ -90,9 +94,17 @@ class Wrapper(Settings):
         return self.hooks.restart_health_check_hook
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-        """Return the restartable function; `function` itself if the wrapper is not enabled."""
+        """Return the restartable function; `function` itself if the wrapper is not enabled.
+
+        TypeError for coroutine functions and generator functions: their body runs after they have returned.
+        """
         if not self.enabled:
             return function
+        if _runs_later(function):
+            raise TypeError(
+                f"{function!r} returns before its body runs, which would not be protected: wrap a plain function, such "
+                "as one that calls asyncio.run"
+            )
 
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -128,9 +140,13 @@ class CallWrapper(Uncopied):
 
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
+        enter(DeferredLog())
         enter(frozen_heap())  # takes a while, so before time limits count
         watch_gloo_waits()
-        self.interrupter = enter(MainThreadInterrupter())
+        self.atomic_lock = AtomicLock()
+        self.thrower = enter(
+            MainThreadThrower(self.atomic_lock.is_held_here, settings.uninterrupted_modules, ITERATION_CODE)
+        )
         stacks = enter(StackReporter())
         self._sections = SectionGate(settings.sections)
         self._cleanup.callback(self._sections.close)
@@ -143,7 +159,6 @@ class CallWrapper(Uncopied):
         )
         self.progress_watchdog.start()
         self._cleanup.callback(self.progress_watchdog.shutdown)
-        self.atomic_lock = AtomicLock()
         self._group_store = GroupStore()
         self._cleanup.callback(self._group_store.close)
 
@@ -273,7 +288,7 @@ class CallWrapper(Uncopied):
     def wake_main_thread(self) -> None:
         """Try to bring a blocked main thread back to bytecode; to be repeated until it is there."""
         self._sections.interrupt()
-        self.interrupter.wake()
+        self.thrower.interrupter.wake()
         if self.wrapper.hooks.aborts:
             unblock_main_thread(_UNBLOCK_S)
 
@@ -282,6 +297,14 @@ class CallWrapper(Uncopied):
         clear = getattr(iteration_store(self.base_store, iteration), "clear", None)
         if clear is not None:
             clear()
+
+
+def _runs_later(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = function if inspect.isroutine(function) else type(function).__call__
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return any(is_of(code) for is_of in kinds)
 
 
 def inject(

@@ -53,7 +53,8 @@ ALLOWED["integrations"] = set(ALLOWED)  # the topmost layer: nothing may import 
 INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"ipc"},  # shared with ckpt, so it knows nothing of either
     # Mechanisms that know nothing of restarts.
-    {"attribution", "compose", "exception", "hardware", "main_thread", "process_state", "settings", "tools"},
+    {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "process_state"}
+    | {"settings", "tools"},
     {"waiting"},
     {"unblock"},
     {"coordination", "events", "progress_watchdog", "state"},

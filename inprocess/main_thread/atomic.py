@@ -33,8 +33,12 @@ class AtomicLock(RLock):  # type: ignore[misc]  # typeshed calls it final; it is
         """Return the context manager of a section. An exception thrown into a waiting thread is raised within 5 ms."""
         return self
 
+    def is_held_here(self) -> bool:
+        """Return whether the calling thread is in a section."""
+        return bool(self._is_owned())  # type: ignore[attr-defined]  # threading.Condition uses it, too
+
     def __enter__(self) -> bool:  # type: ignore[override]
-        if self._is_owned():  # type: ignore[attr-defined]  # threading.Condition uses it, too
+        if self.is_held_here():
             try:
                 self.acquire()  # does not wait; an exception can only be raised after it
             except BaseException:

@@ -27,6 +27,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
@@ -36,7 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 class MainThreadInterrupter:
-    """A signal handler that does nothing, on an unused real-time signal, and `wake`, which sends that signal.
+    """A signal handler on an unused real-time signal, and `wake`, which sends that signal.
+
+    The handler calls `on_wake` with the frame that was interrupted; by default it does nothing.
 
     `install` and `uninstall` (or the context) on the main thread. Elsewhere `install` logs a warning and leaves the
     interrupter disabled: `enabled` is False, `why_disabled` says why, `wake` does nothing.
@@ -46,9 +49,10 @@ class MainThreadInterrupter:
     the handler, but is never sent the signal; a new program has no handler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_wake: Callable[[FrameType | None], object] = lambda frame: None) -> None:
         self.signal_number: int | None = None
         self.why_disabled: str | None = "not installed"
+        self._handler = _handler(on_wake)
         self._pid = 0
         self._main_thread = 0
         self._lock = threading.RLock()  # no signal is sent between the check in `wake` and `uninstall`
@@ -67,7 +71,7 @@ class MainThreadInterrupter:
                 raise RuntimeError("only the main thread can install a signal handler")
             with self._lock:
                 number = find_free_signal()
-                signal.signal(number, _do_nothing)
+                signal.signal(number, self._handler)
                 self.signal_number = number
                 self._pid, self._main_thread = os.getpid(), threading.get_ident()
                 self.why_disabled = None
@@ -86,11 +90,20 @@ class MainThreadInterrupter:
             if not self.enabled or number is None:
                 return
             self.why_disabled = "uninstalled"
-            if os.getpid() != self._pid or signal.getsignal(number) is not _do_nothing:
+            if os.getpid() != self._pid or signal.getsignal(number) is not self._handler:
                 return  # other code has taken it over
             # The default action kills the process. Ignoring a signal makes the kernel drop those already sent.
             signal.signal(number, signal.SIG_IGN)
             signal.signal(number, signal.SIG_DFL)
+
+    def reaches_main_thread(self) -> bool:
+        """Return whether the handler would run: it is installed, and the main thread does not block the signal."""
+        with self._lock:
+            number = self.signal_number
+            if not self.enabled or number is None or os.getpid() != self._pid:
+                return False
+            sets = read_signal_sets(self._pid)
+            return sets is not None and sets.is_caught(number) and not sets.is_blocked(number)
 
     def wake(self) -> None:
         """Make the main thread run bytecode if it is in one of the calls that can be freed. Any thread.
@@ -117,8 +130,13 @@ class MainThreadInterrupter:
         self.uninstall()
 
 
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing, in bytecode."""
+def _handler(on_wake: Callable[[FrameType | None], object]) -> Callable[[int, FrameType | None], object]:
+    """Return a handler that `signal.getsignal` returns as the same object."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        on_wake(frame)
+
+    return handle
 
 
 # Both ends are in use: glibc and musl reserve the lowest three (SIGRTMIN already leaves those out), garbage collectors

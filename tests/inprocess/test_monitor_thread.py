@@ -17,7 +17,7 @@ from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, StoreServer
 from inprocess.exception import RankShouldRestart
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.signals import MainThreadInterrupter
+from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_thread import MonitorThread
 from inprocess.progress_watchdog import ProgressWatchdog, Timestamp
 from inprocess.state import FrozenState
@@ -40,7 +40,7 @@ class Iteration:
     agreement: Agreement
     watchdog: ProgressWatchdog
     lock: AtomicLock
-    interrupter: MainThreadInterrupter
+    thrower: MainThreadThrower
 
     def monitor(self, abort: Callable[[FrozenState], Any] = lambda state: state, **options: Any) -> MonitorThread:
         times: dict[str, float] = {"interval_s": 0.1, "soft_timeout_s": LONG_S, "last_call_wait_s": 0.0}
@@ -50,7 +50,8 @@ class Iteration:
             abort=abort,
             watchdog=self.watchdog,
             atomic_lock=self.lock,
-            wake=self.interrupter.wake,
+            thrower=self.thrower,
+            wake=self.thrower.interrupter.wake,
             **(times | options),
         )
         monitor.start()
@@ -67,14 +68,15 @@ def iteration(leak_check: LeakCheck) -> Iterator[Iteration]:
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
         client = stack.enter_context(CoordinationStore(access, patience=timedelta(seconds=0.5)))
-        interrupter = stack.enter_context(MainThreadInterrupter())
+        lock = AtomicLock()
+        thrower = stack.enter_context(MainThreadThrower(lock.is_held_here))
         watchdog = ProgressWatchdog(0, _Takes(), 0.1)
         watchdog.start()
         stack.callback(watchdog.shutdown)
         client.set("restart_index", "3")
         agreement = Agreement(Namespace(3, client), 3, 2)
         agreement.publish_rank(0, 0)
-        yield Iteration(server, agreement, watchdog, AtomicLock(), interrupter)
+        yield Iteration(server, agreement, watchdog, lock, thrower)
 
 
 def spin() -> None:

@@ -332,7 +332,7 @@ def test_a_rank_that_is_killed_while_it_sends_a_large_tensor() -> None:
         import torch
         import torch.distributed as dist
 
-        @Wrapper(**SHORT)
+        @Wrapper(**{**SHORT, **seconds(soft_timeout=15.0)})  # a busy machine may take seconds for the transfer
         def train(call: CallWrapper | None = None) -> int | None:
             assert call is not None
             if call.state.world_size == 1:
@@ -756,6 +756,92 @@ def test_nothing_of_the_store_is_left_when_the_call_is_over() -> None:
         return store() is None, base_store() is None, listens
 
     assert rank_values(main, 2) == [(True, True, "")] * 2
+
+
+def test_locals_of_the_failed_function_are_freed_before_finalize_and_not_by_the_collector() -> None:
+    """The collector may free what an object needs in its destructor before the object itself."""
+
+    def main(rank: int, world_size: int) -> Any:
+        import torch.distributed as dist
+
+        made: list[str] = []
+        collecting = [False]
+
+        class Loader:
+            def __init__(self, name: str) -> None:
+                self.name = f"{name} {rank}"
+
+            def __del__(self) -> None:
+                made.append(f"{self.name} {'in a collection' if collecting[0] else 'freed'}")
+
+        def fail(loader: Loader) -> None:
+            inner = Loader("inner")
+            raise ValueError(f"fault of {inner.name}")
+
+        def finalize(state: FrozenState) -> FrozenState:
+            made.append(f"finalize, {state.fn_exception}")
+            return state
+
+        @Wrapper(finalize=finalize)
+        def train(call: CallWrapper | None = None) -> list[str]:
+            assert call is not None
+            dist.init_process_group("gloo")
+            loader = Loader("loader")
+            if call.iteration == 0:
+                try:
+                    if rank == 0:
+                        fail(loader)
+                    dist.barrier()
+                except Exception as error:
+                    raise RuntimeError("in training") from error
+            dist.destroy_process_group()
+            return list(made)
+
+        def watch(phase: str, info: dict[str, int]) -> None:
+            collecting[0] = phase == "start"
+
+        gc.callbacks.append(watch)
+        return train()
+
+    ranks = rank_values(main, 2)
+    assert sorted(ranks[0][:2]) == ["inner 0 freed", "loader 0 freed"]
+    assert ranks[0][2:] == ["finalize, in training"]
+    assert ranks[1][0] == "loader 1 freed"
+    assert ranks[1][1].startswith("finalize, ")
+
+
+def test_workers_of_a_loader_are_ended_and_not_waited_for() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        import torch
+        from torch.utils.data import DataLoader
+        from torch.utils.data import dataloader as implementation
+
+        collecting = [False]
+        made: list[bool] = []
+        end = implementation._MultiProcessingDataLoaderIter._shutdown_workers  # type: ignore[attr-defined]
+
+        def ended(self: Any) -> None:
+            made.append(collecting[0])
+            end(self)
+
+        implementation._MultiProcessingDataLoaderIter._shutdown_workers = ended  # type: ignore[attr-defined]
+
+        @Wrapper()
+        def train(call: CallWrapper | None = None) -> list[bool]:
+            assert call is not None
+            batches = iter(DataLoader(torch.arange(64), batch_size=4, num_workers=2))  # type: ignore[arg-type]
+            next(batches)
+            if call.iteration < 2:
+                raise ValueError("fault")
+            return list(made)
+
+        def watch(phase: str, info: dict[str, int]) -> None:
+            collecting[0] = phase == "start"
+
+        gc.callbacks.append(watch)
+        return train()
+
+    assert rank_values(main, 1) == [[False, False]]
 
 
 def test_fencing_tokens_grow_and_are_the_same_on_all_ranks() -> None:

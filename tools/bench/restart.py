@@ -52,11 +52,12 @@ _PHASES = {
     "aborted": "main thread back in bytecode, throw",
     "thrown": "unwinding",
     "acknowledged": "monitor thread ends",
+    "release": "process groups, frames, garbage",
     "finalize": "finalize",
     "health": "health check",
     "barrier": "iteration barrier",
     "assignment": "assignment",
-    "begin": "garbage, beginning of the next iteration",
+    "begin": "beginning of the next iteration",
 }
 
 
