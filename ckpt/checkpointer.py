@@ -22,6 +22,7 @@ from ckpt.exporting.options import ExportOptions
 from ckpt.lingering.job import Job
 from ckpt.lingering.keeping import LingeringMemory
 from ckpt.loading.all_or_none import Alone, Group
+from ckpt.loading.candidates import saves_of
 from ckpt.loading.options import Rename, RestoreOptions
 from ckpt.loading.restore import Tiers, Undecided, candidates, restore
 from ckpt.loading.restore_step import RestoreReport
@@ -39,7 +40,7 @@ from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.staging.neighbors import node
 from ckpt.storage.interface import Root
-from ckpt.storage.names import SaveId
+from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import local_path
@@ -655,17 +656,23 @@ class Checkpointer(Uncopied):
         Not one of a branch that training has left, and that no save has moved aside yet.
         """
         left = self._saver.branch
-        damaged = report.damaged
+        damaged, unreadable = report.damaged, report.unreadable
         if left is not None:  # these were found by an earlier restore, and no save has moved them aside yet
             damaged += tuple(step for step in left.damaged if step > report.step and step not in damaged)
+            unreadable += tuple(step for step in left.unreadable if step > report.step and step not in unreadable)
         if not report.in_memory or rank != 0:
-            return Branch(report.step, report.save, damaged, report.unreadable)
+            return Branch(report.step, report.save, damaged, unreadable)
+
+        def save_of(step: int) -> str | None:  # no error, which rank 0 alone would have
+            return saves_of(self._root, None, [step]).get(step)
+
         steps = [step for step in self._root.steps() if step <= report.step]
         if left is not None and left.step is not None and left.step <= report.step:
             own = self._saver.token
-            steps = [step for step in steps if step <= left.step or self._root.owner_of(step) == own]
+            saves = {step: parse_save_name(save_of(step) or "") for step in steps if step > left.step}
+            steps = [step for step in steps if step <= left.step or ((save := saves[step]) and save.owner == own)]
         before = max(steps, default=None)
-        return Branch(-1) if before is None else Branch(before, self._root.save_of(before), damaged)
+        return Branch(-1) if before is None else Branch(before, save_of(before), damaged, unreadable)
 
     def interrupt(self) -> None:
         """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
