@@ -300,7 +300,7 @@ _REDUCERS: Any = cloudpickle.Pickler.dispatch_table
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a call finds in a writer as in its trainer, at the time when it is scheduled: before it is unpickled.
+    """The state of the trainer that a call finds in its writer, as it was when the call was scheduled.
 
     `import_path` may have changed since the writer was started. With `authkey`, the key of the trainer's
     `multiprocessing`, a call can use its managers and queues; None if the trainer does not use them.

@@ -87,7 +87,7 @@ def file_size(path: str) -> int:
 
 
 def foreign_file(path: str) -> str | None:
-    """Return what a regular file is, by its first bytes, and what to do, if no format here begins so; else None.
+    """Return the kind of a regular file by its first bytes, with a remedy; None for formats that are read here.
 
     The text is the end of a sentence that begins with the path and "is". Raises as `file_size`.
     """

@@ -200,7 +200,7 @@ def _load_with_stand_ins(path: str, mapped: bool) -> Any:
 
 
 def _stand_ins(path: str, names: list[str], containers: dict[int, tuple[Any, _NotLoaded]]) -> list[Any]:
-    """Return what torch is to take for these names. The dicts and lists that it makes of them go to `containers`."""
+    """Return the stand-ins that torch takes for these names. Dicts and lists made of them go to `containers`."""
     try:
         with zipfile.ZipFile(path) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))

@@ -28,7 +28,7 @@ __all__ = ["Handover", "Handovers"]
 
 @dataclass(slots=True)
 class Handover:
-    """What one object gets at names that differ from its own.
+    """The items that one object gets at names that differ from its own.
 
     `differences` are words for each; the `own` tensors of a module at names that it has, too, are kept in case that it
     refuses. `refused` are the paths of what it has refused.
@@ -141,7 +141,7 @@ class Handovers:
         return result
 
     def _item(self, handover: Handover, path: Path, item: Any, tree: StoredTree, is_extra: bool) -> Any:
-        """Return what a module is to load at a name that the step has, too."""
+        """Return the item that a module loads at a name that the step has, too."""
         if not self._differs(path, item, tree, is_extra):
             return item
         made = self._structure.make(path, tree, [item])

@@ -35,7 +35,7 @@ __all__ = ["Models", "StateDictPlan", "StoredOptimizer"]
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:
-    """What the step has of one optimizer, by the rest of the path."""
+    """The items of one optimizer in the step, by the rest of the path."""
 
     tensors: dict[Path, StoredTensor]
     values: dict[Path, Any]
@@ -43,7 +43,7 @@ class StoredOptimizer:
 
     @classmethod
     def below(cls, index: CheckpointIndex, path: Path, rank: int | None) -> StoredOptimizer:
-        """Return what is below a path; with a `rank`, of that rank alone."""
+        """Return the items below a path; with a `rank`, of that rank alone."""
         at = len(path)
         values: Mapping[Path, Any] = index.values
         containers: Mapping[Path, Container] = index.containers

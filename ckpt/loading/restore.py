@@ -80,13 +80,13 @@ class Tiers:
     left: frozenset[str] = frozenset()
 
     def without_memory(self) -> Tiers:
-        """Return what is left of this without memory."""
+        """Return these tiers without memory."""
         return self if self.memory is None else replace(self, memory=None, left=self.memory.left)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a restore tries, in this order, what is `published` at all, and the published saves that training has left.
+    """The copies that a restore tries, in order, those `published`, and the saves that training has left.
 
     The same on all ranks.
     """
@@ -210,7 +210,7 @@ def _restore(
 
 
 def _advice(error: CheckpointError, step: int, instead: int) -> str:
-    """Return what to do about a step that the storage failed to give, and that an older one was restored for."""
+    """Return the advice about a step that the storage failed to give, instead of which an older one was restored."""
     if step == instead or not isinstance(error, StorageError):
         return ""
     return (
@@ -230,7 +230,7 @@ class _RemovedError(Exception):
 
 
 def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecided | None) -> Candidates:
-    """Return what to try for the newest step, or for `step`. Collective.
+    """Return the copies to try for the newest step, or for `step`. Collective.
 
     What is published is as seen by the coordinator; what is whole in memory, and what training has left, follow from
     what all ranks tell. Saves that are `undecided` are decided first. CheckpointNotFoundError if `step` is not there,

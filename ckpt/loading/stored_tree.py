@@ -1,4 +1,4 @@
-"""What a step has at a path: the nesting that its names describe. Imports torch."""
+"""The nesting that the names of a step describe. Imports torch."""
 
 from __future__ import annotations
 

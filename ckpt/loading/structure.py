@@ -83,7 +83,7 @@ class Structure:
         self.new: list[Path] = []
 
     def tree(self, per_rank: bool) -> StoredTree | None:
-        """Return what the step has for all ranks, or for this one alone; None if it has no such rank."""
+        """Return the items for all ranks, or for this one alone; None if the step has no such rank."""
         if per_rank and self._rank >= self._index.world_size:
             return None
         if per_rank not in self._trees:
@@ -181,7 +181,7 @@ class Structure:
         return after
 
     def _item(self, path: Path, item: Any, tree: StoredTree, is_free: bool, beside: Any, in_list: bool = False) -> Any:
-        """Return what is to be at a path that both the state and the step have: the item, or a new one."""
+        """Return the item for a path that both the state and the step have: that of the state, or a new one."""
         own, stored = form(item), tree.form(path)
         if own is None or stored is None or not self._options.selects(path):
             return item

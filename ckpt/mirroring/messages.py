@@ -49,7 +49,7 @@ class Due:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What is larger for later saves: those of another branch are of another owner."""
+        """The key by which later saves are larger: those of another branch are of another owner."""
         return self.save.owner, self.save.step
 
 

@@ -36,6 +36,6 @@ def class_names(optimizer: Any) -> tuple[str, ...]:
 
 
 def recorded_class(stateful: Any, state_dict: object) -> Container | None:
-    """Return what a save records of an optimizer whose state dict is a plain dict; None for anything else."""
+    """Return the record of an optimizer whose state dict is a plain dict; None for anything else."""
     names = class_names(stateful) if type(state_dict) is dict and is_optimizer(stateful) else ()
     return Container("optimizer", fields=names) if names else None

@@ -99,7 +99,7 @@ class Offer:
 
     @property
     def record(self) -> Record:
-        """What a holder records of the memory of this rank."""
+        """The record of the memory of this rank, for its holder."""
         left = self.left
         fences = list(map(list, self.fences))
         return Record(self.start, self.origin, self.token, fences, self.root, left.number, sorted(left.saves))

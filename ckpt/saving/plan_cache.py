@@ -129,7 +129,7 @@ class PlanCache:
 
     @property
     def session(self) -> str | None:
-        """What all ranks have agreed on last, a name that no other agreement has; None before there is one."""
+        """The name of the last agreement of all ranks, which no other agreement has; None before there is one."""
         return None if self._session is None else self._session.nonce.hex()
 
     @property

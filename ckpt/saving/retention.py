@@ -46,7 +46,7 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class PublishedStep:
-    """What a policy knows of a published step: its metrics, and when it was saved (seconds since 1970).
+    """The facts that a policy knows of a published step: its metrics, and when it was saved (seconds since 1970).
 
     The step records both, so a copy of a root is decided about as the root is.
     """

@@ -195,7 +195,7 @@ class ShareWriter:
         return self._kept("facts", dict[tuple[int, float], PublishedStep])
 
     def _kept(self, name: str, make: Callable[[], _T]) -> _T:
-        """Return what this process keeps from one save to the next, made anew in the trainer."""
+        """Return the memory of this process from one save to the next, made anew in the trainer."""
         return make() if self.context is None else self.context.keep((name, self.task.root), make)
 
     # -- the steps -----------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class ShareWriter:
         return outcome
 
     def _reason_for(self, error: Exception) -> Reason:
-        """Return what an error is recorded as: it may only come of that another rank has abandoned the save."""
+        """Return the reason that is recorded for an error; another rank may have abandoned the save before."""
         reason = reason_for(self.task.rank, error)
         with contextlib.suppress(CheckpointError):
             return replace(reason, is_known=not isinstance(self.pending.outcome(), Abandoned))

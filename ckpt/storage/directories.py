@@ -99,7 +99,7 @@ def fresh_names(path: str) -> list[str]:
 
 
 def fresh_names_below(root: str, relative: str) -> list[str]:
-    """Return what `fresh_names` does of directory `relative` below `root`, even if it was not there a moment ago.
+    """Return the `fresh_names` of directory `relative` below `root`, even if it was not there a moment ago.
 
     A client may also remember for seconds that there is no such directory, although another one has made it. That ends
     when this one tries to make it, which it does if its parent lists it. StorageError if it is a symbolic link.

@@ -270,7 +270,7 @@ class Root(ABC):
     """How long a process that waits lets pass between two looks, at least."""
 
     other_layout: ClassVar[str]
-    """What the roots of the other kind are in, for messages."""
+    """The place of roots of the other kind, for messages."""
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class Ownership:
         return refuse_link(os.path.join(self._root, ".owner"))
 
     def identity(self) -> str:
-        """Return what no other root has, not even a later one at this place. Makes the root and its record if need be.
+        """Return the identity of this root, which no later one here has. Makes the root and its record if needed.
 
         CheckpointError if that is not possible.
         """
