@@ -324,9 +324,9 @@ class CheckpointRoot(DirectoryRoot):
             return None
         self._check_after(moving, token)
         try:
-            if directories.rename_directory(moving, target) is not Rename.DONE and files.exists(self.step_path(step)):
+            if directories.rename_directory(moving, target) is not Rename.DONE:
                 self.ownership.check(token)  # a later owner has published it again
-                return None
+                return None if files.exists(self.step_path(step)) else target
         except StorageError:
             with contextlib.suppress(StorageError):
                 self._move_back(moving)
