@@ -325,9 +325,8 @@ class CheckpointRoot(DirectoryRoot):
         self._check_after(moving, token)
         try:
             if directories.rename_directory(moving, target) is not Rename.DONE:
-                self.ownership.check(token)  # a later owner has published it again, and perhaps moved it aside
-                if files.exists(self.step_path(step)):
-                    return None
+                self.ownership.check(token)  # a later owner has published it again
+                return None if files.exists(self.step_path(step)) else target
         except StorageError:
             with contextlib.suppress(StorageError):
                 self._move_back(moving)

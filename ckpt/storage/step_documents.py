@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.storage import files
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
 from ckpt.storage.names import PUBLISHED_STEP, parse_save_name, part_name
 from ckpt.storage.regular_files import read_document_at
@@ -83,10 +82,22 @@ def step_around(path: str) -> str | None:
 
 def _is_step(path: str) -> bool:
     """Return whether there is a step, perhaps damaged, or a name in a root that a step will have."""
-    found = sum(files.exists(os.path.join(path, name)) for name in _OF_STEP)
+    found = sum(_is_seen(os.path.join(path, name)) for name in _OF_STEP)
     if PUBLISHED_STEP.fullmatch(os.path.basename(path)) is None:
         return found >= _FEW_OF_STEP
-    return found > 0 or files.exists(os.path.join(os.path.dirname(path), ".owner"))
+    return found > 0 or _is_seen(os.path.join(os.path.dirname(path), ".owner"))
+
+
+def _is_seen(path: str) -> bool:
+    """Return whether there is something at `path`. If that cannot be told, the first use of the root fails anyway.
+
+    An error here would reach one rank alone, before ranks can agree.
+    """
+    try:
+        os.lstat(path)
+    except OSError:
+        return False
+    return True
 
 
 def read_json(path: str) -> dict[str, Any] | None:
