@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-__all__ = ["newest_writer", "stopped_until_a_load_waits", "when_a_load_waits"]
+import ckpt
+
+__all__ = ["as_another_program", "newest_writer", "stopped_until_a_load_waits", "when_a_load_waits"]
+
+
+def as_another_program(checkpointer: ckpt.Checkpointer) -> ckpt.Checkpointer:
+    """Return it, as if it was of another program: loads and claims of this one do not wait for its saves."""
+    checkpointer._saver.scheduled.close()
+    return checkpointer
 
 
 @contextlib.contextmanager

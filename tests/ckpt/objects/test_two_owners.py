@@ -12,6 +12,7 @@ import ckpt
 from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
+from tests.support.loads import as_another_program
 from tests.support.object_server import Bucket, Request
 
 
@@ -43,7 +44,7 @@ class _Held:
 @pytest.mark.parametrize("text", ["/intent.json", "/packs/", "/parts/", "/zarr.json", "/records/"])
 def test_a_request_of_the_earlier_owner_is_late(any_bucket: Bucket, text: str) -> None:
     with ckpt.Checkpointer(any_bucket.url) as later:
-        earlier = ckpt.Checkpointer(any_bucket.url)
+        earlier = as_another_program(ckpt.Checkpointer(any_bucket.url))
         earlier.save(_state(1), 1)
         held = _Held(any_bucket, text)
         earlier.async_save(_state(2), 2)
@@ -117,7 +118,7 @@ def test_what_a_late_writer_has_put_is_deleted(any_bucket: Bucket) -> None:
 def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(any_bucket: Bucket) -> None:
     """The earlier owner was stopped for more than an hour, with the request that publishes already on its way."""
     with ckpt.Checkpointer(any_bucket.url, keep_last=1) as later:
-        earlier = ckpt.Checkpointer(any_bucket.url)
+        earlier = as_another_program(ckpt.Checkpointer(any_bucket.url))
         held = _Held(any_bucket, "/records/")
         earlier.async_save(_state(2), 2)
         assert held.arrived.wait(20)
@@ -170,7 +171,7 @@ class _Stopped:
 def test_the_step_that_a_later_owner_continues_is_not_removed(bucket: Bucket, how: str, number: int) -> None:
     """The earlier one has looked at the token, and its request to remove step 10 is late."""
     keep_last = 1 if how == "retention" else None
-    earlier = ckpt.Checkpointer(bucket.url, keep_last=keep_last, storage_options=_EARLIER)
+    earlier = as_another_program(ckpt.Checkpointer(bucket.url, keep_last=keep_last, storage_options=_EARLIER))
     with ckpt.Checkpointer(bucket.url) as later, ThreadPoolExecutor(1) as pool:
         earlier.save(_state(5), 5)
         earlier.save(_state(10), 10)
@@ -203,7 +204,7 @@ def test_the_step_that_a_later_owner_continues_is_not_superseded(bucket: Bucket,
     with ckpt.Checkpointer(bucket.url) as first:
         first.save(_state(10), 10)
         first.save(_state(20), 20)
-    earlier = ckpt.Checkpointer(bucket.url, storage_options=_EARLIER)
+    earlier = as_another_program(ckpt.Checkpointer(bucket.url, storage_options=_EARLIER))
     with ckpt.Checkpointer(bucket.url) as later:
         assert earlier.restore(_state(0), 10) == 10
         held = _Stopped(bucket, 20, number)
