@@ -363,12 +363,9 @@ class RestartProtocol:
 
     # -- after a fault -------------------------------------------------------------------------------------------------
 
+    @handler_errors_logged()
     def _restart(self) -> Phase:
         """Go from FINALIZE to the next BEGIN. Any exception makes this rank leave, but for those of signal handlers."""
-        with handler_errors_logged():
-            return self._restarted()
-
-    def _restarted(self) -> Phase:
         self._enter(Phase.FINALIZE)
         self._hooks.finalize(self.state.freeze())
         self._enter(Phase.HEALTH)
