@@ -158,10 +158,12 @@ class MirrorProcess:
             return Failed(due.save, str(error), again=self._lease is not None)
         except CheckpointNotFoundError as error:
             return Failed(due.save, f"the step was removed before it was copied: {error}", again=False)
-        except (StorageError, OSError) as error:
+        except StorageError as error:
             return Failed(due.save, str(error), again=True)
-        except CheckpointError as error:
+        except CheckpointError as error:  # some of them are OSErrors, too
             return Failed(due.save, str(error), again=False)
+        except OSError as error:
+            return Failed(due.save, str(error), again=True)
 
     def _own(self, due: Due) -> None:
         """Become the owner of the mirror for a job, and take over what an earlier owner has left there."""

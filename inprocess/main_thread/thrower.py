@@ -62,16 +62,16 @@ class _Armed:
 
     kind: type[BaseException]
     limit: float
-    place: tuple[int, int] = (0, 0)
+    frame: FrameType | None = None  # kept, so that no other frame gets its identity
+    instruction: int = -1
     since: float = 0.0
     times: int = 0
     importing: list[str] = field(default_factory=list)
 
     def waits(self, frame: FrameType, now: float) -> bool:
         """Return whether the main thread waits: the last signals have found it at this instruction."""
-        place = (id(frame), frame.f_lasti)
-        if place != self.place:
-            self.place, self.since, self.times = place, now, 0
+        if frame is not self.frame or frame.f_lasti != self.instruction:
+            self.frame, self.instruction, self.since, self.times = frame, frame.f_lasti, now, 0
         self.times += 1
         return self.times >= _WAITS_AFTER and now - self.since >= _WAITS_AFTER_S
 
