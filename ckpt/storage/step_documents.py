@@ -72,6 +72,8 @@ def owner_of_step(path: str) -> int:
 
 def step_around(path: str) -> str | None:
     """Return the directory of the step that a path is in, or is itself, or leads to; None if there is none."""
+    if "\0" in path:
+        return None  # no file has such a path: its first use says so
     for folder in dict.fromkeys((os.path.realpath(path), path)):
         while (parent := os.path.dirname(folder)) != folder:
             if _is_step(folder):

@@ -329,14 +329,6 @@ def test_nothing_outside_the_path_is_read(
     assert err.count("\n") <= 1
 
 
-def test_a_step_that_is_a_link_is_not_followed(root: Path, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "step_00000009").symlink_to(outside)
-    assert main(["ls", str(root)]) == 0
-    assert "step_00000009 is a symbolic link" in capsys.readouterr().out
-    assert main(["validate", str(root)]) == 0
-    assert "newest whole step: 4" in capsys.readouterr().out
-
-
 # -- no permission ---------------------------------------------------------------------------------------------------
 
 
