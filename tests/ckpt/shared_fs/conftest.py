@@ -21,7 +21,7 @@ _CACHED = ("-o", f"attr_timeout={CACHED_S},entry_timeout={CACHED_S},negative_tim
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
+def mounted(tmp_path: Path) -> Iterator[Mount]:
     """Return a function that mounts one directory; skip the test without bindfs, unless TESTS is "full"."""
     if shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"):
         if FULL:
@@ -50,12 +50,12 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 @pytest.fixture
-def mounts(mount: Mount, tmp_path: Path) -> Mounts:
+def mounts(mounted: Mount, tmp_path: Path) -> Mounts:
     """Mount a directory three times."""
-    return Mounts(tmp_path / "folder", mount("one"), mount("two", "--write-rate=20M"), mount("read_only", "-r"))
+    return Mounts(tmp_path / "folder", mounted("one"), mounted("two", "--write-rate=20M"), mounted("read_only", "-r"))
 
 
 @pytest.fixture
-def cached_mounts(mount: Mount, tmp_path: Path) -> Mounts:
+def cached_mounts(mounted: Mount, tmp_path: Path) -> Mounts:
     """Mount a directory so that each mount answers from a cache, long after the other one has changed something."""
-    return Mounts(tmp_path / "folder", mount("one", *_CACHED), mount("two", *_CACHED), mount("read_only", "-r"))
+    return Mounts(tmp_path / "folder", mounted("one", *_CACHED), mounted("two", *_CACHED), mounted("read_only", "-r"))
