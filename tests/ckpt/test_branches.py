@@ -445,8 +445,9 @@ def test_an_idle_reader_of_another_host_keeps_its_step(tmp_path: Path, how: str)
             if reader.stdout.readline() != "opened\n":
                 pytest.skip(f"no pid namespaces here: {reader.communicate()[1]}")
             (lease,) = (tmp_path / ".readers").glob("*/*")
-            os.utime(lease, (1e9, 1e9))  # as if nothing had been read for longer than a lease is valid
-            eventually(lambda: lease.stat().st_mtime > 1e9 + 1)
+            before = lease.stat().st_mtime - 5.0  # a lease that had expired could be removed before it is renewed
+            os.utime(lease, (before, before))
+            eventually(lambda: lease.stat().st_mtime > before + 1.0)
             checkpointer.save(_state(2.0), 2)
             assert checkpointer.all_steps() == [1, 2]
             reader.stdin.write("\n")
