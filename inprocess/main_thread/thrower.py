@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType, FrameType
 
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise
@@ -62,18 +62,17 @@ class _Armed:
 
     kind: type[BaseException]
     limit: float
-    frame: FrameType | None = None  # kept, so that no other frame gets its identity
-    instruction: int = -1
+    place: tuple[int, int] = (0, 0)
     since: float = 0.0
     times: int = 0
-    importing: list[str] = field(default_factory=list)
 
-    def waits(self, frame: FrameType, now: float) -> bool:
+    def waits(self, frame: FrameType, now: float, after_s: float) -> bool:
         """Return whether the main thread waits: the last signals have found it at this instruction."""
-        if frame is not self.frame or frame.f_lasti != self.instruction:
-            self.frame, self.instruction, self.since, self.times = frame, frame.f_lasti, now, 0
+        place = (id(frame), frame.f_lasti)
+        if place != self.place:
+            self.place, self.since, self.times = place, now, 0
         self.times += 1
-        return self.times >= _WAITS_AFTER and now - self.since >= _WAITS_AFTER_S
+        return self.times >= _WAITS_AFTER and now - self.since >= after_s
 
 
 class MainThreadThrower:
@@ -93,6 +92,7 @@ class MainThreadThrower:
         self.interrupter = MainThreadInterrupter(self._raise)
         self.forced_at: str | None = None
         self.interrupted_imports: list[str] = []
+        self.waits_after_s = _WAITS_AFTER_S
         self._in_atomic_section = in_atomic_section
         self._modules = tuple(modules)
         self._outermost = outermost
@@ -142,7 +142,7 @@ class MainThreadThrower:
         if armed is None or frame is None or self._in_atomic_section():
             return
         now = time.monotonic()
-        place = self._protected(frame, is_waiting=armed.waits(frame, now))
+        place = self._protected(frame, is_waiting=armed.waits(frame, now, self.waits_after_s))
         if place is not None:
             if now < armed.limit:
                 return

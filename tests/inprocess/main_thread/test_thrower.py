@@ -51,6 +51,7 @@ class _Walk:
     def __init__(self, thrower: MainThreadThrower, limit_s: float = _LONG_S) -> None:
         self._thrower = thrower
         self._limit_s = limit_s
+        thrower.waits_after_s = _LONG_S  # the signals come from this thread, always from the same instruction
         self._place = 0
         self._seen = 0
 
