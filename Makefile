@@ -18,6 +18,9 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 # Object stores that only tests use. Without npm, or if it fails, their tests are skipped.
 SERVERS := build/servers
 
+# Tests start hundreds of interpreters: without bytecode, each would compile the packages again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := test
 .PHONY: test lint pytest test-faults demo demo-operations bench bench-full docs wheel test-oldest clean
 

@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -38,6 +39,12 @@ def leak_check() -> Iterator[LeakCheck]:
     check = LeakCheck()
     yield check
     check.check()
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of later collections: each would look at every object of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.template import quick_python
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Commands that other tests run, or that change the machine. Of `make`, only that the target exists is checked.
@@ -86,9 +88,11 @@ class Runner:
 
     def shell(self, script: str, timeout_s: float = 150.0, may_fail: bool = False) -> str:
         """Run a shell script; return its output. AssertionError if it fails."""
+        python = quick_python()
         environment = {
             **os.environ,
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHON_EXEC": python,  # of torchrun for its ranks
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",

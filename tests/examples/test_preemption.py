@@ -16,6 +16,7 @@ import ckpt
 from tests.examples.pages import REPOSITORY, assert_page_shows
 from tests.support import RankGroup, free_port, launch_ranks
 from tests.support.slurm import missing_for_slurm, run_slurm
+from tests.support.template import quick_python
 
 pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
@@ -26,11 +27,11 @@ _CKPT_LAUNCHER = "import sys; from inprocess.fault_tolerance.launcher import mai
 
 
 @contextlib.contextmanager
-def _running(code: str, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[RankGroup]:
+def _running(code: str, folder: Path, *arguments: str) -> Iterator[RankGroup]:
     """One process that starts two ranks, which begin to train."""
     starter = folder / "starter.py"
     starter.write_text(code)
-    with launch_ranks(starter, 1, *arguments, env=env, init_process_group=False) as group:
+    with launch_ranks(starter, 1, *arguments, env={"PYTHON_EXEC": quick_python()}, init_process_group=False) as group:
         for rank in range(2):
             group.wait_for_output(0, rf"rank {rank} begins after step \d+", timeout=60)
         yield group

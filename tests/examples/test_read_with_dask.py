@@ -1,7 +1,6 @@
 """The dask example reads saved tensors, and only the chunks that it needs."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 
 from ckpt import Checkpointer
 from examples.read_with_dask import open_tensor
+from tests.support.template import quick_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "read_with_dask.py"
 
@@ -19,7 +19,7 @@ def test_one_tensor(tmp_path: Path) -> None:
         checkpointer.save({"model": {"weight": weight, "half": weight.bfloat16()}}, 1)
     step = tmp_path / "step_00000001"
 
-    command = [sys.executable, str(SCRIPT), str(step), "model/weight"]
+    command = [quick_python(), str(SCRIPT), str(step), "model/weight"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     tensor = open_tensor(str(step), "model/weight")
     assert tensor.npartitions > 2

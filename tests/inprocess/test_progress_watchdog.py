@@ -386,7 +386,7 @@ class TestEnd:
             return time.monotonic() - begin
 
         took = while_main_blocks(start_and_shut_down)
-        assert took < 2
+        assert took < 10
         run_bytecode_until(lambda: True)  # the call that was left runs now, into memory that is still there
 
     def test_failing_monitor_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,9 @@
 """Run a function or a script as N real processes, one per rank, and never leave one behind.
 
     pytest process                    rank r (own session)
-    launch_ranks()  -- fork, or --->  function: process group (gloo), call, result file (see `template`)
-         |             Popen          script: as torchrun would start it
+    launch_ranks()  -- fork ------->  function: process group (gloo), call, result file (see `template`)
+         |     fork, or               script: as torchrun would start it; examples are forked, but not with TESTS=full
+         |     Popen
          |                                 \\-- whatever it starts has its session, or TEST_RANKS_ID in the environment
        wait() <------- pidfd of every rank
          |
@@ -31,10 +32,12 @@ import cloudpickle
 import psutil
 
 from ckpt.async_calls.call import CodePickler
+from tests.support.selection import FULL
 from tests.support.template import REPOSITORY, ForkedRank, rank_template
 
 MARKER = "TEST_RANKS_ID"
 _POLL_S = 0.01
+_EXAMPLES = REPOSITORY / "examples"
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,12 @@ class RankGroup:
         try:
             for rank in range(world_size):
                 environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if isinstance(target, Path):
-                    self._processes.append(self._start_script(rank, target, args, environment))
-                else:
+                if not isinstance(target, Path):
                     self._processes.append(rank_template().fork(folder, environment))
+                elif target.parent == _EXAMPLES and not FULL:
+                    self._processes.append(rank_template().fork(folder, environment, [target, *args]))
+                else:  # of tests that are about the interpreter and its end, too
+                    self._processes.append(self._start_script(rank, target, args, environment))
         except BaseException:
             self.close()
             raise

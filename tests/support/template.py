@@ -1,36 +1,43 @@
-"""Ranks that start in milliseconds: forked from one process that has imported torch once for all of them.
+"""Ranks and programs that start in milliseconds: forked from one process that has imported torch once for all of them.
 
     pytest process                      template_main (torch imported, one thread)        rank r (own session)
-    RankTemplate.fork  -- Fork ------>  fork  ------------------------------------------>  call.pickle, result file
+    RankTemplate.fork  -- Fork ------>  fork  ------------------------------------------>  call.pickle, or a script
     ForkedRank.poll    -- Reap ------>  waitpid, the exit code
 
 A rank that has ended stays a zombie until its `ForkedRank` asks for the exit code, so its pid belongs to nobody else.
+The folder `commands` has an interpreter for programs that tests start as others start them; see `quick_python`.
 """
 
 import functools
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from tests.support.selection import FULL
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_BYTES = 1 << 17
+_COMMANDS = ("python", "torchrun", "ckpt_launcher", "inspect_ckpt")
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Make a rank that runs `call.pickle` of the folder; the answer is its pid."""
+    """Make a rank that runs the script, or `call.pickle` of the folder; the answer is its pid."""
 
     folder: str
     environment: dict[str, str]
+    script: tuple[str, ...] = ()  # its path and arguments
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,15 @@ class RankTemplate:
     """The process that forks. For one thread; `close` ends it."""
 
     def __init__(self) -> None:
+        self.commands = Path(tempfile.mkdtemp(prefix="test_commands_"))
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(self.commands / "socket"))
+            listener.listen(64)
+            self._write_commands()
+            fds = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.support.template_main", str(theirs.fileno())],
+                [sys.executable, "-u", "-m", "tests.support.template_main", *map(str, fds)],
                 cwd=REPOSITORY,
                 env={
                     **os.environ,
@@ -91,13 +103,13 @@ class RankTemplate:
                     "OPENBLAS_NUM_THREADS": "1",  # no threads in a process that forks
                 },
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=fds,
                 start_new_session=True,
             )
 
-    def fork(self, folder: Path, environment: Mapping[str, str]) -> ForkedRank:
+    def fork(self, folder: Path, environment: Mapping[str, str], script: Sequence[object] = ()) -> ForkedRank:
         """A rank with exactly this environment. Standard output and error go to files in the folder."""
-        return ForkedRank(self, self.ask(Fork(str(folder), dict(environment))))
+        return ForkedRank(self, self.ask(Fork(str(folder), dict(environment), tuple(map(str, script)))))
 
     def ask(self, request: Fork | Reap) -> Any:
         self._end.send(cloudpickle.dumps(request))
@@ -109,9 +121,28 @@ class RankTemplate:
         self._end.close()
         self._process.kill()
         self._process.wait()
+        shutil.rmtree(self.commands)
+
+    def _write_commands(self) -> None:
+        program = Path(__file__).with_name("command.py").read_text()
+        for name in _COMMANDS:
+            file = self.commands / name
+            # Isolated and without `site`: it starts in ten milliseconds, and imports nothing from the current folder.
+            file.write_text(f"#!{sys.executable} -IS\n{program}")
+            file.chmod(0o755)
 
 
 @functools.cache
 def rank_template() -> RankTemplate:
     """The one of this process. Started in the background at the first call."""
     return RankTemplate()
+
+
+def quick_python() -> str:
+    """Path of a Python whose programs are forked from the template; with TESTS=full that of the real one.
+
+    `torchrun` and the commands of this project are beside it. A program that depends on its parent, its process
+    group, or on what it has imported takes `sys.executable`. Signals are passed on, except SIGSTOP; if the process that
+    was started is killed, so is the program.
+    """
+    return sys.executable if FULL else str(rank_template().commands / "python")

@@ -1,80 +1,153 @@
-"""The program of the process that forks ranks, and of each rank: `template_main SOCKET_FD`. See `template`.
+"""The process that forks ranks and programs: `template_main SOCKET_FD LISTENER_FD`. See `template`.
+
+Each connection to the listener is a program that tests have started by a command (see `command`): its arguments and
+descriptors come, signals may follow, the exit code is the answer. If the connection is closed, the program is killed.
 
 It has one thread, and never runs an operation of torch, so that its children can.
 """
 
-import atexit
 import contextlib
+import gc
+import json
 import os
-import random
+import selectors
+import signal
 import socket
 import sys
-import threading
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import cloudpickle
 
+from tests.support.programs import end_after, run_program, use_environment
 from tests.support.template import MAX_BYTES, Fork
 
 
-def main() -> None:
-    end = socket.socket(fileno=int(sys.argv[1]))
-    _import_what_ranks_need()
-    while packet := end.recv(MAX_BYTES):
+class _Template:
+    """The sockets of the template, and the programs that run."""
+
+    def __init__(self, end: socket.socket, listener: socket.socket) -> None:
+        self._end = end
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._listen(end, self._answer)
+        self._listen(listener, self._accept)
+
+    def serve(self) -> None:
+        """Do what is asked for until the tests have ended."""
+        while self._end.fileno() >= 0:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _listen(self, fileobj: socket.socket | int, action: Callable[[], None]) -> None:
+        self._selector.register(fileobj, selectors.EVENT_READ, action)
+
+    def _answer(self) -> None:
+        packet = self._end.recv(MAX_BYTES)
+        if not packet:
+            self._selector.unregister(self._end)
+            self._end.close()
+            return
         request = cloudpickle.loads(packet)
         if isinstance(request, Fork):
-            answer = os.fork()
-            if answer == 0:
-                end.close()
-                _become_rank(Path(request.folder), request.environment)
+            answer = self._fork(lambda: _run_rank(request))
         else:
             answer = os.waitstatus_to_exitcode(os.waitpid(request.pid, 0)[1])
-        end.send(cloudpickle.dumps(answer))
+        self._end.send(cloudpickle.dumps(answer))
+
+    def _accept(self) -> None:
+        connection = self._listener.accept()[0]
+        self._listen(connection, lambda: self._start(connection))
+
+    def _start(self, connection: socket.socket) -> None:
+        packet, fds, _, _ = socket.recv_fds(connection, MAX_BYTES, 3)
+        self._selector.unregister(connection)
+        if not packet:
+            connection.close()
+            return
+        order = json.loads(packet)
+        pid = self._fork(lambda: _run_command(order, fds))
+        for fd in fds:
+            os.close(fd)
+        pidfd = os.pidfd_open(pid)
+        self._listen(connection, lambda: self._pass_on(connection, pidfd))
+        self._listen(pidfd, lambda: self._tell(connection, pidfd, pid))
+
+    def _pass_on(self, connection: socket.socket, pidfd: int) -> None:
+        packet = connection.recv(64)
+        if not packet:  # the process that was started is dead
+            self._selector.unregister(connection)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, int(packet or signal.SIGKILL))
+
+    def _tell(self, connection: socket.socket, pidfd: int, pid: int) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        with contextlib.suppress(OSError):
+            connection.send(str(code).encode())
+        connection.close()
+
+    def _fork(self, function: Callable[[], object]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            self._close()
+            end_after(function)
+        return pid
+
+    def _close(self) -> None:
+        """Keep nothing of the template in a child."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
+        self._selector.close()
 
 
 def _import_what_ranks_need() -> None:
     # ruff: noqa: F401
     import pytest
     import tensorstore
+    import torch._dynamo  # by the first optimizer
     import torch.distributed.fsdp
+    import torch.distributed.run
     import torch.distributed.tensor
     import torch.nn.parallel
 
     import ckpt.restart
+    import inprocess.fault_tolerance.launcher
     import inprocess.store
     import inprocess.wrap
 
-
-def _become_rank(folder: Path, environment: dict[str, str]) -> NoReturn:
-    """As a program of its own, but for the end: taking all modules apart would take most of a second."""
-    code = 1
-    try:
-        _run_rank(folder, environment)
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    for name in ckpt.__all__:
+        getattr(ckpt, name)
 
 
-def _run_rank(folder: Path, environment: dict[str, str]) -> None:
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
-    random.seed()
+def _run_command(order: dict[str, object], fds: list[int]) -> None:
+    """Run a program, with the descriptors of the process that was started for it."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(str(order["folder"]))
+    use_environment(order["environment"])  # type: ignore[arg-type]
+    run_program(order["arguments"])  # type: ignore[arg-type]
+
+
+def _run_rank(request: Fork) -> None:
+    use_environment(request.environment)
+    folder = Path(request.folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for number, name in ((1, "stdout"), (2, "stderr")):
         fd = os.open(folder / f"rank_{rank:05d}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(fd, number)
         os.close(fd)
+    if request.script:
+        run_program(request.script)
+        return
     import torch.distributed as dist
 
     with_group = bool(os.environ["TEST_RANKS_INIT"])
@@ -88,6 +161,16 @@ def _run_rank(folder: Path, environment: dict[str, str]) -> None:
     partial.rename(folder / f"rank_{rank:05d}.result")
     if with_group and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def main() -> NoReturn:
+    end, listener = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    _import_what_ranks_need()
+    # A collection in a child would otherwise look at, and so copy, every object of torch.
+    gc.collect()
+    gc.freeze()
+    _Template(end, listener).serve()
+    os._exit(0)
 
 
 if __name__ == "__main__":

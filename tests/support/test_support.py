@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import LeakCheck, RanksFailed, launch_ranks, run_ranks
+from tests.support.selection import FULL
+from tests.support.template import quick_python
 
 
 def add_up(rank: int, world_size: int, offset: int) -> int:
@@ -32,6 +34,82 @@ def test_a_script_gets_rank_and_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])")
     assert [result.stdout.strip() for result in run_ranks(script, 2, "--flag")] == ["0 2 --flag", "1 2 --flag"]
+
+
+@pytest.fixture
+def forking_python() -> str:
+    if FULL:
+        pytest.skip("programs start in fresh interpreters")
+    return quick_python()
+
+
+def test_a_command_has_arguments_descriptors_variables_and_folder(forking_python: str, tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.argv, os.environ['SAID'], os.getcwd(), sys.stdin.read()); sys.exit(3)"
+    environment = {**os.environ, "SAID": "before"}
+    done = subprocess.run(
+        [forking_python, "-c", code, "a", "-b"],
+        input="read",
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert (done.returncode, done.stdout) == (3, f"['-c', 'a', '-b'] before {tmp_path} read\n"), done.stderr
+
+
+def test_a_command_runs_scripts_and_modules_as_main(forking_python: str, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'found'")
+    program = "import sys, beside, torch; print(__name__, __file__, sys.argv[1:], beside.WORD, torch.ones(1).item())"
+    (tmp_path / "program.py").write_text(program)
+    for how in ([str(tmp_path / "program.py")], ["-u", "-m", "program"]):
+        done = subprocess.run([forking_python, *how, "x"], text=True, capture_output=True, cwd=tmp_path)
+        assert done.stdout == f"__main__ {tmp_path / 'program.py'} ['x'] found 1.0\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "returncode", "printed"),
+    [
+        ("raise ValueError('broken')", 1, "ValueError: broken"),
+        ("import sys; sys.exit('a reason')", 1, "a reason"),
+        ("import atexit; atexit.register(lambda: print('at the end'))", 0, "at the end"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import os; os.kill(os.getpid(), 15)", -15, ""),
+        ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_a_command_ends_as_its_program(forking_python: str, code: str, returncode: int, printed: str) -> None:
+    done = subprocess.run([forking_python, "-c", code], text=True, capture_output=True)
+    assert done.returncode == returncode
+    assert printed in done.stdout + done.stderr
+
+
+_TELLS_SIGNALS = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_signals_reach_the_program_of_a_command_and_it_dies_with_the_command(forking_python: str) -> None:
+    with subprocess.Popen([forking_python, "-c", _TELLS_SIGNALS], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        pid = int(command.stdout.readline())
+        command.send_signal(signal.SIGTERM)
+        assert command.stdout.readline() == "asked\n"
+        command.kill()
+        assert command.stdout.readline() == "", "the pipe is closed: the program has ended"
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "the template waits for its children"
+        time.sleep(0.01)
+
+
+def test_an_interpreter_option_takes_the_real_interpreter(forking_python: str) -> None:
+    code = "import sys; print(sys.flags.isolated, 'torch' in sys.modules)"
+    done = subprocess.run([forking_python, "-I", "-c", code], text=True, capture_output=True, check=True)
+    assert done.stdout == "1 False\n"
 
 
 def test_one_failing_rank_fails_all_with_every_output() -> None:

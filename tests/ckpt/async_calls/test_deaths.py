@@ -38,7 +38,7 @@ def test_killed_writer_fails_its_call_at_once_and_is_replaced(queue: AsyncCallsQ
     started = time.monotonic()
     with pytest.raises(WriterError, match=rf"call 1 \(Call\) failed: .*pid {pid}\) was killed by signal 9 \(SIGKILL"):
         queue.maybe_finalize_async_calls(blocking=True)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15, "the timeout of the queue is 30 s"
     assert len(call.abandoned_with) == 1
     assert ask(queue, functions.report_identity)["pid"] != pid
 

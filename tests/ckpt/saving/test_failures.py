@@ -276,7 +276,7 @@ def _one_rank_cannot(rank: int, world_size: int, root: Path) -> list[str]:
         begin = time.monotonic()
         with pytest.raises(CheckpointError, match="bad") as second:  # later ones are not
             checkpointer.save(bad, 3)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20, "no time limit was waited for"
         answers.append(str(second.value))
         checkpointer.save(good, 3)
         assert checkpointer.all_steps() == [2, 3]

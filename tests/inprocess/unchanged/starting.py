@@ -7,7 +7,6 @@ import enum
 import json
 import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 
 from tests.support import free_port
+from tests.support.template import quick_python
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(__file__).with_name("programs")
@@ -145,7 +145,7 @@ def _started(
 
 
 def _commands(program: Path, way: Way, ranks: int) -> list[tuple[list[str], dict[str, str]]]:
-    python = [sys.executable, "-u"]
+    python = [quick_python(), "-u"]
     if way is Way.ALONE:
         return [([*python, str(program)], {})]
     if way is Way.ENVIRONMENT:
@@ -155,7 +155,7 @@ def _commands(program: Path, way: Way, ranks: int) -> list[tuple[list[str], dict
         return [([*python, str(program)], variables) for variables in own]
     options = ["--standalone", f"--nproc-per-node={ranks}"]
     if way is Way.TORCHRUN:
-        return [([*python, "-m", "torch.distributed.run", *options, str(program)], {})]
+        return [([*python, "-m", "torch.distributed.run", *options, str(program)], {"PYTHON_EXEC": quick_python()})]
     options += ["--ft-restart-policy=in-process", "--max-restarts=0"]
     return [([*python, "-m", "tools.ckpt_launcher", *options, str(program)], {})]
 
