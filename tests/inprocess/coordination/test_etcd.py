@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -243,6 +244,103 @@ def test_without_a_quorum_the_store_is_lost_for_good(tmp_path: Path, pool: Threa
         etcd.start(0)
         with pytest.raises(StoreLostError):
             client.check(["key"])
+
+
+def post(client: EtcdClient, path: str, **document: Any) -> dict[str, Any]:
+    """Send a message to the cluster, as its administrator does."""
+    return client._gateway.run(lambda request: client._gateway.post(request, path, document))
+
+
+EVERYTHING = {"key": "AA==", "range_end": "AA=="}
+
+
+def fill(etcd: Etcd) -> None:
+    """Write until the cluster has no space any more: from then on it answers reads, and refuses changes."""
+    cluster = EtcdCluster(tuple(etcd.endpoints))
+
+    def write() -> None:
+        for number in range(1000):
+            client.set(f"key {number}", b"x" * 500_000)
+
+    with (
+        EtcdClient(cluster, "filler", patience=timedelta(seconds=0.5)) as client,
+        pytest.raises(StoreLostError, match="database space exceeded"),
+    ):
+        write()
+
+
+@pytest.fixture
+def small_etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """A cluster with space for a few megabytes."""
+    with Etcd(tmp_path, options=("--quota-backend-bytes=4000000",)) as etcd:
+        etcd.wait_ready()
+        yield etcd
+
+
+def test_a_full_cluster_is_lost_also_for_a_process_that_only_reads(small_etcd: Etcd, pool: ThreadPoolExecutor) -> None:
+    cluster = EtcdCluster(tuple(small_etcd.endpoints))
+    with (
+        EtcdClient(cluster, "job", patience=SHORT) as client,
+        EtcdClient(cluster, "job", patience=SHORT) as reading,
+    ):
+        waiting = pool.submit(reading.wait, ["absent"], LONG)
+        fill(small_etcd)
+        with pytest.raises(
+            StoreLostError, match=r"has refused changes for 4 s: .*space exceeded.*etcdctl alarm disarm"
+        ):
+            client.set("key", "x")
+        assert isinstance(waiting.exception(20), StoreLostError)
+
+
+def test_a_cluster_that_has_space_again_in_time_is_not_lost(small_etcd: Etcd, pool: ThreadPoolExecutor) -> None:
+    with EtcdClient(EtcdCluster(tuple(small_etcd.endpoints)), "job", patience=LONG) as client:
+        fill(small_etcd)
+        writing = pool.submit(client.set, "key", "x")
+        revision = post(client, "/v3/kv/range", key="eA==")["header"]["revision"]
+        post(client, "/v3/kv/compaction", revision=revision, physical=True)
+        post(client, "/v3/maintenance/defragment")
+        (alarm,) = post(client, "/v3/maintenance/alarm", action="GET")["alarms"]
+        assert not writing.done()
+        post(client, "/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
+        writing.result(30)
+        assert client.get("key") == b"x"
+        assert not client.lost
+
+
+def test_without_its_lease_the_store_is_lost(client: EtcdClient, pool: ThreadPoolExecutor) -> None:
+    """Everything in it was deleted: what is written afterwards would be another store."""
+    waiting = pool.submit(client.wait, ["absent"], LONG)
+    post(client, "/v3/lease/revoke", ID=str(client._lease))
+    failure = waiting.exception(30)
+    assert isinstance(failure, StoreLostError)
+    assert "for 4 s, no change was possible: the lease of job" in str(failure)
+
+
+def test_without_the_permission_to_write_the_store_is_lost(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    with (
+        Etcd(tmp_path) as etcd,
+        EtcdClient(EtcdCluster(tuple(etcd.endpoints)), "administration", patience=SHORT) as admin,
+    ):
+        for name in ("root", "worker"):
+            post(admin, "/v3/auth/user/add", name=name, password="secret")
+            post(admin, "/v3/auth/role/add", name=name)
+            post(admin, "/v3/auth/user/grant", user=name, role=name)
+        post(admin, "/v3/auth/role/grant", name="worker", perm={"permType": "READWRITE", **EVERYTHING})
+        post(admin, "/v3/auth/enable")
+        clusters = {
+            name: EtcdCluster(tuple(etcd.endpoints), user=name, password="secret") for name in ("root", "worker")
+        }
+        with (
+            EtcdClient(clusters["root"], "job", patience=SHORT) as root,
+            EtcdClient(clusters["worker"], "job", patience=SHORT) as client,
+        ):
+            waiting = pool.submit(client.wait, ["absent"], LONG)
+            post(root, "/v3/auth/role/grant", name="worker", perm={"permType": "READ", **EVERYTHING})
+            with pytest.raises(StoreError, match="permission denied"):
+                client.set("key", "x")
+            failure = waiting.exception(30)
+            assert isinstance(failure, StoreLostError)
+            assert "for 4 s, no change was possible: etcd refuses /v3/kv/txn" in str(failure)
 
 
 def test_nobody_there(job: str) -> None:
