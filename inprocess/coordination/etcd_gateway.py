@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.coordination.connection import Silence
 from inprocess.exception import StoreError, StoreLostError
+from inprocess.ipc.suspension import Silence
 from inprocess.waiting import BoundedCall
 
 __all__ = ["EtcdCluster", "EtcdGateway", "Request", "address_towards"]
@@ -178,7 +178,7 @@ class EtcdGateway:
 
     def post(self, request: Request, path: str, document: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the answer. StoreError if the cluster refuses it, or this gateway is closed."""
-        silence, pause_s = Silence(), _PAUSE_S
+        silence, pause_s = Silence(self._patience_s), _PAUSE_S
         while True:
             self.require_usable(request)
             member = self._member

@@ -34,6 +34,7 @@ from inprocess.coordination.wire import (
 )
 from inprocess.exception import StoreError
 from inprocess.ipc.proofs import fresh_nonce
+from inprocess.ipc.suspension import Suspension
 from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["StoreServer", "listen"]
@@ -68,6 +69,7 @@ class StoreServer:
         self._contents = Contents()
         self._waiters: Waiters[_Peer] = Waiters()
         self._check_at = 0.0
+        self._suspension = Suspension()
         self._thread = threading.Thread(target=self._serve, name="inprocess-store-server", daemon=True)
         self._closing = False
         self.request_count = 0
@@ -121,7 +123,13 @@ class StoreServer:
             self._close_all()
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(max(0.0, self._check_at - time.monotonic())):
+        pause_s = max(0.0, self._check_at - time.monotonic())
+        self._suspension.expect(pause_s)
+        ready = self._selector.select(pause_s)
+        if missed_s := self._suspension.missed_s():  # the clients may go on some seconds later
+            for peer in (*self._strangers, *self._peers):
+                peer.heard_at += missed_s
+        for key, events in ready:
             if isinstance(key.data, _Peer):
                 self._attend(key.data, events)
             elif key.fileobj is self._wake:

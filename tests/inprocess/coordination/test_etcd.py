@@ -3,11 +3,12 @@
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -17,13 +18,17 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from inprocess import Wrapper
 from inprocess.coordination import Access, Guard, Namespace, RestartIndex
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.etcd_messages import Span, after, read
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
+from inprocess.store import EtcdStore
 from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_child_cannot_use, eventually
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
+from tests.inprocess.restarting import outcome
+from tests.support import run_ranks
 
 pytestmark = needs_etcd
 
@@ -254,9 +259,9 @@ def post(client: EtcdClient, path: str, **document: Any) -> dict[str, Any]:
 EVERYTHING = {"key": "AA==", "range_end": "AA=="}
 
 
-def fill(etcd: Etcd) -> None:
+def fill(endpoints: Sequence[str]) -> None:
     """Write until the cluster has no space any more: from then on it answers reads, and refuses changes."""
-    cluster = EtcdCluster(tuple(etcd.endpoints))
+    cluster = EtcdCluster(tuple(endpoints))
 
     def write() -> None:
         for number in range(1000):
@@ -284,7 +289,7 @@ def test_a_full_cluster_is_lost_also_for_a_process_that_only_reads(small_etcd: E
         EtcdClient(cluster, "job", patience=SHORT) as reading,
     ):
         waiting = pool.submit(reading.wait, ["absent"], LONG)
-        fill(small_etcd)
+        fill(small_etcd.endpoints)
         with pytest.raises(
             StoreLostError, match=r"has refused changes for 4 s: .*space exceeded.*etcdctl alarm disarm"
         ):
@@ -294,7 +299,7 @@ def test_a_full_cluster_is_lost_also_for_a_process_that_only_reads(small_etcd: E
 
 def test_a_cluster_that_has_space_again_in_time_is_not_lost(small_etcd: Etcd, pool: ThreadPoolExecutor) -> None:
     with EtcdClient(EtcdCluster(tuple(small_etcd.endpoints)), "job", patience=LONG) as client:
-        fill(small_etcd)
+        fill(small_etcd.endpoints)
         writing = pool.submit(client.set, "key", "x")
         revision = post(client, "/v3/kv/range", key="eA==")["header"]["revision"]
         post(client, "/v3/kv/compaction", revision=revision, physical=True)
@@ -305,6 +310,34 @@ def test_a_cluster_that_has_space_again_in_time_is_not_lost(small_etcd: Etcd, po
         writing.result(30)
         assert client.get("key") == b"x"
         assert not client.lost
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies"])
+def test_a_fault_that_cannot_be_reported_ends_the_job(small_etcd: Etcd, fault: str) -> None:
+    """The cluster is full. Rank 0 would wait for rank 1 otherwise, and rank 1 for its own restart."""
+
+    def main(rank: int, world_size: int, url: str) -> Any:
+        @Wrapper(
+            store_factory=EtcdStore,
+            store_kwargs={"endpoints": url},
+            heartbeat_timeout=SHORT,
+            heartbeat_interval=timedelta(seconds=0.5),
+        )
+        def train() -> None:
+            if rank == 1:
+                fill((url,))
+                if fault == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("not to be reported")
+            while True:
+                time.sleep(0.1)
+
+        return outcome(train)
+
+    ended = dict.fromkeys((0, 1))  # by themselves, or on a busy machine by their monitors, 2 s later
+    for result in run_ranks(main, 2, small_etcd.endpoints[0], init_process_group=False, returncodes=ended):
+        assert result.value is None or result.value[0] == "StoreLostError"
+        assert "space exceeded" in result.stderr or (result.rank, fault) == (1, "dies")
 
 
 def test_without_its_lease_the_store_is_lost(client: EtcdClient, pool: ThreadPoolExecutor) -> None:
