@@ -34,7 +34,7 @@ from inprocess.coordination.wire import (
 )
 from inprocess.exception import StoreError
 from inprocess.ipc.proofs import fresh_nonce
-from inprocess.ipc.suspension import Suspension
+from inprocess.ipc.suspension import Suspension, starts_again
 from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["StoreServer", "listen"]
@@ -127,8 +127,9 @@ class StoreServer:
         self._suspension.expect(pause_s)
         ready = self._selector.select(pause_s)
         if missed_s := self._suspension.missed_s():  # the clients may go on some seconds later
+            again = starts_again(missed_s, self._silence_s)
             for peer in (*self._strangers, *self._peers):
-                peer.heard_at += missed_s
+                peer.heard_at = time.monotonic() if again else peer.heard_at + missed_s
         for key, events in ready:
             if isinstance(key.data, _Peer):
                 self._attend(key.data, events)
