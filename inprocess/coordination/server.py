@@ -124,12 +124,16 @@ class StoreServer:
 
     def _turn(self) -> None:
         pause_s = max(0.0, self._check_at - time.monotonic())
+        missed_s = self._suspension.missed_s()  # while it handled requests
         self._suspension.expect(pause_s)
         ready = self._selector.select(pause_s)
-        if missed_s := self._suspension.missed_s():  # the clients may go on some seconds later
+        missed_s += self._suspension.missed_s()
+        self._suspension.expect(0.0)
+        now = time.monotonic()
+        if missed_s:  # the clients may go on some seconds later
             again = starts_again(missed_s, self._silence_s)
             for peer in (*self._strangers, *self._peers):
-                peer.heard_at = time.monotonic() if again else peer.heard_at + missed_s
+                peer.heard_at = now if again else peer.heard_at + missed_s
         for key, events in ready:
             if isinstance(key.data, _Peer):
                 self._attend(key.data, events)
@@ -137,8 +141,8 @@ class StoreServer:
                 self._wake.clear()
             else:
                 self._accept()
-        if time.monotonic() >= self._check_at:
-            self._drop_silent()
+        if now >= self._check_at:
+            self._drop_silent(now)
 
     def _attend(self, peer: _Peer, events: int) -> None:
         try:
@@ -152,9 +156,8 @@ class StoreServer:
         except (OSError, ValueError) as error:
             self._drop(peer, error)
 
-    def _drop_silent(self) -> None:
+    def _drop_silent(self, now: float) -> None:
         """Close connections that are silent, or not authenticated, for too long."""
-        now = time.monotonic()
         for peer in [peer for peer in self._strangers if now - peer.heard_at >= _GREETING_S]:
             self._drop(peer, TimeoutError(f"not authenticated within {_GREETING_S:g} s"))
         for peer in [peer for peer in self._peers if now - peer.heard_at >= self._silence_s]:
