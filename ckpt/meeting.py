@@ -35,6 +35,7 @@ from dataclasses import astuple
 from typing import Any
 
 from inprocess.ipc.process import Process
+from inprocess.ipc.suspension import Suspension
 
 __all__ = ["MeetingError", "meet", "named"]
 
@@ -103,8 +104,10 @@ class _Round:
         """Wait for the decision; return None if there is none by the deadline, or if the next rank died."""
         begin = time.monotonic()
         watch_at = begin + _WATCH_S
+        suspension = Suspension()
         while not self._store.check([self._key("decision")]):
             now = time.monotonic()
+            deadline += suspension.missed_s()  # the others may have been suspended with this process
             if now >= deadline:
                 return None
             if now >= watch_at:
@@ -112,7 +115,9 @@ class _Round:
                     return None
                 watch_at = now + _WATCH_S
             pause_s = min(max(_FIRST_PAUSE_S, _PAUSE * (now - begin)), _LONGEST_PAUSE_S)
-            time.sleep(min(pause_s, deadline - now))
+            pause_s = min(pause_s, deadline - now)
+            suspension.expect(pause_s)
+            time.sleep(pause_s)
         return str(self._store.get(self._key("decision")).decode())
 
     def _give_up(self, timeout_s: float) -> str:

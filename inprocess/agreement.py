@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import enum
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from typing import Any, Protocol
 from inprocess.attribution import Interruption, InterruptionRecord, parse_ranks, rank_ranges
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
+from inprocess.ipc.suspension import Silence
 
 __all__ = ["Agreement", "IterationOutcome", "IterationStore", "Roster", "depart", "heartbeat_key"]
 
@@ -367,14 +367,17 @@ class Agreement:
     def _wait_decided(self, key: str, decide: Callable[[], None], name: str, timeout_s: float, chunk_s: float) -> bytes:
         """Wait for a decision in chunks, so that the caller returns to bytecode; at each, try to decide. Return it.
 
-        The attempt matters when the process that should have decided has died just before.
+        The attempt matters when the process that should have decided has died just before. Time in which this process
+        was suspended does not count: the others may have been, too.
         """
-        deadline = time.monotonic() + timeout_s
+        waited = Silence(timeout_s)
         while True:
-            value = self._decision(key, max(0.0, min(chunk_s, deadline - time.monotonic())), decide)
+            pause_s = max(0.0, min(chunk_s, timeout_s - waited.seconds()))
+            waited.expect(pause_s)
+            value = self._decision(key, pause_s, decide)
             if value is not None:
                 return value
-            if time.monotonic() >= deadline:
+            if waited.seconds() >= timeout_s:
                 arrived = self.store.members(name)
                 raise BarrierTimeout(
                     f"iteration {self.iteration}: {len(arrived)} of {self.world_size} ranks came to {name} within "

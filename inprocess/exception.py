@@ -57,7 +57,7 @@ class StoreError(RestartError):
 
 
 class StoreLostError(StoreError):
-    """The server of the coordination store was unreachable for `heartbeat_timeout`: this rank must not go on.
+    """The coordination store was unreachable, or refused changes, for `heartbeat_timeout`: this rank must not go on.
 
     Either the node of the server is lost: then all ranks end with this error, and the job must be started again. Or
     this node is cut off from it, and the others go on without it.

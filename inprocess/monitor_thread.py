@@ -83,12 +83,18 @@ class MonitorThread:
     def __post_init__(self) -> None:
         self._main_thread = threading.get_ident()
         self._acknowledged = threading.Event()
+        self._given_up: Exception | None = None
         # RankShouldRestart may be thrown while the main thread waits for it, which `threading.Thread` does not support.
         self._thread = JoinableThread(self._run, f"monitor-{self.state.iteration}")
 
     def start(self) -> None:
         """Start the thread. From now on RankShouldRestart may appear anywhere in the calling thread."""
         self._thread.start()
+
+    def give_up(self, error: Exception) -> None:
+        """Make this rank leave, because the error has kept it from reporting its fault. Main thread."""
+        _log.error("the fault cannot be recorded: %s", error)
+        self._given_up = error
 
     def wait_thrown(self) -> None:
         """Wait until RankShouldRestart appears. For the main thread, after a failure of its own.
@@ -135,6 +141,8 @@ class MonitorThread:
             while outcome is None:
                 if self._acknowledged.is_set():
                     return False
+                if self._given_up is not None:
+                    raise self._given_up
                 outcome = self.agreement.wait_outcome(intervals * self.interval_s)
                 intervals = min(2 * intervals, _LONGEST_WAIT)
             self.times.outcome = time.monotonic()

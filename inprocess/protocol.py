@@ -237,7 +237,7 @@ class RestartProtocol:
                 if not is_restart(error):
                     if monitor.times.outcome is None:
                         at_fault = True
-                        self._report(error)
+                        self._report(error, monitor)
                     monitor.wait_thrown()
         except RankShouldRestart:
             pass
@@ -350,8 +350,8 @@ class RestartProtocol:
         while not self._agreement.wait_done(interval_s):
             self._services.progress_watchdog.ping()
 
-    def _report(self, error: BaseException) -> None:
-        """Record the fault of this rank. A lost store is reported by the monitor thread."""
+    def _report(self, error: BaseException, monitor: MonitorThread) -> None:
+        """Record the fault of this rank. If that fails, the others wait for it: it leaves."""
         kind = Interruption.EXCEPTION if isinstance(error, Exception) else Interruption.BASE_EXCEPTION
         record = InterruptionRecord.of_exception(error, self.state.rank, kind)
         _log.error("%s failed: %s\n%s", self, record.summary, record.detail)
@@ -359,7 +359,7 @@ class RestartProtocol:
         try:
             self._agreement.interrupt(record)
         except (StoreError, StaleViewError) as problem:
-            _log.error("the fault cannot be recorded: %s", problem)
+            monitor.give_up(problem)
 
     # -- after a fault -------------------------------------------------------------------------------------------------
 

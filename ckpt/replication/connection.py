@@ -17,6 +17,7 @@ from ckpt.replication.messages import CODEC, PROTOCOL, Message
 from ckpt.replication.replica import Address, Piece
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.proofs import NONCE_BYTES, PROOF_BYTES, fresh_nonce, proof
+from inprocess.ipc.suspension import Suspension
 
 __all__ = ["GREETING_S", "BlockError", "Connection", "GreetingError"]
 
@@ -171,9 +172,14 @@ class Connection:
     def _wait(self, events: int, until: float) -> None:
         poll = select.poll()
         poll.register(self._socket, events)
-        remaining_s = until - time.monotonic()
-        if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
-            raise TimeoutError("the other end was silent for too long")
+        suspension, remaining_s = Suspension(), max(0.0, until - time.monotonic())
+        while True:
+            suspension.expect(remaining_s)
+            if poll.poll(remaining_s * 1000):
+                return
+            remaining_s = suspension.missed_s()  # the other end may have been suspended with this process
+            if not remaining_s:
+                raise TimeoutError("the other end was silent for too long")
 
     def _send(self, data: bytes, until: float, flags: int = 0) -> None:
         view = memoryview(data)

@@ -28,8 +28,9 @@ from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointTimeoutError, StorageError
 from ckpt.saving.task import COORDINATOR, WriteTask
 from ckpt.storage.interface import Pending
-from ckpt.storage.leases import HostWatch, Leases
+from ckpt.storage.leases import EXPIRY_S, HostWatch, Leases
 from ckpt.storage.node_lock import NodeLock
+from inprocess.ipc.suspension import Suspension, starts_again
 
 __all__ = ["LookSchedule", "OrphanedError", "Waiting", "look_schedule", "ranks_here"]
 
@@ -188,15 +189,26 @@ class Waiting:
         self._host: HostWatch | None = None
 
     def __iter__(self) -> Iterator[None]:
+        suspension = Suspension()
         try:
             while True:
+                self._note_suspension(suspension.missed_s())
                 if self.is_due(time.monotonic()):
                     yield
                     self.schedule.looked(time.monotonic())
                 self.check(time.monotonic())
-                time.sleep(self.schedule.pause_s())
+                pause_s = self.schedule.pause_s()
+                suspension.expect(pause_s)
+                time.sleep(pause_s)
         finally:
             self.schedule.close()
+
+    def _note_suspension(self, missed_s: float) -> None:
+        """Give the others time to go on: they may have been suspended with this process, and their leases expired."""
+        self._begin += missed_s
+        if starts_again(missed_s, EXPIRY_S):
+            self._alone_since = None
+            self._check_at = time.monotonic() + EXPIRY_S
 
     def is_due(self, now: float) -> bool:
         """Return whether to look now; also when the trainer says so."""

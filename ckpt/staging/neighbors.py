@@ -25,9 +25,11 @@ import select
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.unix_sockets import peer_pid
@@ -37,6 +39,7 @@ __all__ = ["SlotExchange", "node"]
 _log = logging.getLogger("ckpt")
 _TIMEOUT_S = 10.0
 _LEAST_S, _PAUSE_S = 0.05, 0.005
+_LOOK_S = 0.25  # between looks whether a neighbour that is waited for is alive
 _MAX_SLOTS = 64
 _TOKEN_BYTES = 32
 _MOST_STRANGERS = 128
@@ -52,16 +55,27 @@ class Members(Protocol):
     def __call__(self, payload: bytes) -> list[bytes]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Neighbour:
+    """Another rank of this node. `token` is the text by which it says who it is."""
+
+    rank: int
+    address: str
+    token: str
+    process: Process
+
+
 class SlotExchange:
     """Gives this rank's slots to all ranks on its node and takes theirs. To be made on all ranks: collective.
 
-    A rank that never gives its slots delays its neighbours by 10 s at most; one that has died does not.
+    A rank that never gives its slots, or never takes these, delays its neighbours by 10 s at most; one that has died,
+    by a fraction of a second, also if a child of it has inherited its socket.
     """
 
     def __init__(self, ranks: Members) -> None:
         self.rank = ranks.rank
-        self._neighbours: dict[int, str] = {}
-        self._tokens: set[str] = set()  # of the neighbours
+        self._neighbours: list[_Neighbour] = []
+        self._closed: set[str] = set()  # tokens of neighbours that have stopped listening, and take nothing any more
         self._cancelled = False
         self._name, self._token = secrets.token_hex(16), secrets.token_hex(_TOKEN_BYTES // 2)
         self._deadline = 0.0
@@ -84,15 +98,14 @@ class SlotExchange:
             _log.warning("the staging memory of rank %d is not shared with its neighbours: %s", self.rank, error)
             self._name = ""
         here = node()
-        offers = [json.loads(offer) for offer in ranks(json.dumps([here, self._name, self._token]).encode())]
+        offer = json.dumps([here, self._name, self._token, *astuple(Process.here())])
+        offers = [json.loads(offer) for offer in ranks(offer.encode())]
         if self._name:
-            near = [
-                (rank, str(name), str(token))
-                for rank, (where, name, token) in enumerate(offers)
+            self._neighbours = [
+                _Neighbour(rank, str(name), str(token), Process(*process))
+                for rank, (where, name, token, *process) in enumerate(offers)
                 if where == here and name not in ("", self._name)
             ]
-            self._neighbours = {rank: name for rank, name, _ in near}
-            self._tokens = {token for _, _, token in near}
 
     def _listen(self) -> None:
         self._woken, self._wake = socket.socketpair()
@@ -111,9 +124,9 @@ class SlotExchange:
         giver.start()
         taken: dict[int, list[SharedMemory]] = {}
         try:
-            for rank, address in self._neighbours.items():
-                if not self._cancelled and (regions := self._take(rank, address)):
-                    taken[rank] = regions
+            for neighbour in self._neighbours:
+                if not self._cancelled and (regions := self._take(neighbour)):
+                    taken[neighbour.rank] = regions
             giver.join()
         except BaseException:  # interrupted, as the neighbours may be: do not wait for them to connect
             for region in (region for regions in taken.values() for region in regions):
@@ -144,14 +157,18 @@ class SlotExchange:
     def _give(self, regions: list[SharedMemory]) -> None:
         """Give the regions to all neighbours, as they say who they are. Runs in a thread."""
         sizes = json.dumps([region.size for region in regions]).encode()
-        left, strangers = set(self._tokens), dict[int, socket.socket]()  # these have said nothing yet
+        left = {neighbour.token: neighbour for neighbour in self._neighbours}
+        strangers = dict[int, socket.socket]()  # these have said nothing yet
         poll = select.poll()
         for end in (self._listener, self._woken):
             if end is not None:
                 poll.register(end, select.POLLIN)
         try:
             while left and not self._cancelled and (left_s := self._deadline - time.monotonic()) > 0:
-                for fd, _ in poll.poll(1000 * left_s):
+                ready = poll.poll(1000 * min(left_s, _LOOK_S))
+                if not ready:  # also no neighbour that has connected before it ended
+                    left = {token: neighbour for token, neighbour in left.items() if self._may_take(neighbour)}
+                for fd, _ in ready:
                     if (stranger := strangers.pop(fd, None)) is None:
                         self._accept(strangers, poll)
                         continue
@@ -159,13 +176,16 @@ class SlotExchange:
                     with stranger, contextlib.suppress(OSError):
                         said = stranger.recv(_TOKEN_BYTES + 1, socket.MSG_DONTWAIT).decode("ascii", "replace")
                         if said in left:
-                            left.remove(said)
+                            del left[said]
                             socket.send_fds(stranger, [sizes], [region.fd for region in regions])
         except OSError as error:  # there are no more descriptors: who has not connected reads from storage
             _log.warning("the staging memory of rank %d is not shared with all its neighbours: %s", self.rank, error)
         finally:
             for stranger in strangers.values():
                 stranger.close()
+
+    def _may_take(self, neighbour: _Neighbour) -> bool:
+        return neighbour.token not in self._closed and neighbour.process.alive is not False
 
     def _accept(self, strangers: dict[int, socket.socket], poll: select.poll) -> None:
         """Accept a connection of this user, if there is one; of too many that say nothing, the oldest is closed."""
@@ -188,33 +208,56 @@ class SlotExchange:
         strangers[connection.fileno()] = connection
         poll.register(connection, select.POLLIN)
 
-    def _take(self, rank: int, address: str) -> list[SharedMemory]:
+    def _take(self, neighbour: _Neighbour) -> list[SharedMemory]:
         """Return the regions of a neighbour; empty if they cannot be had."""
+        rank = neighbour.rank
         try:
-            with self._connected(address) as self._taking:
+            with self._connected(neighbour) as self._taking:
                 peer_pid(self._taking)  # PermissionError if it belongs to another user
                 self._taking.send(self._token.encode())
+                self._wait_for(neighbour, self._taking)
                 data, fds, _, _ = socket.recv_fds(self._taking, 1 << 16, _MAX_SLOTS)
                 for fd in fds:
                     os.set_inheritable(fd, False)  # the memory must not live as long as a child of this process
         except ConnectionError as error:  # it has closed, or died, since the ranks met
             _log.debug("rank %d does not share its staging memory any more: %s", rank, error)
+            self._closed.add(neighbour.token)
             return []
         except OSError as error:
             _log.warning("the staging memory of rank %d cannot be shared: %s", rank, error)
             return []
         return _regions(rank, data, fds)
 
+    def _wait_for(self, neighbour: _Neighbour, connection: socket.socket) -> None:
+        """Wait until something is received. ConnectionError if the neighbour has died, TimeoutError at the deadline.
+
+        The end of the connection does not tell the death: a child of the neighbour may have the same socket.
+        """
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        if self._woken is not None:
+            poll.register(self._woken, select.POLLIN)
+        while not poll.poll(1000 * max(0.0, min(_LOOK_S, self._deadline - time.monotonic()))):
+            has_died = neighbour.process.alive is False
+            is_over = time.monotonic() >= self._deadline
+            if (has_died or is_over) and not poll.poll(0):  # it may have answered just before
+                if has_died:
+                    raise ConnectionResetError(f"its process {neighbour.process.pid} has died")
+                raise TimeoutError(f"it has not answered within {_TIMEOUT_S:g} s")
+        if self._cancelled:
+            raise ConnectionAbortedError("cancelled")
+
     @contextlib.contextmanager
-    def _connected(self, address: str) -> Iterator[socket.socket]:
+    def _connected(self, neighbour: _Neighbour) -> Iterator[socket.socket]:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
             while True:
                 connection.settimeout(max(_LEAST_S, self._deadline - time.monotonic()))
                 try:
-                    connection.connect(f"\0ckpt-{address}")
+                    connection.connect(f"\0ckpt-{neighbour.address}")
                     break
                 except BlockingIOError:  # others fill its queue, which it empties; the kernel does not wait for that
-                    if self._cancelled or time.monotonic() >= self._deadline:
+                    is_over = time.monotonic() >= self._deadline
+                    if self._cancelled or is_over or neighbour.process.alive is False:
                         raise
                     time.sleep(_PAUSE_S)
             yield connection

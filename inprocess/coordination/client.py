@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
-from inprocess.coordination.connection import ClientConnection, RefusedError, Silence
+from inprocess.coordination.connection import ClientConnection, RefusedError
 from inprocess.coordination.mixin import NO_GUARD, Guard, StoreMixin, few, in_bytes
 from inprocess.coordination.wire import (
     Access,
@@ -29,6 +29,7 @@ from inprocess.coordination.wire import (
 )
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
+from inprocess.ipc.suspension import Silence
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
 from inprocess.waiting import wait_until_set
@@ -92,7 +93,7 @@ class StoreClient:
         self._socket: socket.socket | None = None
         self._connected = threading.Event()
         self._local_host = ""
-        self._silence = Silence()
+        self._silence = Silence(self._patience_s)
         self._connect_s = (connect_timeout or timeout).total_seconds()
         self._thread = JoinableThread(self._run, "inprocess-store-client")
         self._thread.start()

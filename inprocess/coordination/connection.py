@@ -1,4 +1,4 @@
-"""One end of a connection between client and server: frames over a socket, and the time without a sign of life."""
+"""One end of a connection between client and server: frames over a socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inprocess.coordination.wire import (
 )
 from inprocess.ipc.proofs import fresh_nonce
 
-__all__ = ["ClientConnection", "FrameStream", "RefusedError", "Silence"]
+__all__ = ["ClientConnection", "FrameStream", "RefusedError"]
 
 _RECEIVE = 1 << 16
 _SEND = 1 << 20
@@ -71,9 +71,6 @@ class FrameStream:
         self.reader.feed(data)
 
 
-_DELAY_S = 0.25  # by which a busy machine may delay this thread
-
-
 class RefusedError(Exception):
     """The server does not accept this client, and will not later."""
 
@@ -105,32 +102,3 @@ class ClientConnection(FrameStream):
                 return frame
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             self.fill()
-
-
-class Silence:
-    """How long the peer has been silent, of the time in which this process listened.
-
-    A process that was stopped, or whose interpreter was held by other threads, heard nothing meanwhile; that is not a
-    silence of the peer.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._checked_at = time.monotonic()
-        self._expected_s = 0.0
-
-    def seconds(self) -> float:
-        """Return the silence until now."""
-        now = time.monotonic()
-        self._seconds += min(now - self._checked_at, self._expected_s + _DELAY_S)
-        self._checked_at, self._expected_s = now, 0.0
-        return self._seconds
-
-    def expect(self, seconds: float) -> None:
-        """Announce that the next call comes after this time at the latest."""
-        self.seconds()
-        self._expected_s = seconds
-
-    def end(self) -> None:
-        """Start again: the peer has sent something."""
-        self._seconds, self._checked_at = 0.0, time.monotonic()

@@ -56,6 +56,7 @@ _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _T = TypeVar("_T")
 _LEASE_S = 900  # many heartbeat timeouts: without a renewal for so long, the job has ended
+_LOOKS = 6  # of the thread of a client, within its patience
 _OPS = 100  # in a transaction; etcd accepts 128 by default
 _CHECK_S = 5.0  # between checks of a wait, in case the process that should have reported a size has died
 
@@ -98,6 +99,7 @@ class EtcdClient(StoreMixin):
         self._patience_s = patience.total_seconds()
         self._id = uuid.uuid4().hex
         self._slots = _Slots()
+        self._has_changed = False  # since the last look of the thread
         self._gateway = EtcdGateway(cluster, self._patience_s)
         self._lease = int.from_bytes(hashlib.sha256(self._root.encode()).digest()[:8]) >> 1 or 1
         self._closing = threading.Event()
@@ -126,7 +128,7 @@ class EtcdClient(StoreMixin):
 
     @property
     def lost(self) -> bool:
-        """Whether the store is lost: the cluster was unreachable for too long."""
+        """Whether the store is lost: the cluster was unreachable, or refused changes, for too long."""
         return self._gateway.failure is not None
 
     @property
@@ -328,20 +330,18 @@ class EtcdClient(StoreMixin):
                 unmarked = condition(mark, "MOD", slot.revision)
                 answers = self._transact(request, [unmarked, *guarded, *compare], then, [read(mark), read(guard_span)])
                 if answers.succeeded:
+                    self._has_changed = True
                     slot.revision = answers.revision
                     return answers
                 last = answers.entries(0)[0] if answers.entries(0) else None
-                if (
-                    last is not None and last.value == serial.encode()
-                ):  # an earlier attempt was applied, but its answer was lost
+                if last is not None and last.value == serial.encode():
+                    # An earlier attempt was applied, but its answer was lost.
                     slot.revision = last.revision
                     return self._transact(request, [], [as_of(op, last.revision) for op in ops], [])
                 _require(guard, answers.entries(1))
                 if last is None or last.revision == slot.revision:
                     return None
-                slot.revision = (
-                    last.revision
-                )  # an earlier change of this slot was applied, but its answer was never read
+                slot.revision = last.revision  # an earlier change was applied, but its answer was never read
 
         with self._slots.one() as slot:
             return self._gateway.run(lambda request: change(request, slot))
@@ -375,19 +375,26 @@ class EtcdClient(StoreMixin):
                 raise
 
     def _stay(self) -> None:
-        """Renew the lease, and notice when the cluster is lost."""
-        renew_at = 0.0
-        span = read(Span(self._name("k", "", "")))
-        while not self._closing.wait(self._patience_s / 6):
+        """Renew the lease, and notice when the cluster is lost, or accepts no changes, although it answers reads."""
+        renew_at, refused = 0.0, 0
+        while not self._closing.wait(self._patience_s / _LOOKS):
             try:
-                self._ask([span])
+                if not self._has_changed:
+                    self._change(NO_GUARD, [])
+                self._has_changed = False
                 if time.monotonic() >= renew_at:
                     self._gateway.run(self._renew_lease)
                     renew_at = time.monotonic() + _LEASE_S / 6
+                refused = 0
             except StoreError as error:
-                if not self._closing.is_set():
-                    _log.error("%s", error)
-                return
+                if self._closing.is_set():
+                    return
+                _log.error("%s", error)
+                refused += 1
+                if refused == _LOOKS:
+                    self._gateway.give_up(f"for {self._patience_s:g} s, no change was possible: {error}")
+                if self.lost:
+                    return
 
     def _renew_lease(self, request: Request) -> None:
         answer = self._gateway.post(request, "/v3/lease/keepalive", {"ID": str(self._lease)})

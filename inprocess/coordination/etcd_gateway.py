@@ -23,17 +23,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.coordination.connection import Silence
 from inprocess.exception import StoreError, StoreLostError
+from inprocess.ipc.suspension import Silence
 from inprocess.waiting import BoundedCall
 
 __all__ = ["EtcdCluster", "EtcdGateway", "Request", "address_towards"]
 
 _log = logging.getLogger(__name__)
-_PAUSE_S = 0.1
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _DIAL_S = 2.0
 _ANSWER_S = 8.0  # etcd answers with an error after 5 s without a quorum, 7 s during an election
 _UNAVAILABLE = {1, 4, 13, 14}  # gRPC: cancelled, deadline exceeded, internal, unavailable
+_EXHAUSTED = 8  # no space is left, or too many requests wait
 _UNAUTHENTICATED = 16
 _R = TypeVar("_R")
 
@@ -119,8 +120,9 @@ class EtcdGateway:
     """Connections to an etcd cluster. For any number of threads.
 
     A request is sent to one member after another until one answers, so sending it twice must be harmless. If no member
-    answers a request for `patience_s`, the cluster is lost for good: `failure` is set, and all requests end with that
-    StoreLostError. A forked child has no connection: requests there end with StoreError.
+    answers a request for `patience_s`, or the cluster has no space for a change for so long, the cluster is lost for
+    good: `failure` is set, and all requests end with that StoreLostError. A forked child has no connection: requests
+    there end with StoreError.
     """
 
     def __init__(self, cluster: EtcdCluster, patience_s: float) -> None:
@@ -176,7 +178,7 @@ class EtcdGateway:
 
     def post(self, request: Request, path: str, document: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the answer. StoreError if the cluster refuses it, or this gateway is closed."""
-        silence = Silence()
+        silence, pause_s = Silence(self._patience_s), _PAUSE_S
         while True:
             self.require_usable(request)
             member = self._member
@@ -191,8 +193,10 @@ class EtcdGateway:
                     raise self._lost(error) from None
                 _log.info("etcd at %s: %s", self.cluster.endpoints[member], error)
                 self._move_on(member)
-                silence.expect(_PAUSE_S)
-                time.sleep(_PAUSE_S)
+                silence.expect(pause_s)
+                time.sleep(pause_s)
+                if isinstance(error, _ExhaustedError):  # it answers, and should not be asked by all ranks all the time
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S, max(_PAUSE_S, self._patience_s / 10))
 
     def wait_for_event(
         self, request: Request, places: Iterable[dict[str, Any]], revision: int, timeout_s: float
@@ -220,6 +224,11 @@ class EtcdGateway:
             if not request.cancelled and time.monotonic() < deadline:
                 _log.debug("watching %s: %s", self.cluster.endpoints[member], error)
                 time.sleep(_PAUSE_S)
+
+    def give_up(self, why: str) -> StoreLostError:
+        """Let the cluster be lost for good; return the error with which all requests end. Any thread."""
+        self.failure = self.failure or StoreLostError(f"the coordination store is lost: {why}")
+        return self.failure
 
     def require_usable(self, request: Request) -> None:
         """Raise if the cluster is lost, this gateway is closed, or the request was cancelled."""
@@ -278,6 +287,8 @@ class EtcdGateway:
         if code == _UNAUTHENTICATED and self._token:
             self._token = ""  # it has expired; the next attempt gets another one
             raise _UnavailableError(text)
+        if code == _EXHAUSTED:
+            raise _ExhaustedError(text)
         if code in _UNAVAILABLE or response.status in (502, 503, 504):
             raise _UnavailableError(text)
         raise _RefusedError(text)
@@ -303,11 +314,12 @@ class EtcdGateway:
             self._member = (member + 1) % len(self.cluster.endpoints)
 
     def _lost(self, error: Exception) -> StoreLostError:
-        self.failure = StoreLostError(
-            f"the coordination store is lost: no member of the etcd cluster at {self.cluster} "
-            f"answered for {self._patience_s:g} s: {error}. The cluster has no quorum, or this node is cut off from it"
-        )
-        return self.failure
+        what = f"no member of the etcd cluster at {self.cluster} answered for"
+        why = "The cluster has no quorum, or this node is cut off from it"
+        if isinstance(error, _ExhaustedError):
+            what = f"the etcd cluster at {self.cluster} has refused changes for"
+            why = "If it is full, compact and defragment it, then disarm its alarm (`etcdctl alarm disarm`)"
+        return self.give_up(f"{what} {self._patience_s:g} s: {error}. {why}")
 
     def _forked(self) -> None:
         """Close the connections in a forked child, so that they end when the parent closes them."""
@@ -320,6 +332,10 @@ class EtcdGateway:
 
 class _UnavailableError(Exception):
     """This member cannot answer now, but another one may."""
+
+
+class _ExhaustedError(_UnavailableError):
+    """The cluster answers, and has no space for changes; reads may go on."""
 
 
 class _RefusedError(Exception):

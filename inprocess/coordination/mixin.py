@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inprocess.attribution import InterruptionRecord, compact_ranks
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreTimeoutError
+from inprocess.ipc.suspension import Silence
 
 __all__ = ["NO_GUARD", "Guard", "StoreMixin", "few", "in_bytes"]
 
@@ -231,16 +232,18 @@ class StoreMixin(_Operations):
         return str(rank) in self.members(f"reentrant_barrier/{group_name}")
 
     def _meet(self, name: str, members: Iterable[str], count: int, timeout: timedelta, chunk: timedelta | None) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
+        waited = Silence(timeout.total_seconds())  # without the time in which this process was suspended
         size = 0
         for member in members:
             size = self.arrive(name, member)
         while timeout and size < count:
-            left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+            left = timedelta(seconds=max(0.0, timeout.total_seconds() - waited.seconds()))
+            pause = min(left, chunk or left)
+            waited.expect(pause.total_seconds())
             try:
-                size = self.wait_size(name, count, min(left, chunk or left))
+                size = self.wait_size(name, count, pause)
             except StoreTimeoutError:
-                if time.monotonic() >= deadline:
+                if waited.seconds() >= timeout.total_seconds():
                     raise BarrierTimeout(_missing(name, self.members(name), count, timeout)) from None
         if size > count:
             raise BarrierOverflow(f"{name}: {size} arrivals where {count} were expected: {_ranks(self.members(name))}")

@@ -23,8 +23,9 @@ from typing import Any
 from inprocess.coordination.server import StoreServer
 from inprocess.coordination.wire import Access
 from inprocess.exception import StoreError
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
-from inprocess.ipc.process import start_module
+from inprocess.ipc.process import end_process, start_module
 
 __all__ = ["ServerProcess"]
 
@@ -79,7 +80,7 @@ class ServerProcess:
         if "port" not in answer:
             self.close()
             raise StoreError(f"the coordination store cannot be served: {answer.get('error', 'its process ended')}")
-        process.wait()  # this one has forked the server and ends
+        end_process(process, Deadline(_START_TIMEOUT_S))  # this one has forked the server and ends
         with contextlib.suppress(ProcessLookupError):
             self._pidfd = os.pidfd_open(answer["pid"])
         self.access = replace(self.access, port=int(answer["port"]))
@@ -95,7 +96,7 @@ class ServerProcess:
         with contextlib.suppress(OSError):
             process.stdin.close()
         process.stdout.close()
-        process.wait()
+        end_process(process, Deadline(_START_TIMEOUT_S))
         if self._pidfd >= 0:
             if not select.select([self._pidfd], [], [], _END_TIMEOUT_S)[0]:
                 _log.debug("the server of the coordination store still has clients; it ends by itself")

@@ -34,6 +34,7 @@ from inprocess.coordination.wire import (
 )
 from inprocess.exception import StoreError
 from inprocess.ipc.proofs import fresh_nonce
+from inprocess.ipc.suspension import Suspension, starts_again
 from inprocess.ipc.wakeup import Wakeup
 
 __all__ = ["StoreServer", "listen"]
@@ -68,6 +69,7 @@ class StoreServer:
         self._contents = Contents()
         self._waiters: Waiters[_Peer] = Waiters()
         self._check_at = 0.0
+        self._suspension = Suspension()
         self._thread = threading.Thread(target=self._serve, name="inprocess-store-server", daemon=True)
         self._closing = False
         self.request_count = 0
@@ -121,15 +123,26 @@ class StoreServer:
             self._close_all()
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(max(0.0, self._check_at - time.monotonic())):
+        pause_s = max(0.0, self._check_at - time.monotonic())
+        missed_s = self._suspension.missed_s()  # while it handled requests
+        self._suspension.expect(pause_s)
+        ready = self._selector.select(pause_s)
+        missed_s += self._suspension.missed_s()
+        self._suspension.expect(0.0)
+        now = time.monotonic()
+        if missed_s:  # the clients may go on some seconds later
+            again = starts_again(missed_s, self._silence_s)
+            for peer in (*self._strangers, *self._peers):
+                peer.heard_at = now if again else peer.heard_at + missed_s
+        for key, events in ready:
             if isinstance(key.data, _Peer):
                 self._attend(key.data, events)
             elif key.fileobj is self._wake:
                 self._wake.clear()
             else:
                 self._accept()
-        if time.monotonic() >= self._check_at:
-            self._drop_silent()
+        if now >= self._check_at:
+            self._drop_silent(now)
 
     def _attend(self, peer: _Peer, events: int) -> None:
         try:
@@ -143,9 +156,8 @@ class StoreServer:
         except (OSError, ValueError) as error:
             self._drop(peer, error)
 
-    def _drop_silent(self) -> None:
+    def _drop_silent(self, now: float) -> None:
         """Close connections that are silent, or not authenticated, for too long."""
-        now = time.monotonic()
         for peer in [peer for peer in self._strangers if now - peer.heard_at >= _GREETING_S]:
             self._drop(peer, TimeoutError(f"not authenticated within {_GREETING_S:g} s"))
         for peer in [peer for peer in self._peers if now - peer.heard_at >= self._silence_s]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.suspension import Silence
 
 __all__ = ["JoinableThread", "before_exit", "finishes_within", "join_all"]
 
@@ -44,10 +44,16 @@ class JoinableThread(threading.Thread):
         return self.ident is not None and not self._over and os.getpid() == self._pid
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most `timeout` seconds. Any number of threads may call it, also repeatedly."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Wait until it has ended, at most `timeout` seconds. Any number of threads may call it, also repeatedly.
+
+        Time in which this process was suspended does not count: the thread was, too.
+        """
+        waited = None if timeout is None else Silence(timeout)
         while self.is_alive():
-            slice_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
+            slice_s = _SLICE_S
+            if waited is not None and timeout is not None:
+                slice_s = min(_SLICE_S, timeout - waited.seconds())
+                waited.expect(slice_s)
             if slice_s <= 0:
                 return
             if self._running.acquire(timeout=slice_s):  # an interrupt after this line does no harm: it has ended

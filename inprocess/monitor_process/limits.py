@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
+from inprocess.ipc.suspension import starts_again
 from inprocess.progress_watchdog import Timestamp
 
 __all__ = ["Limit", "ProgressLimits"]
@@ -30,6 +32,7 @@ class ProgressLimits:
     armed: bool = False
 
     def __post_init__(self) -> None:
+        self._suspended_until = -math.inf
         self._auto: float | None = None
         self._manual: float | None = None
         self._reported: set[Limit] = set()
@@ -46,6 +49,14 @@ class ProgressLimits:
         """Set the latest progress of the rank."""
         self._auto, self._manual = timestamp.auto, timestamp.manual
 
+    def note_suspension(self, missed_s: float, now: float) -> None:
+        """Note that this process was suspended for `missed_s` until now, and perhaps the rank with it.
+
+        After a long suspension the limits start again, with the progress that the rank made before.
+        """
+        if starts_again(missed_s, self.soft_s):
+            self._suspended_until = now
+
     def stretch(self, hard_s: float) -> bool:
         """Replace the hard limit, once per iteration. False if it was replaced before."""
         if self._stretched_hard_s is not None:
@@ -56,16 +67,16 @@ class ProgressLimits:
 
     def silent_s(self, now: float) -> float:
         """Return for how long there was no progress: of either kind, if the rank pings."""
-        times = [time for time in (self._auto, self._manual) if time is not None]
-        return now - min(times) if times else 0.0
+        since = self._since()
+        return 0.0 if since is None else now - since
 
     def next_deadline(self) -> float | None:
         """Return when `overrun` will return a limit if no progress is made; None for never."""
-        times = [time for time in (self._auto, self._manual) if time is not None]
+        since = self._since()
         left = [limit_s for limit, limit_s in self._limits() if limit not in self._reported]
-        if not (self.armed and self.enabled and times and left):
+        if not (self.armed and self.enabled and left) or since is None:
             return None
-        return min(times) + min(left)
+        return since + min(left)
 
     def overrun(self, now: float) -> Limit | None:
         """Return a limit that has passed and was not reported before; the soft one first."""
@@ -77,6 +88,11 @@ class ProgressLimits:
                 self._reported.add(limit)
                 return limit
         return None
+
+    def _since(self) -> float | None:
+        """Return the time of the last progress that counts: of either kind, if the rank pings."""
+        times = [time for time in (self._auto, self._manual) if time is not None]
+        return max(min(times), self._suspended_until) if times else None
 
     def _limits(self) -> tuple[tuple[Limit, float], ...]:
         return (Limit.SOFT, self.soft_s), (Limit.HARD, self._stretched_hard_s or self.hard_s)

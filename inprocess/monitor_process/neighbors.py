@@ -68,6 +68,11 @@ class NeighborMonitors:
         """When to call `step`, in seconds of CLOCK_MONOTONIC; None: not before something is received."""
         return min((query.deadline for query in self._queries), default=None)
 
+    def note_suspension(self, missed_s: float) -> None:
+        """Let no query end because this process was suspended: the others may go on some seconds later."""
+        for query in self._queries:
+            query.deadline += missed_s
+
     def step(self) -> None:
         """Finish queries whose time is over."""
         now = time.monotonic()

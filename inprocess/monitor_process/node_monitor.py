@@ -22,6 +22,7 @@ import time
 
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
+from inprocess.ipc.suspension import Suspension
 from inprocess.ipc.wakeup import Wakeup
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.device_health import DeviceHealth
@@ -49,6 +50,7 @@ class NodeMonitor:
         self._task = task
         self._channel = channel
         self._selector = selectors.DefaultSelector()
+        self._suspension = Suspension()
         self._machine = RankMonitorStateMachine(RestarterLog(_log, task.logs_restarts))
         self._neighbors = NeighborMonitors(task.neighbors, self._selector)
         self._sockets: list[RankSocket] = []
@@ -91,7 +93,13 @@ class NodeMonitor:
         if self._machine.is_restarting():
             times.append(self._restart_check_s)
         pause_s = max(0.0, min(times) - time.monotonic()) if times else None
-        for key, _ in self._selector.select(pause_s):
+        self._suspension.expect(pause_s)
+        ready = self._selector.select(pause_s)
+        if missed_s := self._suspension.missed_s():
+            self._neighbors.note_suspension(missed_s)
+            for sock in self._sockets:
+                sock.note_suspension(missed_s)
+        for key, _ in ready:
             key.data()
             if self._ending:
                 return

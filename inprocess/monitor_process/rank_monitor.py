@@ -22,6 +22,7 @@ from typing import Any
 from inprocess.agreement import Agreement, IterationStore, depart
 from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
 from inprocess.exception import RestartError, StaleViewError
+from inprocess.ipc.suspension import Suspension
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.limits import Limit, ProgressLimits
 from inprocess.monitor_process.messages import Message, MonitorChannel, WatchRank
@@ -82,9 +83,12 @@ class RankMonitor:
         poll.register(self.process, select.POLLIN)
         with ExitStack() as stack:
             stack.callback(self._close)
-            channel_open = True
+            channel_open, suspension = True, Suspension()
             while not self._done:
-                ready = dict(poll.poll(self._pause_s() * 1000))
+                pause_s = self._pause_s()
+                suspension.expect(pause_s)
+                ready = dict(poll.poll(pause_s * 1000))
+                self._note_suspension(suspension.missed_s())
                 if channel_open and self.channel.fileno() in ready and not self._read_messages():
                     poll.unregister(self.channel)  # the death of the rank usually follows
                     channel_open = False
@@ -226,6 +230,15 @@ class RankMonitor:
         return False
 
     # -- time limits ---------------------------------------------------------------------------------------------------
+
+    def _note_suspension(self, missed_s: float) -> None:
+        """Let no limit pass because this process was suspended: the rank may go on some seconds later."""
+        if missed_s > 0:
+            self._limits.note_suspension(missed_s, time.monotonic())
+            if self._sections is not None:
+                self._sections.note_suspension(missed_s)
+            if self._cut_off_since is not None:
+                self._cut_off_since += missed_s
 
     def _pause_s(self) -> float:
         next_look_s = None if self._sections is None else self._sections.next_look_s

@@ -103,6 +103,15 @@ class RankSocket:
         times += [process.kill_at_s for process in self._ending if process.kill_at_s is not None]
         return min(times, default=None)
 
+    def note_suspension(self, missed_s: float) -> None:
+        """Let no limit pass because this process was suspended: the others may go on some seconds later."""
+        for connection in self._connections:
+            connection.deadline += missed_s
+        for process in self._ending:
+            process.note_suspension(missed_s)
+        if self._session is not None:
+            self._session.note_suspension(missed_s)
+
     def step(self) -> None:
         """Do what is due."""
         now_s = time.monotonic()

@@ -72,6 +72,12 @@ class Session:
             self._asking = True
             self._services.ask_others(lambda others: self._act(alarm, others))
 
+    def note_suspension(self, missed_s: float) -> None:
+        """Let no limit pass because this process was suspended: the rank may go on some seconds later."""
+        self.process.note_suspension(missed_s)
+        if self._sections is not None:
+            self._sections.note_suspension(missed_s)
+
     def standing(self, by_stacks: bool = False) -> Standing | None:
         """Return where the rank is; None if its board is not watched. `by_stacks`: also whether it is in a collective.
 

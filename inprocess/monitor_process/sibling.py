@@ -2,10 +2,11 @@
 
 The monitor process of each rank updates a heartbeat and watches that of the next rank, in a ring. A heartbeat is a
 number that changes. Only the watcher's clock tells for how long it has not changed, so clocks of different hosts are
-never compared.
+never compared. Time in which the watcher was suspended itself, or could not read the heartbeat, does not count.
 
 When a heartbeat stops, the others of the same node have usually stopped, too, and with them their watchers. So all
-heartbeats are then watched for half the time limit more, and all that do not change are reported together.
+heartbeats, also the one that stopped, are then watched for half the time limit more, and all that do not change are
+reported together.
 
 One thread per iteration, in the monitor process.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ from typing import Protocol
 
 from inprocess.agreement import heartbeat_key
 from inprocess.exception import StaleViewError, StoreError
+from inprocess.ipc.suspension import Silence
 
 __all__ = ["HeartbeatStore", "SiblingMonitor", "heartbeat_interval_s"]
 
@@ -48,12 +49,11 @@ class HeartbeatStore(Protocol):
     def get_within(self, key: str, timeout: timedelta) -> bytes: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Seen:
-    """The last value of a heartbeat, and when this process first read it. Monotonic seconds."""
+    """A heartbeat that this process has read; None: it did not exist yet."""
 
     value: bytes | None
-    since: float
 
 
 class SiblingMonitor:
@@ -84,6 +84,7 @@ class SiblingMonitor:
         self._report = report
         self._note = note
         self._stale = stale
+        self._beats = 0
         self._reported: set[int] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sibling-{rank}", daemon=True)
@@ -110,25 +111,34 @@ class SiblingMonitor:
 
     def _run(self) -> None:
         neighbour = (self._rank + 1) % self._world_size
-        beats = 0
         seen: _Seen | None = None
+        silence = Silence(self._timeout_s)
         while not self._stopped.is_set():
+            silence.expect(self._timeout_s / _FEWEST_BEATS)  # for the requests: others may wait for the store, too
             try:
-                self._store.set(heartbeat_key(self._rank), f"{beats} {self._note()}")
-                beats += 1
+                self._beat()
                 if neighbour != self._rank:
                     # Not before the first interval is over: all ranks begin at the same time, and the server is busy.
-                    seen = _Seen(None, time.monotonic()) if seen is None else self._look(neighbour, seen)
-                    if self._silent(seen, self._timeout_s):
-                        self._report_silent(self._silent_ranks(neighbour))
-                        neighbour, seen = self._next_alive(neighbour), None
+                    now = _Seen(None) if seen is None else self._look(neighbour, seen)
+                    if now is not seen:
+                        silence.end()
+                    seen = now
+                    if silence.seconds() >= self._timeout_s:
+                        self._report_silent(self._silent_ranks())
+                        neighbour, seen = self._next_alive(), None
             except StaleViewError:
                 if not self._stopped.is_set():
                     self._stale()
                 return
             except StoreError as error:
                 _log.warning("the heartbeat of rank %d did not reach the store: %s", self._rank, error)
+                silence.end()  # the neighbour may not reach it, either
+            silence.expect(self._interval_s)
             self._stopped.wait(self._interval_s)
+
+    def _beat(self) -> None:
+        self._store.set(heartbeat_key(self._rank), f"{self._beats} {self._note()}")
+        self._beats += 1
 
     def _look(self, rank: int, seen: _Seen | None) -> _Seen:
         """Read a heartbeat. One that does not exist yet counts from the first time it was read."""
@@ -137,34 +147,29 @@ class SiblingMonitor:
             value = self._store.get_within(heartbeat_key(rank), timedelta(seconds=self._timeout_s))
         elif self._store.check([heartbeat_key(rank)]):
             value = self._store.get(heartbeat_key(rank))
-        if seen is None or value != seen.value:
-            return _Seen(value, time.monotonic())
-        return seen
+        return seen if seen is not None and value == seen.value else _Seen(value)
 
-    def _silent(self, seen: _Seen, limit_s: float) -> bool:
-        return time.monotonic() - seen.since >= limit_s
-
-    def _silent_ranks(self, certain: int) -> list[int]:
+    def _silent_ranks(self) -> list[int]:
         """Watch all heartbeats for half the limit, updating our own; return the ranks without a change."""
-        others = [r for r in range(self._world_size) if r not in (self._rank, certain) and r not in self._reported]
+        others = [rank for rank in range(self._world_size) if rank != self._rank and rank not in self._reported]
         first = {rank: self._look(rank, None) for rank in others}
-        deadline = time.monotonic() + self._timeout_s / 2
-        beat = 0
-        while others and time.monotonic() < deadline and not self._stopped.wait(self._interval_s):
-            self._store.set(heartbeat_key(self._rank), f"looking {beat}")
-            beat += 1
-        silent = [rank for rank in others if self._look(rank, first[rank]) is first[rank]]
-        return [] if self._stopped.is_set() else sorted([certain, *silent])
+        watched = Silence(self._timeout_s)
+        while watched.seconds() < self._timeout_s / 2:
+            watched.expect(self._interval_s)
+            if self._stopped.wait(self._interval_s):
+                return []
+            self._beat()
+        return [rank for rank in others if self._look(rank, first[rank]) is first[rank]]
 
     def _report_silent(self, ranks: list[int]) -> None:
         if ranks:
             _log.error("no heartbeat of rank(s) %s for %g s", ranks, self._timeout_s)
-            self._reported.update(ranks)
             self._report(ranks)
+            self._reported.update(ranks)  # now, as a report that did not reach the store is made again
 
-    def _next_alive(self, rank: int) -> int:
+    def _next_alive(self) -> int:
         for step in range(1, self._world_size):
-            candidate = (rank + step) % self._world_size
+            candidate = (self._rank + step) % self._world_size
             if candidate not in self._reported:
                 return candidate
         return self._rank

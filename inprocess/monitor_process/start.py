@@ -142,7 +142,7 @@ class MonitorHandle:
         ended = not self.is_alive()
         if not ended:
             self.kill()
-            self.join()
+            self.join(timeout_s)  # one that waits in the kernel for a file system ends with that wait
         fd, self.sentinel = self.sentinel, -1
         if fd >= 0:
             os.close(fd)

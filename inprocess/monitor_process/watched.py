@@ -61,6 +61,11 @@ class WatchedProcess:
         """Return the Python stacks of all its threads; empty if it does not write them in time."""
         return "" if self._stacks is None else read_stacks(self.pid, *self._stacks, timeout_s)
 
+    def note_suspension(self, missed_s: float) -> None:
+        """Put SIGKILL off: this process was suspended, and perhaps the watched one with it."""
+        if self.kill_at_s is not None:
+            self.kill_at_s += missed_s
+
     # -- termination ---------------------------------------------------------------------------------------------------
 
     @property
@@ -144,6 +149,10 @@ class WatchedSections:
     def look(self) -> Alarm | None:
         """Read the board; return what is to be done now, if anything."""
         return self._watch.look(time.monotonic_ns())
+
+    def note_suspension(self, missed_s: float) -> None:
+        """Note, before a look, that this process was suspended, and perhaps the rank with it."""
+        self._watch.note_suspension(missed_s)
 
     @property
     def open(self) -> list[str]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from inprocess.ipc.suspension import starts_again
 from inprocess.sections.board import Board
 from inprocess.sections.board_reader import Activity, Limits, Reading, read_board
 from inprocess.sections.timeouts import STEP, WARMUP
@@ -115,12 +116,21 @@ class SectionWatch:
         self._restarted_at: float | None = None  # section clock
         self._kill_again_at = 0.0
         self._next_look_s: float | None = None
+        self._missed_s = 0.0  # since the last look
+        self._suspensions: list[tuple[float, float]] = []  # of this process: their ends, on the section clock; seconds
         self.events = 0  # updates of the board at the last look
 
     @property
     def next_look_s(self) -> float | None:
         """When to `look` again, in seconds of CLOCK_MONOTONIC; None: there is no limit yet."""
         return self._next_look_s
+
+    def note_suspension(self, missed_s: float) -> None:
+        """Note, before a look, that this process was suspended for so long, and perhaps the rank with it.
+
+        Each limit starts again then, if it is not much longer: the rank may go on some seconds later.
+        """
+        self._missed_s = max(self._missed_s, missed_s)
 
     def look(self, now_ns: int) -> Alarm | None:
         """Read the board at this time of CLOCK_MONOTONIC; return what is to be done now, if anything."""
@@ -133,7 +143,10 @@ class SectionWatch:
         self._next_look_s = None if shortest is None else now_s + max(_SHORTEST_PAUSE_S, shortest)
         if not reading.active:
             return None
-        due = deadlines(reading.activity, reading.limits)
+        if self._missed_s:
+            longer = [(until, missed_s) for until, missed_s in self._suspensions if missed_s > self._missed_s]
+            self._suspensions, self._missed_s = [*longer, (reading.now, self._missed_s)], 0.0
+        due = self._after_suspension(deadlines(reading.activity, reading.limits))
         # A stopped clock may go on at any moment; the time that is left then counts from that moment.
         self._wait_for(due, reading, now_s)
         if reading.frozen:
@@ -145,6 +158,16 @@ class SectionWatch:
         if alarm is not None:
             self._note(alarm, now_s)
         return alarm
+
+    def _after_suspension(self, due: tuple[Deadline, ...]) -> tuple[Deadline, ...]:
+        if not self._suspensions:
+            return due
+
+        def begun_again(deadline: Deadline) -> Deadline:
+            ends = [until for until, missed_s in self._suspensions if starts_again(missed_s, deadline.limit)]
+            return replace(deadline, since=max([deadline.since, *ends]))
+
+        return tuple(sorted(map(begun_again, due), key=lambda deadline: deadline.at))
 
     def _alarm(self, due: tuple[Deadline, ...], reading: Reading, now_s: float) -> Alarm | None:
         late = tuple(deadline for deadline in due if reading.now >= deadline.at)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +71,39 @@ def test_who_does_not_come_is_named_and_is_in_time_for_the_next_round() -> None:
                 future.result(timeout=_LONG_S)
             assert caught.value.missing == [1, 3]
     _all_meet(store, 4)
+
+
+_FIRST = """
+import sys
+import torch.distributed as dist
+from ckpt.meeting import meet
+class Store(dist.FileStore):
+    checks = 0
+    def check(self, keys):
+        Store.checks += 1
+        if Store.checks == 3:
+            print("waits", flush=True)
+        return super().check(keys)
+meet(Store(sys.argv[1], 2), 0, 2, 3.0)
+print("met", flush=True)
+"""
+
+
+def test_a_rank_that_was_suspended_does_not_give_up_the_others(tmp_path: Path) -> None:
+    """They may have been suspended with it, and go on a little later."""
+    path = str(tmp_path / "store")
+    with subprocess.Popen([sys.executable, "-c", _FIRST, path], stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "waits\n"
+            first.send_signal(signal.SIGSTOP)
+            time.sleep(4.0)
+            first.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+            meet(dist.FileStore(path, 2), 1, 2, _LONG_S)
+            assert first.stdout.readline() == "met\n"
+        finally:
+            first.kill()
 
 
 def test_a_rank_that_is_interrupted_takes_the_others_out_at_once() -> None:

@@ -21,10 +21,11 @@ import pytest
 from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, RestartIndex, StoreServer
-from inprocess.exception import InternalError
+from inprocess.exception import InternalError, StoreError
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_process.limits import Limit, ProgressLimits
 from inprocess.monitor_process.messages import WatchRank
+from inprocess.monitor_process.sibling import SiblingMonitor
 from inprocess.monitor_process.stores import iteration_store
 from inprocess.monitor_process.watched import WatchedProcess
 from inprocess.progress_watchdog import Timestamp
@@ -223,6 +224,18 @@ def test_limits_by_themselves() -> None:
     assert limits.overrun(245) is Limit.HARD
 
 
+def test_limits_start_again_after_a_suspension_of_the_monitor() -> None:
+    limits = ProgressLimits(soft_s=10, hard_s=20)
+    limits.start(100)
+    limits.note_suspension(30, 135)
+    assert (limits.overrun(135), limits.next_deadline()) == (None, 145)
+    limits.update(Timestamp(auto=102))  # sent before, and read now
+    assert limits.overrun(144.9) is None
+    assert limits.overrun(145) is Limit.SOFT
+    limits.note_suspension(2, 150)  # too short
+    assert limits.overrun(155) is Limit.HARD
+
+
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +321,68 @@ def test_a_node_that_vanishes_is_noticed_by_its_neighbour(job: Job) -> None:
     assert set(job.faults(4)) == {(1, "UNRESPONSIVE"), (2, "UNRESPONSIVE")}
     for number in (1, 2):
         os.kill(monitors[number].pid, signal.SIGCONT)
+
+
+def test_who_was_suspended_itself_takes_nobody_for_lost(job: Job) -> None:
+    """As in the migration of a virtual machine: all are stopped, and half of them go on a bit later."""
+    ranks = [job.rank() for _ in range(4)]
+    limits = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 4.0, "soft_timeout_s": 4.0, "hard_timeout_s": 5.0}
+    options: dict[str, Any] = {**limits, "interval_s": 0.5}
+    monitors = [job.unconnected(rank.process.pid, number, 4, **options) for number, rank in enumerate(ranks)]
+    for number, monitor in enumerate(monitors):
+        monitor.connect(job.description(), 0)
+        job.agreement(4).publish_rank(number, number)
+    for number, monitor in enumerate(monitors):
+        monitor.start_iteration(number, 4, 0)
+    running, agreement = set(range(4)), job.agreement(4)
+
+    def send(ranks: set[int], signal_number: int) -> None:
+        for number in ranks:
+            os.kill(monitors[number].pid, signal_number)
+            ranks_of[number].send_signal(signal_number)
+
+    def beats(number: int) -> int:
+        return int(agreement.heartbeat_of(number).split()[0])
+
+    def all_have_beaten(times: int) -> bool:
+        for number in running:
+            monitors[number].send_timestamp(Timestamp(auto=time.monotonic()))
+        return all(beats(number) >= before[number] + times for number in running)
+
+    ranks_of = {number: rank.process for number, rank in enumerate(ranks)}
+    eventually(lambda: all(agreement.heartbeat_of(number) for number in running), "all beat")
+    before = {number: beats(number) for number in running}
+    eventually(lambda: all_have_beaten(5), "all go on")
+    send(running, signal.SIGSTOP)
+    assert agreement.wait_outcome(6.0) is None  # longer than all limits
+    before, running = {number: beats(number) for number in running}, {0, 1}
+    send(running, signal.SIGCONT)
+    eventually(lambda: all_have_beaten(2), "half of them go on")
+    running = {0, 1, 2, 3}
+    send({2, 3}, signal.SIGCONT)
+    eventually(lambda: all_have_beaten(50), "all go on")  # longer than a watcher looks again
+    assert agreement.wait_outcome(0.0) is None
+    assert all(rank.process.poll() is None for rank in ranks)
+
+
+def test_a_report_that_does_not_reach_the_store_is_made_again() -> None:
+    """The store refuses the report; the rank that is lost would never be noticed."""
+    server = StoreServer(Access("127.0.0.1", 0))
+    reports: list[list[int]] = []
+    reported = threading.Event()
+
+    def report(ranks: list[int]) -> None:
+        reports.append(ranks)
+        if len(reports) == 1:
+            raise StoreError("no space is left")
+        reported.set()
+
+    with contextlib.closing(server), CoordinationStore(server.start()) as client:
+        sibling = SiblingMonitor(client, 0, 2, interval_s=0.05, timeout_s=0.3, report=report)
+        sibling.start()
+        assert reported.wait(LONG_S)
+        sibling.stop(LONG_S)
+    assert reports == [[1], [1]]
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

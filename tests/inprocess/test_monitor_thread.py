@@ -15,7 +15,7 @@ import pytest
 from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, StoreServer
-from inprocess.exception import RankShouldRestart
+from inprocess.exception import RankShouldRestart, StoreError
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_thread import MonitorThread
@@ -201,6 +201,16 @@ def test_without_the_store_the_iteration_cannot_go_on(iteration: Iteration) -> N
         spin()
     monitor.shutdown()
     assert monitor.failure is not None
+
+
+def test_a_rank_that_cannot_report_its_fault_leaves(iteration: Iteration) -> None:
+    """The others wait for the report, and no outcome would ever come; the store answers reads."""
+    monitor = iteration.monitor()
+    monitor.give_up(StoreError("no permission to write"))
+    with pytest.raises(RankShouldRestart, match="no permission to write"):
+        spin()
+    monitor.shutdown()
+    assert isinstance(monitor.failure, StoreError)
 
 
 def test_the_watchdog_runs_again_afterwards(iteration: Iteration) -> None:

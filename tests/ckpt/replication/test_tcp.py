@@ -5,10 +5,12 @@ import os
 import random
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -277,6 +279,42 @@ def test_a_peer_that_falls_silent_is_given_up(upwards: bool, leak_check: LeakChe
                     send(relay.address, "new", new, keep="old", silence_s=0.5)
                 replica = send(server.address, "newer", new, keep="old")
             assert set(memory.replicas()) >= {kept, replica}
+
+
+_WAITS = """
+import sys
+from ckpt.replication.connection import Connection
+from ckpt.replication.replica import Address
+address = Address(sys.argv[1], int(sys.argv[2]))
+connection = Connection.to(address, 2.0)
+connection.connect(address)
+print("connected", flush=True)
+try:
+    connection.greet_holder(32 * "x")
+except Exception as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_peer_is_not_given_up_because_this_process_was_suspended() -> None:
+    """The peer may have been suspended with it, and goes on a little later."""
+    with socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(30)
+        command = [sys.executable, "-c", _WAITS, HOST, str(listener.getsockname()[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
+            try:
+                assert waiting.stdout is not None
+                assert waiting.stdout.readline() == "connected\n"
+                time.sleep(0.2)
+                waiting.send_signal(signal.SIGSTOP)
+                time.sleep(3.0)
+                waiting.send_signal(signal.SIGCONT)
+                time.sleep(0.3)
+                with listener.accept()[0] as holder:
+                    holder.sendall(b"?" * 1000)
+                    assert waiting.stdout.readline() == "GreetingError\n"  # not TimeoutError: it was heard
+            finally:
+                waiting.kill()
 
 
 def test_a_flipped_byte_is_found_when_a_share_is_read() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import math
 import os
 import time
 from collections import Counter
@@ -16,14 +17,16 @@ import ckpt
 from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointError, StateError, StorageError
 from ckpt.ranks import Ranks
+from ckpt.saving import waiting
 from ckpt.saving.task import SaveOptions, WriteTask
-from ckpt.saving.waiting import Waiting, look_schedule
+from ckpt.saving.waiting import OrphanedError, Waiting, look_schedule
 from ckpt.storage import documents
 from ckpt.storage.commit import Abandoned, PartsWatch, PendingSave, Published, Reason
 from ckpt.storage.leases import EXPIRY_S, RENEW_S, RENEWALS_PER_S, Leases
 from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, part_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.root import CheckpointRoot
+from inprocess.ipc import suspension
 from inprocess.ipc.process import Process
 from tests.ckpt.crash.killers import wait_until
 from tests.support import LeakCheck, run_ranks
@@ -120,6 +123,48 @@ class _Job:
         wait.check(now)
         wait.schedule.pause_s()
         return False
+
+
+class _Clock:
+    """A clock of the test's own, which `sleep` moves on; once by much more, as when the process is suspended."""
+
+    def __init__(self, suspended_s: float) -> None:
+        self.now = 1000.0
+        self.resumed_at = math.inf
+        self._suspended_s = suspended_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > 1001.0 and self._suspended_s:
+            self.now += self._suspended_s
+            self.resumed_at, self._suspended_s = self.now, 0.0
+
+
+@pytest.mark.parametrize("suspended_s", [0.0, 20.0])
+def test_others_are_not_taken_for_dead_because_this_process_was_suspended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suspended_s: float
+) -> None:
+    """The trainer has ended, and the leases of other hosts have expired, as they were suspended with this one."""
+    clock = _Clock(suspended_s)
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(suspension, "time", clock)
+    monkeypatch.setattr(Waiting, "_alive", lambda self: set())
+    context = WriterContext(0, lambda: None, lambda event: None, lambda: True, {}, lambda: 0)
+    region: Any = None
+    pending = _begun(tmp_path, 2)
+    task = WriteTask(
+        pending.root.path, pending.save, 1, b"", region, 0, 0, 0, True, [], {}, SaveOptions(), Process.here()
+    )
+    wait = Waiting(task, 2, context, "a test", awaited=lambda: [0], pending=pending)
+    with pytest.raises(OrphanedError):
+        all(clock.now < 1100 for _ in wait)
+    if suspended_s:
+        assert clock.now > clock.resumed_at + EXPIRY_S
+    else:
+        assert clock.now < 1000 + EXPIRY_S
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (8, 8), (128, 8), (2048, 8), (4096, 4)])

@@ -1,8 +1,11 @@
 """Slots are passed to the neighbours on a node, and outlive who made them."""
 
 import contextlib
+import dataclasses
 import errno
+import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -10,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from ckpt.staging import neighbors
 from ckpt.staging.neighbors import SlotExchange
+from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck
 
@@ -77,6 +82,11 @@ def test_everybody_sees_what_the_others_stage(world_size: int, leak_check: LeakC
                 region.close()
 
 
+def _offer(address: str, process: Process) -> bytes:
+    """Return what a rank says in the collective."""
+    return json.dumps([neighbors.node(), address, "a token", *dataclasses.astuple(process)]).encode()
+
+
 def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
     regions = [SharedMemory.create("slot", 4096), SharedMemory.create("slot", 4096)]
 
@@ -87,11 +97,104 @@ def test_who_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch, leak
         return SlotExchange(ranks).run([regions[0]])  # type: ignore[arg-type]
 
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 0.3)
-    ranks_offer = f'["{neighbors.node()}", "an unused address", "a token"]'.encode()
+    ranks_offer = _offer("an unused address", Process.here())
     first, _ = _exchange(2, act)
     assert first == {}
     for region in regions:
         region.close()
+
+
+_NEIGHBOUR = """
+import dataclasses, json, os, signal, socket, sys
+from inprocess.ipc.process import Process
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(f"\\0ckpt-{sys.argv[1]}")
+listener.listen(8)
+if sys.argv[2] == "with a child":
+    if os.fork() == 0:  # as a worker of a DataLoader: it has the socket, and outlives the neighbour
+        sys.stdin.read()
+        os._exit(0)
+print(json.dumps(dataclasses.astuple(Process.here())), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("kind", ["alone", "with a child"])
+def test_a_neighbour_that_was_killed_is_not_waited_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    """Killed behind the collective: it neither gives its slots, nor takes these."""
+    monkeypatch.setattr(neighbors, "_TIMEOUT_S", 600.0)
+    address = secrets.token_hex(16)
+
+    def act(ranks: _Ranks) -> object:
+        if ranks.rank == 1:
+            return ranks(_offer(address, process))
+        exchange = SlotExchange(ranks)  # type: ignore[arg-type]
+        victim.kill()
+        victim.wait()
+        with SharedMemory.create("slot", 4096) as region:
+            return exchange.run([region])
+
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", _NEIGHBOUR, address, kind]
+    with subprocess.Popen(command, text=True, **pipes) as victim:  # type: ignore[call-overload]
+        process = Process(*json.loads(victim.stdout.readline()))
+        taken, _ = _exchange(2, act)
+        assert taken == {}
+
+
+def test_a_neighbour_that_is_killed_while_it_is_waited_for_is_left(
+    monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    """A child of it has inherited the socket, so that the connection stays."""
+    monkeypatch.setattr(neighbors, "_TIMEOUT_S", 600.0)
+    address = secrets.token_hex(16)
+    wait_for = SlotExchange._wait_for
+
+    def kill_first(exchange: SlotExchange, *arguments: Any) -> None:
+        killed.append(victim.pid)
+        victim.kill()
+        victim.wait()
+        wait_for(exchange, *arguments)
+
+    def act(ranks: _Ranks) -> object:
+        if ranks.rank == 1:
+            return ranks(_offer(address, process))
+        with SharedMemory.create("slot", 4096) as region:
+            return SlotExchange(ranks).run([region])  # type: ignore[arg-type]
+
+    killed: list[int] = []
+    monkeypatch.setattr(SlotExchange, "_wait_for", kill_first)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", _NEIGHBOUR, address, "with a child"]
+    with subprocess.Popen(command, text=True, **pipes) as victim:  # type: ignore[call-overload]
+        process = Process(*json.loads(victim.stdout.readline()))
+        taken, _ = _exchange(2, act)
+        assert (taken, killed) == ({}, [victim.pid])
+
+
+def test_a_neighbour_that_is_stopped_is_waited_for_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
+) -> None:
+    monkeypatch.setattr(neighbors, "_TIMEOUT_S", 0.5)
+    address = secrets.token_hex(16)
+
+    def act(ranks: _Ranks) -> object:
+        if ranks.rank == 1:
+            return ranks(_offer(address, process))
+        with SharedMemory.create("slot", 4096) as region:
+            return SlotExchange(ranks).run([region])  # type: ignore[arg-type]
+
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", _NEIGHBOUR, address, "alone"], text=True, **pipes) as victim:  # type: ignore[call-overload]
+        try:
+            process = Process(*json.loads(victim.stdout.readline()))
+            taken, _ = _exchange(2, act)
+            assert taken == {}
+            assert "rank 1 cannot be shared: it has not answered within 0.5 s" in caplog.text
+        finally:
+            victim.kill()
 
 
 def test_a_neighbour_that_has_closed_is_left_out_without_a_warning(
@@ -143,10 +246,10 @@ def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch, leak_check
     own = [[SharedMemory.create("slot", 4096)] for _ in range(3)]
     take = SlotExchange._take
 
-    def interrupted(exchange: SlotExchange, rank: int, address: str) -> list[SharedMemory]:
-        if threading.current_thread() is victim[0] and rank == 2:
+    def interrupted(exchange: SlotExchange, neighbour: Any) -> list[SharedMemory]:
+        if threading.current_thread() is victim[0] and neighbour.rank == 2:
             raise KeyboardInterrupt
-        return take(exchange, rank, address)
+        return take(exchange, neighbour)
 
     victim: list[threading.Thread] = []
 

@@ -3,26 +3,32 @@
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from inprocess import Wrapper
 from inprocess.coordination import Access, Guard, Namespace, RestartIndex
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.etcd_messages import Span, after, read
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
+from inprocess.store import EtcdStore
 from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_child_cannot_use, eventually
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
+from tests.inprocess.restarting import outcome
+from tests.support import run_ranks
 
 pytestmark = needs_etcd
 
@@ -243,6 +249,131 @@ def test_without_a_quorum_the_store_is_lost_for_good(tmp_path: Path, pool: Threa
         etcd.start(0)
         with pytest.raises(StoreLostError):
             client.check(["key"])
+
+
+def post(client: EtcdClient, path: str, **document: Any) -> dict[str, Any]:
+    """Send a message to the cluster, as its administrator does."""
+    return client._gateway.run(lambda request: client._gateway.post(request, path, document))
+
+
+EVERYTHING = {"key": "AA==", "range_end": "AA=="}
+
+
+def fill(endpoints: Sequence[str]) -> None:
+    """Write until the cluster has no space any more: from then on it answers reads, and refuses changes."""
+    cluster = EtcdCluster(tuple(endpoints))
+
+    def write() -> None:
+        for number in range(1000):
+            client.set(f"key {number}", b"x" * 500_000)
+
+    with (
+        EtcdClient(cluster, "filler", patience=timedelta(seconds=0.5)) as client,
+        pytest.raises(StoreLostError, match="database space exceeded"),
+    ):
+        write()
+
+
+@pytest.fixture
+def small_etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """A cluster with space for a few megabytes."""
+    with Etcd(tmp_path, options=("--quota-backend-bytes=4000000",)) as etcd:
+        etcd.wait_ready()
+        yield etcd
+
+
+def test_a_full_cluster_is_lost_also_for_a_process_that_only_reads(small_etcd: Etcd, pool: ThreadPoolExecutor) -> None:
+    cluster = EtcdCluster(tuple(small_etcd.endpoints))
+    with (
+        EtcdClient(cluster, "job", patience=SHORT) as client,
+        EtcdClient(cluster, "job", patience=SHORT) as reading,
+    ):
+        waiting = pool.submit(reading.wait, ["absent"], LONG)
+        fill(small_etcd.endpoints)
+        with pytest.raises(
+            StoreLostError, match=r"has refused changes for 4 s: .*space exceeded.*etcdctl alarm disarm"
+        ):
+            client.set("key", "x")
+        assert isinstance(waiting.exception(20), StoreLostError)
+
+
+def test_a_cluster_that_has_space_again_in_time_is_not_lost(small_etcd: Etcd, pool: ThreadPoolExecutor) -> None:
+    with EtcdClient(EtcdCluster(tuple(small_etcd.endpoints)), "job", patience=LONG) as client:
+        fill(small_etcd.endpoints)
+        writing = pool.submit(client.set, "key", "x")
+        revision = post(client, "/v3/kv/range", key="eA==")["header"]["revision"]
+        post(client, "/v3/kv/compaction", revision=revision, physical=True)
+        post(client, "/v3/maintenance/defragment")
+        (alarm,) = post(client, "/v3/maintenance/alarm", action="GET")["alarms"]
+        assert not writing.done()
+        post(client, "/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
+        writing.result(30)
+        assert client.get("key") == b"x"
+        assert not client.lost
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies"])
+def test_a_fault_that_cannot_be_reported_ends_the_job(small_etcd: Etcd, fault: str) -> None:
+    """The cluster is full. Rank 0 would wait for rank 1 otherwise, and rank 1 for its own restart."""
+
+    def main(rank: int, world_size: int, url: str) -> Any:
+        @Wrapper(
+            store_factory=EtcdStore,
+            store_kwargs={"endpoints": url},
+            heartbeat_timeout=SHORT,
+            heartbeat_interval=timedelta(seconds=0.5),
+        )
+        def train() -> None:
+            if rank == 1:
+                fill((url,))
+                if fault == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("not to be reported")
+            while True:
+                time.sleep(0.1)
+
+        return outcome(train)
+
+    ended = dict.fromkeys((0, 1))  # by themselves, or on a busy machine by their monitors, 2 s later
+    for result in run_ranks(main, 2, small_etcd.endpoints[0], init_process_group=False, returncodes=ended):
+        assert result.value is None or result.value[0] == "StoreLostError"
+        assert "space exceeded" in result.stderr or (result.rank, fault) == (1, "dies")
+
+
+def test_without_its_lease_the_store_is_lost(client: EtcdClient, pool: ThreadPoolExecutor) -> None:
+    """Everything in it was deleted: what is written afterwards would be another store."""
+    waiting = pool.submit(client.wait, ["absent"], LONG)
+    post(client, "/v3/lease/revoke", ID=str(client._lease))
+    failure = waiting.exception(30)
+    assert isinstance(failure, StoreLostError)
+    assert "for 4 s, no change was possible: the lease of job" in str(failure)
+
+
+def test_without_the_permission_to_write_the_store_is_lost(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    with (
+        Etcd(tmp_path) as etcd,
+        EtcdClient(EtcdCluster(tuple(etcd.endpoints)), "administration", patience=SHORT) as admin,
+    ):
+        for name in ("root", "worker"):
+            post(admin, "/v3/auth/user/add", name=name, password="secret")
+            post(admin, "/v3/auth/role/add", name=name)
+            post(admin, "/v3/auth/user/grant", user=name, role=name)
+        post(admin, "/v3/auth/role/grant", name="worker", perm={"permType": "READWRITE", **EVERYTHING})
+        post(admin, "/v3/auth/enable")
+        clusters = {
+            name: EtcdCluster(tuple(etcd.endpoints), user=name, password="secret") for name in ("root", "worker")
+        }
+        with (
+            EtcdClient(clusters["root"], "job", patience=SHORT) as root,
+            EtcdClient(clusters["worker"], "job", patience=SHORT) as client,
+        ):
+            waiting = pool.submit(client.wait, ["absent"], LONG)
+            post(root, "/v3/auth/role/grant", name="worker", perm={"permType": "READ", **EVERYTHING})
+            with pytest.raises(StoreError, match="permission denied"):
+                client.set("key", "x")
+            failure = waiting.exception(30)
+            assert isinstance(failure, StoreLostError)
+            assert "for 4 s, no change was possible: etcd refuses /v3/kv/txn" in str(failure)
 
 
 def test_nobody_there(job: str) -> None:

@@ -1,6 +1,10 @@
+import contextlib
 import errno
 import resource
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -187,6 +191,58 @@ def test_who_proves_nothing_is_dropped(access: Access, monkeypatch: pytest.Monke
     with socket.create_connection((access.host, access.port), timeout=20) as stranger:
         while stranger.recv(1000):
             pass
+
+
+_SERVER = """
+import sys
+from inprocess.coordination import Access, StoreServer
+server = StoreServer(Access("127.0.0.1", 0, "job", 32 * "x"), silence_s=3.0)
+print(server.start().port, flush=True)
+sys.stdin.readline()
+print(server.client_count, flush=True)
+sys.stdin.readline()
+"""
+_CLIENT = """
+import sys
+from datetime import timedelta
+from inprocess.coordination import Access, CoordinationStore
+access = Access("127.0.0.1", int(sys.argv[1]), "job", 32 * "x")
+with CoordinationStore(access, patience=timedelta(seconds=60), ping_interval=timedelta(seconds=0.3)) as client:
+    print("connected", flush=True)
+    sys.stdin.readline()
+    client.set("key", "x")
+    print(client.get("key").decode(), flush=True)
+"""
+
+
+def test_a_server_that_was_suspended_itself_drops_nobody() -> None:
+    """All are stopped for longer than the limit, and the client goes on later. Without clients the server may end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(program: str, *arguments: str) -> Any:
+            command = [sys.executable, "-c", program, *arguments]
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(process.kill)
+            return process
+
+        def answer_of(process: Any) -> str:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return str(process.stdout.readline())
+
+        server = start(_SERVER)
+        client = start(_CLIENT, server.stdout.readline().strip())
+        assert client.stdout.readline() == "connected\n"
+        for process in (client, server):
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(5.0)
+        server.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        assert answer_of(server) == "1\n"
+        client.send_signal(signal.SIGCONT)
+        assert answer_of(client) == "x\n"
 
 
 def test_a_limit_of_descriptors_that_is_too_low_is_named() -> None:

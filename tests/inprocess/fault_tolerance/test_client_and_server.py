@@ -214,6 +214,31 @@ def test_a_stopped_rank_is_ended(node: Node) -> None:
     assert worker.wait() == -signal.SIGTERM  # it was continued
 
 
+def test_a_monitor_that_was_suspended_itself_starts_limits_again(node: Node) -> None:
+    """All are stopped for longer than the limit, and the rank goes on a little after its monitor."""
+    monitor = node.monitor(rank_section_timeouts={"middle": 3.0})
+    worker = node.worker("""
+        client.init_workload_monitoring()
+        client.start_section("middle")
+        say("open")
+        wait()
+        client.end_section("middle")
+        say("closed")
+        client.start_section("middle")
+        time.sleep(60)
+    """)
+    worker.line()
+    for pid in (monitor.pid, worker.pid):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6.0)
+    os.kill(monitor.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    os.kill(worker.pid, signal.SIGCONT)
+    worker.go()
+    assert worker.line() == "closed"
+    assert worker.wait() == -signal.SIGKILL  # and limits count again
+
+
 def test_outside_and_heartbeat_limits(node: Node) -> None:
     node.monitor(rank_section_timeouts={"a": 60}, rank_out_of_section_timeout=0.3, rank_heartbeat_timeout=60)
     assert node.worker("client.init_workload_monitoring(); time.sleep(60)").wait() == -signal.SIGKILL

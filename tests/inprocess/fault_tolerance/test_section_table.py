@@ -132,6 +132,25 @@ def test_a_rank_that_stays_late_is_killed_again_at_each_check() -> None:
     assert rank.after(100.0) is None
 
 
+def test_limits_start_again_after_a_suspension_of_the_monitor() -> None:
+    rank = Rank(rank_section_timeouts={"short": 10.0, "long": 100.0, "none": None})
+    for name in ("short", "long", "none"):
+        rank.recorder.open(name)
+    assert rank.after(9.0) is None
+    rank.now += 20 * NS
+    rank.watch.note_suspension(20.0)
+    assert rank.watch.look(rank.now) is None
+    assert rank.after(9.9) is None
+    rank.now += 2 * NS
+    rank.watch.note_suspension(2.0)  # too short for these limits
+    alarm = rank.watch.look(rank.now)
+    assert alarm is not None
+    assert [deadline.section for deadline in alarm.overdue] == ["short"]
+    rank.recorder.close("short")
+    assert rank.after(100.0 - 11.9 - 0.1) is None
+    assert rank.after(0.2) is AlarmAction.KILL
+
+
 def test_the_wall_clock_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     def stepped() -> float:
         raise AssertionError("the wall clock was asked")
