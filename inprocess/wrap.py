@@ -32,6 +32,7 @@ from inprocess.monitoring import Monitoring
 from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import ITERATION_CODE, RestartProtocol
+from inprocess.rank_environment import ranks_of_environment
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
 from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
@@ -127,6 +128,7 @@ class CallWrapper(Uncopied):
         require_no_process_group()
         self.wrapper = wrapper
         self.state = State.from_env()
+        ranks_of_environment().export_local()
         self._newcomer = newcomer_from_environment()
         if self._newcomer is not None:
             self.state.rank = self.state.initial_rank = self._newcomer.initial_rank
@@ -240,7 +242,7 @@ class CallWrapper(Uncopied):
 
         place = self._monitoring.place
         if self._newcomer is not None:
-            if place is None:
+            if not self._monitoring.takes_part:
                 _log.warning("the job was completed without this process")
                 return None
             self._newcomer.report_joined()

@@ -282,7 +282,6 @@ def test_past_the_hard_limit_of_the_wrapper_the_launcher_restarts(job: Job) -> N
         say("ends")
 
     inprocess.Wrapper(
-        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},
         abort=None,
         sections=FaultToleranceConfig(rank_section_timeouts={"step": 1}),
         soft_timeout=timedelta(seconds=30),
