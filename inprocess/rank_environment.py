@@ -69,7 +69,9 @@ _LAUNCHERS = (
     _OF_SLURM,
 )
 _HINTS = (*(name for each in _LAUNCHERS[:-1] for name in (each.rank, each.world_size)), "PMIX_RANK")
-_REMEDY = "start the processes with torchrun or ckpt_launcher, or set RANK and WORLD_SIZE in each of them"
+_REMEDY = (
+    "start the processes with torchrun or ckpt_launcher, or set RANK and WORLD_SIZE in each (0 and 1 if it is alone)"
+)
 
 
 def ranks_of_environment() -> RankEnvironment:
