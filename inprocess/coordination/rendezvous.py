@@ -76,9 +76,9 @@ class Rendezvous:
             return access
         if self._address is None:
             raise StoreError(
-                f"this is rank {self._rank} of {self._world_size}, and MASTER_ADDR and MASTER_PORT, which tell the ranks "
-                "where to meet, are not set: start the processes with torchrun or ckpt_launcher, or set both for all; or "
-                "RANK=0 and WORLD_SIZE=1 for a process that is alone"
+                f"this is rank {self._rank} of {self._world_size}, and MASTER_ADDR and MASTER_PORT, which tell the "
+                "ranks where to meet, are not set: start the processes with torchrun or ckpt_launcher, or set both for "
+                "all; or RANK=0 and WORLD_SIZE=1 for a process that is alone"
             )
         if access is None:
             return self._read()
