@@ -175,6 +175,9 @@ class CallWrapper(Uncopied):
     def fencing_token(self) -> int:
         """A number that is larger in each iteration, and in each job that starts later; the same on all ranks.
 
+        It is the time of the start in milliseconds, by the clock of one host, plus the iteration: if that clock is set
+        back between two starts, the later one has smaller numbers until the time of the earlier one has passed.
+
         For storage of your own that several jobs could write to: if it refuses tokens smaller than the largest it has
         seen, a process that was stopped and continues later cannot do harm. Checkpoint roots have their own token.
         """
