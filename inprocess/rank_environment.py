@@ -26,14 +26,14 @@ __all__ = ["RankEnvironment", "ranks_of_environment", "scheduled_ranks"]
 class RankEnvironment:
     """This process is `rank` of `world_size`, and on its node `local_rank` of `local_world_size`, if that is known.
 
-    `is_scheduled`: a launcher of MPI or a scheduler has given these numbers, to one job only.
+    `job` names the job to which a launcher of MPI or a scheduler has given these numbers, if it has a name.
     """
 
     rank: int
     world_size: int
     local_rank: int | None = None
     local_world_size: int | None = None
-    is_scheduled: bool = False
+    job: str = ""
 
     def export_local(self) -> None:
         """Set LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does, if they are known and not set."""
@@ -50,6 +50,7 @@ class _Names:
     world_size: str
     local_rank: str
     local_world_size: str = ""
+    jobs: tuple[tuple[str, ...], ...] = ()  # variables that name the job together; the first that are all set count
 
     def read(self) -> RankEnvironment | None:
         """Return the numbers that they hold; None unless there is a rank and a world size."""
@@ -57,15 +58,22 @@ class _Names:
         if rank is None or world_size is None:
             return None
         local_world_size = _number(self.local_world_size) if self.local_world_size else _tasks_of_this_node()
-        return RankEnvironment(rank, world_size, _number(self.local_rank), local_world_size, is_scheduled=True)
+        named = (".".join(os.environ.get(name, "") for name in names) for names in self.jobs if _all_set(names))
+        return RankEnvironment(rank, world_size, _number(self.local_rank), local_world_size, next(named, ""))
 
 
-_OF_SLURM = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+_OF_SLURM = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", jobs=(("SLURM_JOB_ID", "SLURM_STEP_ID"),))
 _LAUNCHERS = (
-    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Names(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
+    ),
     _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    _Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", jobs=(("FLUX_JOB_ID",),)),
     _OF_SLURM,
 )
 _HINTS = (*(name for each in _LAUNCHERS[:-1] for name in (each.rank, each.world_size)), "PMIX_RANK")
@@ -108,6 +116,10 @@ def _found() -> str:
     values = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
     missing = [f"{name} is not set" for name in names[:2] if not os.environ.get(name)]
     return ", ".join([*values, *missing])
+
+
+def _all_set(names: tuple[str, ...]) -> bool:
+    return all(os.environ.get(name) for name in names)
 
 
 def _number(variable: str) -> int | None:

@@ -62,10 +62,11 @@ class Rendezvous:
         self._world_size = world_size
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._timeout_s = timeout.total_seconds()
-        self._prefix = f"inprocess/{_launch()}/{_calls}"
-        self._claim = Claim.of_this_process(rank, world_size)
         scheduled = scheduled_ranks()
-        self._is_certain = scheduled is not None and (scheduled.rank, scheduled.world_size) == (rank, world_size)
+        job = scheduled.job if scheduled is not None and scheduled.world_size == world_size else ""
+        self._prefix = f"inprocess/{_launch()}/{job}/{_calls}"
+        self._is_certain = bool(job)
+        self._claim = Claim.of_this_process(rank, world_size)
         self._address = _launcher_address()
         self._has_agent = os.environ.get("TORCHELASTIC_RUN_ID") is not None and _agent is not None
 
@@ -105,6 +106,7 @@ class Rendezvous:
         store, own = self._own_store(), self._claim
         slots, admitted = Slots(own, certain=self._is_certain), {own.id}
         desk = _Desk(store, self._prefix, slots)
+        better_s = min(_BETTER_CLAIMS_S, self._timeout_s / 4)
         store.set(f"{self._prefix}/rank_0", own.encode())
         changed_s, taken = time.monotonic(), slots.taken
 
@@ -113,7 +115,7 @@ class Rendezvous:
             desk.take_claims()
             if slots.taken != taken:
                 changed_s, taken = time.monotonic(), slots.taken
-            return slots.is_full and (slots.is_alike or time.monotonic() - changed_s >= _BETTER_CLAIMS_S)
+            return slots.is_full and (slots.is_alike or time.monotonic() - changed_s >= better_s)
 
         self._wait(is_settled, slots.missing)
         admitted |= {claim.id for claim in taken.values()}
@@ -306,5 +308,5 @@ def _launcher_address() -> tuple[str, int] | None:
 
 def _launch() -> str:
     """Return a name that all processes started together share, and that differs from one start to the next."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
     return "/".join(os.environ.get(name, "") for name in names)

@@ -89,6 +89,23 @@ def test_too_little_is_an_error_that_names_the_variables(
         ranks_of_environment()
 
 
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        (SLURM, ""),
+        (f"{SLURM} SLURM_JOB_ID=7", ""),
+        (f"{SLURM} SLURM_JOB_ID=7 SLURM_STEP_ID=0", "7.0"),
+        (f"{OMPI} SLURM_JOB_ID=7 SLURM_STEP_ID=0", ""),  # that of a daemon of mpirun, on some of the nodes
+        (f"{OMPI} PMIX_NAMESPACE=prte-1", "prte-1"),
+        (f"{OMPI} OMPI_MCA_ess_base_jobid=123", "123"),
+        ("PMI_RANK=1 PMI_SIZE=2", ""),
+    ],
+)
+def test_the_name_of_the_job(monkeypatch: pytest.MonkeyPatch, variables: str, job: str) -> None:
+    setenv(monkeypatch, variables)
+    assert ranks_of_environment().job == job
+
+
 def test_the_local_numbers_are_set_as_torchrun_does(monkeypatch: pytest.MonkeyPatch) -> None:
     setenv(monkeypatch, "LOCAL_RANK=5")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -17,7 +17,7 @@ from tests.ckpt.crash.killers import wait_until
 from tests.inprocess.restarting import SHORT, numbers, outcome, seconds
 from tests.support import RankGroup, free_port, launch_ranks, rank_values
 
-QUICK = seconds(soft_timeout=15, hard_timeout=20, barrier_timeout=50)
+QUICK = seconds(soft_timeout=15, hard_timeout=20, barrier_timeout=240)
 
 
 def run_when_told(rank: int, world_size: int, job: str, folder: Path) -> Any:
@@ -60,7 +60,7 @@ class TwoJobs:
 
         wait_until(serves, 30)
         store: Any = dist.TCPStore("127.0.0.1", self.port, None, False, timedelta(seconds=20))  # type: ignore[attr-defined]
-        wait_until(lambda: store.add(f"inprocess/{rendezvous._launch()}/1/claims", 0) >= count, 30)
+        wait_until(lambda: store.add(f"inprocess/{rendezvous._launch()}//1/claims", 0) >= count, 30)
 
     def refusal(self, job: str, rank: int) -> str:
         """Return the text of the error with which a rank ends."""
