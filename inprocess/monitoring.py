@@ -66,9 +66,7 @@ class Monitoring:
         self._state = state
         self._own_server = issubclass(settings.store_factory, TCPStore)
         self._is_first = state.rank == 0 and newcomer is None
-        self._first_rank = (
-            state.rank or 0
-        ) % state.world_size  # in the first iteration; of a newcomer, the one in whose place it is
+        self._first_rank = (state.rank or 0) % state.world_size  # of a newcomer, that in whose place it was started
         self._rendezvous = Rendezvous(state.rank or 0, state.world_size, settings.barrier_timeout)
         self.process = MonitorProcess(self._watch_rank(stacks, sections_fd), on_lost=self._process_lost)
         self._cleanup = ExitStack()
