@@ -7,7 +7,8 @@
     gets its rank in iteration i + 1 together with all others
 
 So no process waits for a newcomer, and one that dies before it is named costs nothing. Its initial rank is one that no
-process of the job ever had.
+process of the job ever had. One that comes before all ranks have met does not wait: it is the rank in whose place it
+was started; see `monitoring`.
 """
 
 from __future__ import annotations

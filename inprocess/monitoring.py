@@ -7,7 +7,7 @@
     5  the monitor process connects  from now on it reports for the rank
 
 At the end of the call this is undone in reverse order. A newcomer, which joins a running job, starts no server, and
-waits at 4 until the job restarts; see `joining`.
+waits at 4 until the job restarts; see `joining`. One that comes before all ranks have met is the rank that was lost.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 from inprocess.agreement import Agreement
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, RestartIndex
+from inprocess.coordination.claims import RankSlot
 from inprocess.coordination.process import ServerProcess
 from inprocess.coordination.rendezvous import Rendezvous, new_access
-from inprocess.exception import RestartError
+from inprocess.exception import RestartError, StaleViewError
 from inprocess.joining import Newcomer, Place
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.keeper import MonitorProcess
@@ -45,7 +46,7 @@ class Monitoring:
     """The monitor `process` of one call on one rank, and the `store`; a context manager, see the module.
 
     `state` is that of the call and may change. The monitor process reads the rank's stacks and sections from `stacks`
-    and `sections_fd`. `place` is that of a newcomer; None if the job was completed without it.
+    and `sections_fd`. `place` is that of a newcomer. `takes_part` is false if the job was completed without it.
     """
 
     def __init__(
@@ -58,33 +59,60 @@ class Monitoring:
     ) -> None:
         self.store: Any = None
         self.place: Place | None = None
+        self.takes_part = newcomer is None
         self._newcomer = newcomer
         self.first_token = 0  # of iteration 0
         self._settings = settings
         self._state = state
         self._own_server = issubclass(settings.store_factory, TCPStore)
+        self._is_first = state.rank == 0 and newcomer is None
+        self._first_rank = (state.rank or 0) % state.world_size  # of a newcomer, that in whose place it was started
         self._rendezvous = Rendezvous(state.rank or 0, state.world_size, settings.barrier_timeout)
         self.process = MonitorProcess(self._watch_rank(stacks, sections_fd), on_lost=self._process_lost)
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Monitoring:
         with ExitStack() as undo:
+            if self._newcomer is not None and self._first_rank == 0 and self._rendezvous.lacks_rank_0():
+                self._is_first = True  # the rank that it replaces has died before it was found
             server = self._start_server(undo) if self._own_server and self._is_first else None
             self.process.start()
             undo.callback(self.process.shutdown)
             self.store = self._open_store(None if server is None else server.wait_started())
             undo.callback(getattr(self.store, "close", lambda: None))
             undo.callback(self.process.stop_replacing)
-            if self._newcomer is None:
-                RestartIndex(self.store).begin()
-                self._meet_all("initial_barrier")
-            else:
+            if not self._begin():
+                assert self._newcomer is not None
                 self._join(self._newcomer)
+            if server is not None:
+                server.expect_no_more()
             self.first_token = RestartIndex(self.store).first_token()
-            if self._newcomer is None or self.place is not None:
+            if self.takes_part:
                 self._connect_process()
             self._cleanup = undo.pop_all()
         return self
+
+    def _begin(self) -> bool:
+        """Take part from the beginning; False for a newcomer whose rank has begun, or without which the job has."""
+        slot = RankSlot(self.store, self._first_rank)
+        if self._newcomer is None:
+            RestartIndex(self.store).begin()
+            slot.claim()
+        else:
+            try:
+                RestartIndex(self.store).begin()
+                if self.agreement(0, None).wait_outcome(0.0) is not None or not slot.take_over():
+                    return False
+            except StaleViewError:
+                return False
+            _log.warning(
+                "this process takes the place of rank %d, which has ended before the job began", self._first_rank
+            )
+            self._state.rank = self._first_rank
+        self._meet_all("initial_barrier")
+        slot.enter()
+        self.takes_part = True
+        return True
 
     def _join(self, newcomer: Newcomer) -> None:
         self.place = newcomer.wait_for_place(
@@ -93,6 +121,7 @@ class Monitoring:
             self._settings.heartbeat_timeout.total_seconds(),
         )
         if self.place is not None:
+            self.takes_part = True
             self.place.take(self._state)
 
     def _connect_process(self) -> None:
@@ -106,10 +135,6 @@ class Monitoring:
     def agreement(self, iteration: int, world_size: int | None) -> Agreement:
         """Return the agreement of an iteration."""
         return Agreement(iteration_store(self.store, iteration), iteration, world_size)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._state.rank == 0 and self._newcomer is None
 
     @property
     def local_host(self) -> str:
@@ -175,7 +200,7 @@ class Monitoring:
         return server
 
     def _meet_all(self, name: str) -> None:
-        self.store.barrier(
+        self.store.reentrant_barrier(  # a rank counts once, whichever process has arrived for it
             ranks=[self._state.rank],
             group_name=name,
             rendezvous_count=self._state.world_size,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inprocess.attribution import InterruptionRecord
+from inprocess.rank_environment import ranks_of_environment
 
 __all__ = ["FrozenState", "Mode", "State", "Status"]
 
@@ -56,8 +57,9 @@ class State:
 
     @classmethod
     def from_env(cls) -> State:
-        """Return the state at the start of the job: RANK (default 0) and WORLD_SIZE (default 1)."""
-        return cls(rank=_number("RANK", 0), world_size=_number("WORLD_SIZE", 1))
+        """Return the state at the start of the job; see `rank_environment` for the variables that say it."""
+        ranks = ranks_of_environment()
+        return cls(rank=ranks.rank, world_size=ranks.world_size)
 
     @property
     def status(self) -> Mode:
@@ -131,11 +133,3 @@ class FrozenState:
 
 def _fields_of(state: State | FrozenState) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"the environment variable {variable} must be a number, not {text!r}") from None

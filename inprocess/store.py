@@ -23,9 +23,11 @@ from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreS
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.namespace import PrefixView
+from inprocess.coordination.process import PORT_WAIT_S
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.proofs import job_secret
+from inprocess.rank_environment import ranks_of_environment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import FileStore as TorchFileStore
@@ -155,7 +157,7 @@ class TCPStore(_ClientStore):
         """
         super().__init__()
         self.set_timeout(timeout)
-        is_first = os.environ.get("RANK", "0") == "0"
+        is_first = (access is None or wait_for_workers) and ranks_of_environment().rank == 0
         self._server: StoreServer | None = None
         try:
             if access is None:
@@ -164,12 +166,12 @@ class TCPStore(_ClientStore):
                 self.critical_ranks = (0,)
                 if is_first:
                     self._server = StoreServer(access)
-                    access = self._server.start()
+                    access = self._server.start(port_wait_s=min(PORT_WAIT_S, timeout.total_seconds()))
             self.client = CoordinationStore(
                 access, timeout=timeout, connect_timeout=timeout, patience=patience, ping_interval=ping_interval
             )
             if wait_for_workers:
-                self._count_workers(world_size or int(os.environ.get("WORLD_SIZE", "1")), timeout, wait=is_first)
+                self._count_workers(world_size or ranks_of_environment().world_size, timeout, wait=is_first)
         except BaseException:
             self.close()
             raise

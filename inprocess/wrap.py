@@ -32,6 +32,7 @@ from inprocess.monitoring import Monitoring
 from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import ITERATION_CODE, RestartProtocol
+from inprocess.rank_environment import ranks_of_environment
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
 from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
@@ -127,6 +128,7 @@ class CallWrapper(Uncopied):
         require_no_process_group()
         self.wrapper = wrapper
         self.state = State.from_env()
+        ranks_of_environment().export_local()
         self._newcomer = newcomer_from_environment()
         if self._newcomer is not None:
             self.state.rank = self.state.initial_rank = self._newcomer.initial_rank
@@ -172,6 +174,9 @@ class CallWrapper(Uncopied):
     @property
     def fencing_token(self) -> int:
         """A number that is larger in each iteration, and in each job that starts later; the same on all ranks.
+
+        It is the time of the start in milliseconds, by the clock of one host, plus the iteration: if that clock is set
+        back between two starts, the later one has smaller numbers until the time of the earlier one has passed.
 
         For storage of your own that several jobs could write to: if it refuses tokens smaller than the largest it has
         seen, a process that was stopped and continues later cannot do harm. Checkpoint roots have their own token.
@@ -240,7 +245,7 @@ class CallWrapper(Uncopied):
 
         place = self._monitoring.place
         if self._newcomer is not None:
-            if place is None:
+            if not self._monitoring.takes_part:
                 _log.warning("the job was completed without this process")
                 return None
             self._newcomer.report_joined()

@@ -54,7 +54,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"ipc"},  # shared with ckpt, so it knows nothing of either
     # Mechanisms that know nothing of restarts.
     {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "process_state"}
-    | {"settings", "tools"},
+    | {"rank_environment", "settings", "tools"},
     {"waiting"},
     {"unblock"},
     {"coordination", "events", "progress_watchdog", "state"},

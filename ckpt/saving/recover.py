@@ -7,6 +7,7 @@ branch. Both publish what is complete and abandon the rest.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -22,7 +23,7 @@ from ckpt.storage.outcomes import NotDurableError, Reason
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.step_documents import FORMAT_VERSION
 
-__all__ = ["Branch", "adopt", "recover_for_restore", "supersede", "superseded", "take_over"]
+__all__ = ["Branch", "adopt", "lost_token", "recover_for_restore", "supersede", "superseded", "take_over"]
 
 _SHOWN = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
@@ -88,7 +89,7 @@ def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Cal
     if state is OwnerState.ACTIVE or (state is OwnerState.GONE and not root.pending()):
         return newest
     try:
-        token = ownership.claim(max(seen, newest), temporary=True)
+        token = ownership.claim(max(seen, newest), temporary=True, above=0 if newest else lost_token(root))
     except FencedError:
         return newest  # another start was faster, and its owner is alive
     try:
@@ -96,6 +97,19 @@ def _recover(root: Root, seen: int, own: int | None, timeout_s: float, warn: Cal
     finally:
         ownership.release(token)
     return token
+
+
+def lost_token(root: Root) -> int:
+    """Return the largest token that steps and undecided saves tell of, for a root without claims; 0 if there is none.
+
+    Claims are lost where a root was copied without its hidden folders. The clock alone would not do for the next one:
+    it may have been set back, and then everything that is there would count as saved by a later owner.
+    """
+    tokens = [save.owner for save in root.pending()]
+    for step in root.steps():
+        with contextlib.suppress(StorageError):  # one that cannot be read tells nothing
+            tokens.append(root.owner_of(step))
+    return max(tokens, default=0)
 
 
 def take_over(root: Root, token: int, branch: Branch, timeout_s: float, warn: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
 from ckpt.saving.memory_tier import MemoryTier
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.plan_cache import PlanCache, PreparedState
-from ckpt.saving.recover import Branch
+from ckpt.saving.recover import Branch, lost_token
 from ckpt.saving.replicator import ReplicaOptions, Replicator
 from ckpt.saving.scheduled import Scheduled, wait_for_program
 from ckpt.saving.snapshots import Snapshots
@@ -141,7 +141,8 @@ class Saver:
         if self._packs is not None:
             self._packs.claim()
         seen = self._root.ownership.newest() if self._seen is None else self._seen
-        self._seen = self._token = self._root.ownership.claim(seen, above=self.claim_above)
+        above = self.claim_above if seen else max(self.claim_above, lost_token(self._root))
+        self._seen = self._token = self._root.ownership.claim(seen, above=above)
         self._claim_lease.hold(self._token)
         return self._token
 

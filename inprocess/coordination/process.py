@@ -3,7 +3,8 @@
 It is neither a rank nor a monitor process, so the death of one of these does not end the job; its own death does. It
 imports no torch. Its configuration, with the secret, is a line of JSON on standard input, never on a command line; it
 answers with the port in another line. The end of the input means that rank 0 no longer needs it, or is dead: then it
-serves the remaining clients, and ends with the last of them.
+serves the remaining clients, and ends with the last of them. If rank 0 has died before the others have come, they, and
+a process in the place of rank 0, have a moment to come.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.process import end_process, start_module
 
-__all__ = ["ServerProcess"]
+__all__ = ["PORT_WAIT_S", "ServerProcess"]
 
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
+PORT_WAIT_S = 20.0
+"""How long a given port is waited for, if it is in use."""
+
 _END_TIMEOUT_S = 1.0
 _PAUSE_S = 0.05
+_FIRST_CLIENTS_S = 10.0
 _ADDRESS_HINT = (
     "`store_kwargs={'host_name': ..., 'port': ...}` names an address of this machine that the others can reach; "
     "the default is MASTER_ADDR, and any free port"
@@ -42,12 +47,21 @@ _ADDRESS_HINT = (
 class ServerProcess:
     """The server process, as rank 0 handles it. `access` has the real port once it has started.
 
-    It must have descriptors for this number of `clients`; one that is silent for `silence_s` is disconnected.
+    It must have descriptors for this number of `clients`; one that is silent for `silence_s` is disconnected. A port
+    that is in use is waited for, at most `port_wait_s`.
     """
 
-    def __init__(self, access: Access, *, clients: int, silence_s: float, logfile: str | None = None) -> None:
+    def __init__(
+        self,
+        access: Access,
+        *,
+        clients: int,
+        silence_s: float,
+        logfile: str | None = None,
+        port_wait_s: float = PORT_WAIT_S,
+    ) -> None:
         self.access = access
-        self._config = {"clients": clients, "silence_s": silence_s, "logfile": logfile}
+        self._config = {"clients": clients, "silence_s": silence_s, "logfile": logfile, "port_wait_s": port_wait_s}
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         in_forked_children(self._close_input)  # its end tells the server that rank 0 has ended
@@ -86,8 +100,16 @@ class ServerProcess:
         self.access = replace(self.access, port=int(answer["port"]))
         return self.access
 
+    def expect_no_more(self) -> None:
+        """Let the process end with its last client, also if this process dies: all ranks have connected."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(b"all\n")
+                self._process.stdin.flush()
+
     def close(self) -> None:
         """Let the process end as soon as it has no clients. Idempotent; waits up to a second for that."""
+        self.expect_no_more()
         process, self._process = self._process, None
         if process is None:
             return
@@ -127,16 +149,22 @@ def main() -> int:
     access = Access.from_document(config["access"])
     server = StoreServer(access, silence_s=config["silence_s"])
     try:
-        port = server.start(config["clients"]).port
+        port = server.start(config["clients"], port_wait_s=config["port_wait_s"], is_wanted=_is_wanted).port
     except (OSError, StoreError) as error:
         _answer({"error": f"{error}: {access.host}:{access.port}; {_ADDRESS_HINT}"})
         return 1
     _answer({"port": port, "pid": os.getpid()})
-    sys.stdin.buffer.read()
-    while server.client_count:
+    all_came = bool(sys.stdin.buffer.read())
+    deadline = time.monotonic() + (0.0 if all_came else _FIRST_CLIENTS_S)
+    while server.client_count or time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     server.close()
     return 0
+
+
+def _is_wanted() -> bool:
+    """Return whether rank 0 lives and needs a server."""
+    return not select.select([sys.stdin], [], [], 0)[0]
 
 
 def _answer(document: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ A job has one server and no copy of it: a process that cannot reach it does not 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import resource
@@ -16,6 +17,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from inprocess.coordination.connection import FrameStream
 from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
@@ -47,6 +49,7 @@ _STRANGER_S = 0.5  # what such a connection may take when others wait
 _MOST_UNSENT = 64 << 20  # bytes queued for a peer: one that does not read must not fill the memory
 _SPARE_DESCRIPTORS = 64
 _ACCEPT_PAUSE_S = 0.1
+_PORT_PAUSE_S = 0.05
 
 
 class StoreServer:
@@ -75,15 +78,17 @@ class StoreServer:
         self.request_count = 0
         self.bytes_sent = 0
 
-    def start(self, clients: int = 0) -> Access:
+    def start(
+        self, clients: int = 0, *, port_wait_s: float = 0.0, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Access:
         """Bind and begin to serve; return the access with the real port. Call it once.
 
-        OSError if the address cannot be used. StoreError if this process may not open enough descriptors for this
-        number of `clients`.
+        A port that is in use is tried again for `port_wait_s`, as long as the server `is_wanted`. OSError if the
+        address cannot be used. StoreError if this process may not open enough descriptors for this number of `clients`.
         """
         try:
             _raise_descriptor_limit(clients)
-            self._listener = listen(self._access.host, self._access.port)
+            self._listener = _listen_within(self._access, port_wait_s, is_wanted)
         except BaseException:
             self.close()
             raise
@@ -402,6 +407,22 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def _listen_within(access: Access, wait_s: float, is_wanted: Callable[[], bool]) -> socket.socket:
+    """Listen at the address; wait for its port, which the server of an earlier start of the job may be just leaving."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return listen(access.host, access.port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if time.monotonic() >= deadline or not is_wanted():
+                after = f" after {wait_s:g} s" if wait_s else ""
+                text = f"port {access.port} is still in use by another program, or another job{after}"
+                raise OSError(error.errno, text) from None
+        time.sleep(_PORT_PAUSE_S)
 
 
 def _raise_descriptor_limit(clients: int) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from inprocess.ipc.packets import Channel, Codec
+from inprocess.rank_environment import scheduled_ranks
 
 __all__ = [
     "CODEC",
@@ -60,19 +61,21 @@ class RankInfo:
 
     @classmethod
     def get_for_current_rank(cls) -> RankInfo:
-        """Describe this process: its rank in the default process group, else RANK. ValueError if there is neither.
+        """Describe this process: its rank in the default process group, else RANK, else that of the scheduler.
 
-        Does not import torch: if it is not imported there is no process group.
+        ValueError if there is none of these. Does not import torch: if it is not imported there is no process group.
         """
-        distributed = sys.modules.get("torch.distributed")
+        distributed, scheduled = sys.modules.get("torch.distributed"), scheduled_ranks()
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             rank = int(distributed.get_rank())
         elif (text := os.environ.get("RANK")) is not None:
             rank = int(text)
+        elif scheduled is not None:
+            rank = scheduled.rank
         else:
             raise ValueError("the rank is unknown: there is no default process group, and RANK is not set")
-        local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
-        return cls(rank, local_rank, socket.gethostname(), os.getpid())
+        local_rank = os.environ.get("LOCAL_RANK") or (None if scheduled is None else scheduled.local_rank)
+        return cls(rank, -1 if local_rank is None else int(local_rank), socket.gethostname(), os.getpid())
 
 
 # -- the first message and its answers ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ See tests/ckpt/crash/ownership_model.py. Both jobs run in this process; one acts
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError
+from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import assert_whole, opened, save, state_of
 from tests.ckpt.storage.syscalls import Call, Syscalls
@@ -195,6 +197,41 @@ def test_a_step_of_a_later_owner_is_not_moved_to_the_damaged_ones(tmp_path: Path
         with pytest.raises(ckpt.FencedError), Syscalls().hooked(_stopped(_renames_of(20), 0, continues)):
             save(earlier, 11)
         _assert_continued(tmp_path, [10, 20])
+
+
+@pytest.mark.parametrize("claims_are_lost", [False, True])
+def test_the_token_of_a_later_start_is_larger_although_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claims_are_lost: bool
+) -> None:
+    with opened(tmp_path) as earlier:
+        for step in (10, 20, 30):
+            save(earlier, step)
+    (tmp_path / "step_00000030" / "state.json").unlink()
+    if claims_are_lost:  # as where a root is copied without its hidden folders
+        shutil.rmtree(tmp_path / ".owner")
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    with opened(tmp_path) as later:
+        assert later.restore(state_of(-1.0)) == 20
+        save(later, 30)
+    assert assert_whole(tmp_path) == [10, 20, 30]
+    assert [path.name for path in (tmp_path / ".damaged").glob("step_*")], "the damaged step counts as an earlier one"
+    root = CheckpointRoot(str(tmp_path))
+    assert root.ownership.newest() == root.owner_of(30) == root.owner_of(20) + 1
+
+
+def test_an_undecided_save_is_decided_although_claims_are_lost_and_the_clock_was_set_back(tmp_path: Path) -> None:
+    root, token = CheckpointRoot(str(tmp_path)), 2_000_000_000_000  # by a clock that was ahead
+    root.make()
+    root.pending_save(SaveId(10, token, "0123456789abcdef"), token).begin(1, "digest", None)
+    shutil.rmtree(tmp_path / ".owner")
+    assert len(root.pending()) == 1
+    with opened(tmp_path) as later:
+        assert later.restore(state_of(-1.0)) is None
+        assert root.pending() == []
+        assert root.ownership.newest() == token + 1
+        save(later, 10)
+    assert root.owner_of(10) == root.ownership.newest() == token + 2
 
 
 def test_a_step_that_was_moved_aside_is_not_published_again_under_a_later_owner(tmp_path: Path) -> None:

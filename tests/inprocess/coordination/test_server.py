@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from inprocess.coordination import Access, CoordinationStore, StoreServer
+from inprocess.coordination.process import ServerProcess
 from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, proof
 from inprocess.exception import StoreError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
@@ -111,6 +112,30 @@ def test_a_port_that_is_taken(server: StoreServer, access: Access) -> None:
     third = StoreServer(access)
     assert third.start() == access
     third.close()
+
+
+def test_a_port_that_becomes_free_is_waited_for(server: StoreServer, access: Access) -> None:
+    second = StoreServer(access)
+
+    def ends() -> bool:  # asked after each attempt
+        server.close()
+        return True
+
+    assert second.start(port_wait_s=30, is_wanted=ends) == access
+    second.close()
+
+
+def test_a_port_is_not_waited_for_without_need(access: Access) -> None:
+    second = StoreServer(access)
+    with pytest.raises(OSError, match=f"port {access.port} is still in use"):
+        second.start(port_wait_s=600, is_wanted=lambda: False)
+
+
+def test_the_process_names_a_port_that_stays_in_use(access: Access) -> None:
+    process = ServerProcess(access, clients=1, silence_s=60, port_wait_s=0.1)
+    process.start()
+    with pytest.raises(StoreError, match=rf"port {access.port} is still in use by another program.* after 0.1 s"):
+        process.wait_started()
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------------

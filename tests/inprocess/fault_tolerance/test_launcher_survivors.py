@@ -260,6 +260,56 @@ def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int, numberin
     assert events.count("ends") == 3
 
 
+DIES_EARLY = """
+    import signal
+    from inprocess import monitoring
+
+    rank, begin, meet = int(os.environ["RANK"]), monitoring.Monitoring._begin, monitoring.Monitoring._meet_all
+
+    def die(*arguments):
+        say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def arrive_and_die(self, name):
+        self.store.reentrant_barrier([rank], name, 3, timedelta(0))
+        die()
+
+    if rank == {dying} and "INPROCESS_JOIN" not in os.environ:
+        {how}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dying", "how"),
+    [
+        (0, "die()"),
+        (0, "monitoring.Monitoring._begin = die"),
+        (1, "monitoring.Monitoring._meet_all = arrive_and_die"),
+    ],
+)
+def test_a_replacement_that_comes_before_the_first_meeting_is_the_rank_that_was_lost(
+    job: Job, dying: int, how: str
+) -> None:
+    begins = JOINS.format(numbering="LauncherOrder()").replace("if call.iteration", "if False and call.iteration")
+    late = """
+    if rank == 2:  # so that the job cannot begin before the replacement is there
+        while "takes the place" not in open(os.environ["TEST_EVENTS"]).read():
+            time.sleep(0.02)
+    """
+    says = """
+    take_over = monitoring.RankSlot.take_over
+    monitoring.RankSlot.take_over = lambda slot: (took := take_over(slot)) and (say("takes the place") or took)
+    """
+    script = begins.replace("    def train", DIES_EARLY.format(dying=dying, how=how) + says + late + "\n    def train")
+    launcher = job.one_node(script, REPLACED, ranks=3, restarts=0)
+    assert launcher.wait(58) == 0, launcher.log()
+    events = job.events()
+    assert events.count("dies") == events.count("takes the place") == 1
+    assert sorted(re.findall(r"iteration 0 of 3 as (\d)", events)) == ["0", "1", "2"]
+    assert events.count("ends") == 3
+    assert "iteration 1" not in events
+
+
 def test_a_tree_goes_on_without_the_replacement(job: Job) -> None:
     tree = "Tree([inprocess.rank_assignment.Layer()])"
     launcher = job.one_node(JOINS.format(numbering=tree), REPLACED, ranks=3, restarts=0)
