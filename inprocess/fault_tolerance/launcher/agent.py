@@ -96,7 +96,7 @@ class LauncherAgent(LocalElasticAgent):
                 with self._resources.signals.raising():
                     self._rendezvous(group)
                     assert rounds.meeting is not None
-                    self._cycle = rounds.meeting.agree_on_cycle(self._cycle)
+                    self._cycle = rounds.meeting.agree_on_cycle(self._cycle, len(group.workers))
                 break
             except MeetingError as error:
                 _log.warning("joining the rendezvous again: %s", error)
@@ -147,7 +147,7 @@ class LauncherAgent(LocalElasticAgent):
                 fewest=options.min_workers,
                 silence_s=self._resources.rounds.silence_s,
                 error_files=self._pcontext.error_files,
-                replace=self._replace_worker,
+                replace_worker=self._replace_worker,
                 most_replacements=options.max_replacements,
             )
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
-from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job
+from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job, Launcher
 from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
 from tests.support.selection import full_only
 
@@ -166,6 +166,39 @@ def test_a_node_that_dies_is_lost_with_its_workers(job: Job) -> None:
     assert nodes[0].wait() == 0
     assert "has not answered for 4 s" in nodes[0].log()
     assert job.events().count("ends") == 1
+
+
+def freeze_second_node(job: Job) -> tuple[Launcher, Launcher]:
+    """Two launchers with a worker each; that of rank 1 is stopped until the other one has given its node up."""
+    first, second = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, *POLICY)
+    for rank in (0, 1):
+        job.wait_event(rf"cycle 0 rank {rank} pid")
+    second.signal(signal.SIGSTOP)
+    first.wait_log("has not answered for 4 s; the other 1 of 2 workers go on")
+    return first, second
+
+
+@pytest.mark.timeout(120)
+def test_the_workers_of_a_node_that_comes_back_are_lost_once(job: Job) -> None:
+    first, second = freeze_second_node(job)
+    kill_rank(job, 1)  # as its wrapper does when the others have gone on without it
+    second.signal(signal.SIGCONT)
+    second.wait_log("rank 1 with -9; the other 1 of 2 workers go on")
+    go(job)
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert [line for line in job.events().splitlines() if "ends" in line] == ["cycle 0 rank 0 ends"]
+
+
+@pytest.mark.timeout(120)
+def test_a_node_that_comes_back_with_its_workers_counts_again(job: Job) -> None:
+    first, second = freeze_second_node(job)
+    second.signal(signal.SIGCONT)
+    second.wait_log("its workers count again")
+    kill_rank(job, 0)
+    first.wait_log("rank 0 with -9; the other 1 of 2 workers go on")
+    go(job)
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert [line for line in job.events().splitlines() if "ends" in line] == ["cycle 0 rank 1 ends"]
 
 
 @full_only
