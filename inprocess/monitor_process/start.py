@@ -142,7 +142,7 @@ class MonitorHandle:
         ended = not self.is_alive()
         if not ended:
             self.kill()
-            self.join()
+            self.join(_END_TIMEOUT_S)  # not without limit: a killed process may hang in the kernel
         fd, self.sentinel = self.sentinel, -1
         if fd >= 0:
             os.close(fd)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
 from typing import Any
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
@@ -75,8 +77,12 @@ class LauncherAgent(LocalElasticAgent):
         assert meeting is not None
         self._start(meeting)
         end = self._watch(meeting)
-        if end.is_ours:
-            meeting.ask_restart(end.reason)
+        try:
+            if end.is_ours:
+                meeting.ask_restart(end.reason)
+        except StoreLost:
+            if end.outcome is None:  # else this node ends anyway
+                raise
         self._end_workers()
         if end.outcome is not None:
             return end.outcome
@@ -98,7 +104,7 @@ class LauncherAgent(LocalElasticAgent):
                     assert rounds.meeting is not None
                     self._cycle = rounds.meeting.agree_on_cycle(self._cycle, len(group.workers))
                 break
-            except MeetingError as error:
+            except (MeetingError, DistStoreError) as error:
                 _log.warning("joining the rendezvous again: %s", error)
             except Interrupted as interrupted:
                 rounds.leave()
@@ -111,8 +117,8 @@ class LauncherAgent(LocalElasticAgent):
                 return self._closed(earlier)
             except RendezvousTimeoutError:
                 return LauncherExit(1, "there are not enough nodes for another cycle")
-            except RendezvousError as error:
-                raise StoreLost(str(error)) from error
+            except (RendezvousError, DistNetworkError) as error:
+                raise StoreLost(_causes(error)) from error
         self._remaining_restarts = group.spec.max_restarts - self._cycle
         return None
 
@@ -133,7 +139,8 @@ class LauncherAgent(LocalElasticAgent):
 
         def close(death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
             workers.stop(self._resources.options.workers_stop_timeout_s)
-            torchs_close(death_sig, 1)  # closes files and the like; the workers have ended
+            if not workers.running:  # torch waits without limit for those that hang in the kernel
+                torchs_close(death_sig, 1)  # closes files and the like
 
         # When torch is asked for the workers' state it stops the others itself, with a timeout of its own.
         setattr(self._pcontext, "_close", close)  # noqa: B010 - a method is replaced
@@ -145,7 +152,7 @@ class LauncherAgent(LocalElasticAgent):
                 group.workers,
                 meeting,
                 fewest=options.min_workers,
-                silence_s=self._resources.rounds.silence_s,
+                silence_s=self._resources.silence_s,
                 error_files=self._pcontext.error_files,
                 replace_worker=self._replace_worker,
                 most_replacements=options.max_replacements,
@@ -179,14 +186,14 @@ class LauncherAgent(LocalElasticAgent):
             if number is not None:
                 return self._end_gracefully(number, meeting, is_done)
             self._resources.monitors.restart_ended()
-            if not is_done:
-                end = self._look()
-                if end is not None and end.is_ours:
-                    return end
-                if end is not None:
-                    is_done = True
-                    meeting.report_done()
             try:
+                if not is_done:
+                    end = self._look()
+                    if end is not None and end.is_ours:
+                        return end
+                    if end is not None:
+                        is_done = True
+                        meeting.report_done()
                 if is_done and meeting.all_done():
                     return CycleEnd("success", LauncherExit(0, self._success(), ends_job=True))
                 if meeting.has_words():
@@ -200,9 +207,11 @@ class LauncherAgent(LocalElasticAgent):
                     if self._resources.rounds.num_nodes_waiting() > 0:
                         return CycleEnd("a node has left and a spare waits", is_ours=True)
             except (StoreLost, RendezvousError) as error:
+                if self._resources.signals.has_any():
+                    continue  # the workers are told of the signal first
                 if is_done:
                     return CycleEnd("success", LauncherExit(0, "all workers of this node have ended with 0"))
-                raise StoreLost(str(error)) from error
+                raise StoreLost(_causes(error)) from error
 
     def _wait(self, timeout_s: float | None) -> None:
         wait_readable([self._resources.signals.fd, *self._resources.monitors.fds, *self._workers.fds], timeout_s)
@@ -246,14 +255,23 @@ class LauncherAgent(LocalElasticAgent):
             if self._resources.signals.take() is not None:  # a second signal shortens the wait
                 deadline = min(deadline, time.monotonic() + options.workers_stop_timeout_s)
             self._resources.monitors.restart_ended()
-            end = self._look()
+            end = self._look_alone()
         if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
-            if not is_done:
-                meeting.report_done()
-            is_over = self._wait_for_others(meeting, deadline)
+            is_over = False
+            with contextlib.suppress(StoreLost):  # the others notice by themselves
+                if not is_done:
+                    meeting.report_done()
+                is_over = self._wait_for_others(meeting, deadline)
             return CycleEnd("done", LauncherExit(0, f"{number.name}: the workers have ended with 0", ends_job=is_over))
         outcome = LauncherExit(128 + number, f"{number.name}: not all workers have ended with 0")
         return CycleEnd(outcome.reason, outcome, is_ours=meeting.nodes > 1)
+
+    def _look_alone(self) -> CycleEnd | None:
+        """Do as `_look` does, whether the store answers or not."""
+        try:
+            return self._look()
+        except StoreLost:
+            return None if self._workers.fds else CycleEnd("all workers of this node have ended")
 
     def _failed(self) -> int:
         """Return how many workers of this node were left behind."""
@@ -285,6 +303,16 @@ class LauncherAgent(LocalElasticAgent):
                 f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
             )
         self._resources.monitors.end_cycle()
+
+
+def _causes(error: BaseException) -> str:
+    """Return the text of an error and of those that caused it: torch's own says little."""
+    texts = []
+    found: BaseException | None = error
+    while found is not None:
+        texts.append(str(found))
+        found = found.__cause__
+    return ": ".join(dict.fromkeys(texts))
 
 
 def _describe(result: RunResult) -> str:
