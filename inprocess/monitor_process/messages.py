@@ -217,12 +217,13 @@ class Leaving:
 class Init:
     """A rank's first message: who it is. With a descriptor, if it writes its stacks there on `stack_signal`.
 
-    `again`: the client was connected before, and the connection broke.
+    `again`: the client was connected before, and the connection broke. `client` is different for each client.
     """
 
     rank: RankInfo
     stack_signal: int | None = None
     again: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
