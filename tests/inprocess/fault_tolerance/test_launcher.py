@@ -19,6 +19,27 @@ def test_a_job_without_faults(job: Job) -> None:
     assert job.left() == []
 
 
+def test_the_directory_for_temporary_files_may_have_a_long_path(job: Job) -> None:
+    folder = job.folder / ("a" * 120)
+    folder.mkdir()
+    script = """
+        client = monitored()
+        from inprocess.fault_tolerance import WorkloadAction, WorkloadControlRequest
+        client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.Continue, "arrives"))
+        with client.section("step"):
+            if rank == 1 and cycle == 0:
+                hang()
+            if cycle == 0:
+                others("never")
+    """
+    env = {"TMPDIR": str(folder)}
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--ft-rank-section-timeouts=step:1"]
+    launcher = job.launch(script, *options, env=env)
+    assert launcher.wait() == 0
+    assert "arrives" in launcher.log()
+    assert job.left() == []
+
+
 def test_a_worker_that_hangs_in_a_section_is_killed_and_all_start_again(job: Job) -> None:
     script = """
         client = monitored()
