@@ -18,9 +18,11 @@ from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.deferred_log import DeferredLog
+from inprocess.exception import RestartAbort
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
 from inprocess.ipc.interpreter import interpreter
+from inprocess.ipc.open_call import close_call, open_call
 from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.ipc.uncopied import Uncopied
 from inprocess.joining import newcomer_from_environment
@@ -108,9 +110,16 @@ class Wrapper(Settings):
 
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-            with CallWrapper(self) as call:
-                result: _R | None = call(function, args, kwargs)
-                return result
+            require_main_thread()
+            open_call()
+            try:
+                with CallWrapper(self) as call:
+                    result: _R | None = call(function, args, kwargs)
+            except RestartAbort:  # a decision, not a loss: what the program does with it counts
+                close_call()
+                raise
+            close_call()
+            return result
 
         return wrapped
 

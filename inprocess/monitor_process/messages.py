@@ -255,6 +255,13 @@ class SetCycle:
     cycle: int
 
 
+@dataclass(frozen=True, slots=True)
+class EndWithLauncher:
+    """End this process, the worker of the monitor's rank and the leader of its group, when the launcher dies."""
+
+    pid: int
+
+
 # -- to a launcher's inbox ---------------------------------------------------------------------------------------------
 
 
@@ -285,6 +292,7 @@ Message = (
     | QueryStanding
     | CloseConnection
     | SetCycle
+    | EndWithLauncher
     | InboxItem
 )
 MonitorChannel = Channel[Message]

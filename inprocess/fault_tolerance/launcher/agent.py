@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -24,6 +25,7 @@ from inprocess.fault_tolerance.launcher.cycle import CycleEnd, LauncherResources
 from inprocess.fault_tolerance.launcher.inboxes import Interrupted
 from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_survivors
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting, MeetingError, StoreLost
+from inprocess.fault_tolerance.launcher.open_calls import OpenCalls
 from inprocess.fault_tolerance.launcher.survivors import Survivors
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
 from inprocess.joining import JOIN, JOINED_FILE
@@ -44,6 +46,8 @@ class LauncherAgent(LocalElasticAgent):
         self._workers = WorkerProcesses({})
         self._survivors: Survivors | None = None
         self._cycle = 0
+        self._open_calls = OpenCalls(spec.local_world_size)
+        self._is_ending = False  # a signal has asked the workers to end, wherever they are
         self._is_polled = not isinstance(spec.entrypoint, str)  # functions send their results before they end
 
     @property
@@ -63,6 +67,7 @@ class LauncherAgent(LocalElasticAgent):
             return LauncherExit(1, f"the node that hosts the rendezvous does not answer: {error}")
         finally:
             self._end_workers()
+            self._open_calls.close()
             self._shutdown()
             if outcome is not None and outcome.ends_job:
                 rounds.shutdown()
@@ -130,9 +135,11 @@ class LauncherAgent(LocalElasticAgent):
     def _start(self, meeting: Meeting) -> None:
         group = self._worker_group
         self._resources.monitors.begin_cycle(self._cycle)
+        self._open_calls.close()
         _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
         for local_rank, pid in self._start_workers(group).items():
             group.workers[local_rank].id = pid
+            self._resources.monitors.end_with_us(local_rank, pid)
         assert self._pcontext is not None
         workers = self._workers = WorkerProcesses(self._pcontext.pids())
         torchs_close = self._pcontext._close
@@ -154,6 +161,7 @@ class LauncherAgent(LocalElasticAgent):
                 fewest=options.min_workers,
                 silence_s=self._resources.silence_s,
                 error_files=self._pcontext.error_files,
+                left_early=self._left_early,
                 replace_worker=self._replace_worker,
                 most_replacements=options.max_replacements,
             )
@@ -166,7 +174,9 @@ class LauncherAgent(LocalElasticAgent):
         lost = self._worker_group.workers[local_rank]
         initial_rank = int(lost.global_rank) + int(lost.world_size) * (number + 1)
         variables = {JOIN: str(initial_rank), JOINED_FILE: joined}
+        self._open_calls.forget(local_rank)
         lost.id = start_worker(self._pcontext, self._workers, local_rank, variables)
+        self._resources.monitors.end_with_us(local_rank, self._workers.pids[local_rank])
         return joined
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
@@ -174,6 +184,7 @@ class LauncherAgent(LocalElasticAgent):
         for local_rank, env in envs.items():
             env.update(self._resources.inbox.environment)
             env.update(self._resources.monitors.environment(local_rank))
+            env.update(self._open_calls.environment(local_rank))
         super()._setup_local_watchdog(envs)
 
     def _watch(self, meeting: Meeting) -> CycleEnd:
@@ -220,7 +231,11 @@ class LauncherAgent(LocalElasticAgent):
         """Return how the workers of this node have ended, `is_ours` if the cycle has failed; None while they run."""
         if self._survivors is not None:
             return self._survivors.look()
-        if not self._workers.take_ended() and self._workers.fds and not self._is_polled:
+        ended = self._workers.take_ended()
+        early = [local_rank for local_rank, code in sorted(ended.items()) if code == 0 and self._left_early(local_rank)]
+        if early:
+            return self._ended_early(early)
+        if not ended and self._workers.fds and not self._is_polled:
             return None
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state == WorkerState.HEALTHY:
@@ -228,6 +243,22 @@ class LauncherAgent(LocalElasticAgent):
         if result.is_failed():  # torch has stopped the others
             return CycleEnd(_describe(result), failures=result.failures, is_ours=True)
         return CycleEnd("all workers of this node have ended with 0")
+
+    def _left_early(self, local_rank: int) -> bool:
+        """Whether a worker that has ended was in a call of the wrapper, and was not asked to end."""
+        return self._open_calls.is_open(local_rank) and not self._is_ending
+
+    def _ended_early(self, local_ranks: list[int]) -> CycleEnd:
+        assert self._pcontext is not None
+        files, workers = self._pcontext.error_files, self._worker_group.workers
+        failures = {
+            int(workers[local_rank].global_rank): ProcessFailure(
+                local_rank, self._workers.pids[local_rank], 0, files[local_rank]
+            )
+            for local_rank in local_ranks
+        }
+        text = f"ranks {sorted(failures)} have ended with 0 before the function in the wrapper was completed"
+        return CycleEnd(text, failures=failures, is_ours=True)
 
     def _success(self) -> str:
         lost = sorted(self._survivors.failures) if self._survivors is not None else []
@@ -246,6 +277,7 @@ class LauncherAgent(LocalElasticAgent):
         options = self._resources.options
         wait_s = options.term_timeout_s if number == signal.SIGTERM else options.workers_stop_timeout_s
         _log.warning("%s is passed on to the workers, which have %g s to end", number.name, wait_s)
+        self._is_ending = True
         self._workers.signal(number)
         deadline = time.monotonic() + wait_s
         end: CycleEnd | None = None

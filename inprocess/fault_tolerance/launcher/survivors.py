@@ -1,6 +1,6 @@
 """The restart policy "in-process": a worker that fails is left behind, the others go on.
 
-    a worker ends with 0          it is done
+    a worker ends with 0          it is done, unless it was in a call of the wrapper that is not completed
     a worker ends otherwise       it is lost; if fewer than --ft-min-workers of the job are left, the cycle has failed,
                                   else a replacement is started, at most --ft-max-replacements times per node
     all workers have ended        the node is done; when all nodes are, the job has succeeded
@@ -40,7 +40,8 @@ class Survivors:
     All methods raise StoreLost. `fewest` is how many workers of the job must be left. A node that has not answered for
     `silence_s` is lost. `error_files` are those of torch's workers, by local rank. `replace_worker(local_rank, number)`
     starts the `number`-th replacement of the job, and returns the path of a file that exists once it has joined; it is
-    called at most `most_replacements` times.
+    called at most `most_replacements` times. `left_early(local_rank)` tells whether a worker that has ended was in a
+    call of the wrapper.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Survivors:
         fewest: int,
         silence_s: float,
         error_files: Mapping[int, str],
+        left_early: Callable[[int], bool],
         replace_worker: Callable[[int, int], str],
         most_replacements: int,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +66,7 @@ class Survivors:
         self._fewest = fewest
         self._silence_s = silence_s
         self._error_files = error_files
+        self._left_early = left_early
         self._start_process = replace_worker
         self._replacements_left = most_replacements
         self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
@@ -76,10 +79,12 @@ class Survivors:
         """Return how the cycle ends on this node; None while workers run. Ends what failed workers have left behind."""
         ended = sorted(self._processes.take_ended().items())
         self._count_joined()
-        lost = [(local_rank, code) for local_rank, code in ended if code != 0 and local_rank not in self._waiting]
-        self._is_complete |= any(code == 0 and local_rank not in self._waiting for local_rank, code in ended)
+        failed = {local_rank for local_rank, code in ended if code != 0 or self._left_early(local_rank)}
+        counting = [(local_rank, code) for local_rank, code in ended if local_rank not in self._waiting]
+        lost = [(local_rank, code) for local_rank, code in counting if local_rank in failed]
+        self._is_complete |= len(lost) < len(counting)
         for local_rank, code in ended:
-            if self._waiting.pop(local_rank, None) is not None and code != 0 and not self._is_complete:
+            if self._waiting.pop(local_rank, None) is not None and local_rank in failed and not self._is_complete:
                 _log.warning("the replacement in the place of local rank %d ended with %d", local_rank, code)
         if self._is_complete:
             self._end_waiting()
@@ -89,14 +94,18 @@ class Survivors:
             self.failures[int(self._workers[local_rank].global_rank)] = failure
         if lost:
             end_leftovers([self._processes.pids[local_rank] for local_rank, _ in lost])
-            names = ", ".join(f"rank {self._workers[local_rank].global_rank} with {code}" for local_rank, code in lost)
+            names = ", ".join(
+                f"rank {self._workers[local_rank].global_rank} with {code}"
+                + (" before the function in the wrapper was completed" if code == 0 else "")
+                for local_rank, code in lost
+            )
             self._report_lost(len(lost))
             self._come_back()
             end = self._count_left(f"workers have ended: {names}")
             if end is not None:
                 return end
-        for local_rank, code in ended:
-            if code != 0:
+        for local_rank, _ in ended:
+            if local_rank in failed:
                 self._start_replacement(local_rank)
         if self._processes.fds:
             return None

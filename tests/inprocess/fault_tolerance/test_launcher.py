@@ -130,6 +130,30 @@ GRACEFUL = """
 """
 
 
+def test_workers_end_with_a_launcher_that_is_killed(job: Job) -> None:
+    """Also what they have started, and workers that were started in the place of others."""
+    script = """
+        asked = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: say("asked") or asked.set())
+        child = subprocess.Popen(["sleep", "600"])
+        say("pid", os.getpid(), "child", child.pid)
+        while rank == 0 or not asked.wait(0.1):
+            time.sleep(0.1)
+    """
+    options = ["--ft-restart-policy=in-process", "--ft-termination-grace-time=2"]
+    launcher = job.one_node(script, *options, ranks=3, restarts=0)
+    job.wait_event("rank 0 pid")
+    job.wait_event("rank 1 pid")
+    os.kill(int(job.wait_event(r"rank 2 pid (\d+)")[1]), signal.SIGKILL)
+    job.wait_event(r"rank 2 pid (?s:.*) rank 2 pid")
+    launcher.wait_log("it joins at the next restart")
+    launcher.signal(signal.SIGKILL)
+    for rank in range(3):
+        job.wait_event(f"rank {rank} asked")
+    job.wait_for(lambda: str(job.left()), r"^\[\]$", 30)
+    assert launcher.wait() == -signal.SIGKILL
+
+
 def test_sigterm_lets_workers_finish_and_the_code_is_0(job: Job) -> None:
     launcher = job.one_node(GRACEFUL, ranks=2)
     for rank in (0, 1):

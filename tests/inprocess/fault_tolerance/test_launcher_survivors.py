@@ -294,6 +294,81 @@ def test_a_replacement_joins_at_the_next_restart(job: Job, killed: int, numberin
     assert events.count("ends") == 3
 
 
+EARLY = """
+        if call.iteration == 0 and rank == 1:
+            sys.exit(0)
+        if call.iteration == 0:
+            hang()
+"""
+
+
+def test_a_worker_that_ends_with_0_in_the_wrapped_function_is_replaced(job: Job) -> None:
+    script = JOINS.format(numbering="LauncherOrder()").replace(
+        """
+        if call.iteration == 0:
+            hang()
+""",
+        EARLY,
+        1,
+    )
+    launcher = job.one_node(script, REPLACED, ranks=3, restarts=0)
+    assert launcher.wait(58) == 0, launcher.log()
+    assert "rank 1 with 0 before the function in the wrapper was completed" in launcher.log()
+    assert job.events().count("iteration 1 of 2") == 2
+    assert set(re.findall(r"iteration 2 of 3 as (\d)", job.events())) == {"0", "1", "2"}
+    assert job.events().count("ends") == 3
+
+
+def test_a_worker_that_ends_with_0_in_the_wrapped_function_has_failed(job: Job) -> None:
+    script = """
+    import inprocess
+
+    def train(call: inprocess.CallWrapper):
+        others("there")
+        if cycle == 0 and rank == 1:
+            sys.exit(0)
+        if cycle == 0:
+            hang()
+        say("ends")
+
+    inprocess.Wrapper()(train)()
+    """
+    launcher = job.one_node(script, ranks=2, restarts=1)
+    assert launcher.wait(58) == 0, launcher.log()
+    assert "ranks [1] have ended with 0 before the function in the wrapper was completed" in launcher.log()
+    assert sorted(line for line in job.events().splitlines() if "ends" in line) == [
+        f"cycle 1 rank {rank} ends" for rank in (0, 1)
+    ]
+
+
+def test_without_the_wrapper_0_is_success(job: Job) -> None:
+    script = SURVIVORS.format(fails="()") + "\n    sys.exit(0)\n"
+    launcher = job.one_node(script.replace("wait_for(name):", "wait_for(name):\n        if rank == 1: return"), ranks=2)
+    job.wait_event("cycle 0 rank 1 ends")
+    go(job)
+    assert launcher.wait() == 0
+    assert "cycle 1" not in job.events()
+
+
+def test_a_sigterm_that_workers_obey_with_0_in_the_wrapped_function_is_success(job: Job) -> None:
+    script = """
+    import inprocess
+
+    def train():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        say("trains")
+        hang()
+
+    inprocess.Wrapper()(train)()
+    """
+    launcher = job.one_node(script, REPLACED, ranks=2)
+    for rank in (0, 1):
+        job.wait_event(f"rank {rank} trains")
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait(58) == 0, launcher.log()
+    assert "is started" not in launcher.log()
+
+
 def test_a_tree_goes_on_without_the_replacement(job: Job) -> None:
     tree = "Tree([inprocess.rank_assignment.Layer()])"
     launcher = job.one_node(JOINS.format(numbering=tree), REPLACED, ranks=3, restarts=0)
