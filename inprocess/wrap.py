@@ -23,6 +23,7 @@ from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
 from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.open_call import close_call, open_call
+from inprocess.ipc.process_one import reap_adopted, warn_if_process_one
 from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.ipc.uncopied import Uncopied
 from inprocess.joining import newcomer_from_environment
@@ -150,6 +151,7 @@ class CallWrapper(Uncopied):
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
         enter(DeferredLog())
+        warn_if_process_one()
         enter(frozen_heap())  # takes a while, so before time limits count
         watch_gloo_waits()
         self.atomic_lock = AtomicLock()
@@ -262,6 +264,7 @@ class CallWrapper(Uncopied):
     def shutdown(self) -> None:
         """Release everything: threads, the monitor process, the store. Idempotent."""
         self._cleanup.close()
+        reap_adopted()  # the server of the store
 
     def __enter__(self) -> CallWrapper:
         return self

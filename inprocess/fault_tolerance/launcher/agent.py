@@ -28,6 +28,7 @@ from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting, Me
 from inprocess.fault_tolerance.launcher.open_calls import OpenCalls
 from inprocess.fault_tolerance.launcher.survivors import Survivors
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
+from inprocess.ipc.process_one import reap_adopted
 from inprocess.joining import JOIN, JOINED_FILE
 
 __all__ = ["LauncherAgent"]
@@ -335,6 +336,7 @@ class LauncherAgent(LocalElasticAgent):
                 f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
             )
         self._resources.monitors.end_cycle()
+        reap_adopted({*workers.pids.values(), *self._resources.monitors.pids})
 
 
 def _causes(error: BaseException) -> str:

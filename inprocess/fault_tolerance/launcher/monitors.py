@@ -41,6 +41,11 @@ class RankMonitors:
         """Process descriptors of the monitors."""
         return [handle.sentinel for handle in self._handles]
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the monitors."""
+        return [handle.pid for handle in self._handles]
+
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment variable by which the worker with this local rank finds its monitor."""
         return {FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR: self._paths[local_rank]}
