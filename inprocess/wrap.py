@@ -111,8 +111,6 @@ class Wrapper(Settings):
 
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-            require_main_thread()
-            open_call()
             try:
                 with CallWrapper(self) as call:
                     result: _R | None = call(function, args, kwargs)
@@ -135,6 +133,7 @@ class CallWrapper(Uncopied):
     def __init__(self, wrapper: Wrapper) -> None:
         require_main_thread()
         require_no_process_group()
+        open_call()
         self.wrapper = wrapper
         self.state = State.from_env()
         self._newcomer = newcomer_from_environment()

@@ -302,6 +302,7 @@ EARLY = """
 """
 
 
+@pytest.mark.timeout(150)
 def test_a_worker_that_ends_with_0_in_the_wrapped_function_is_replaced(job: Job) -> None:
     script = JOINS.format(numbering="LauncherOrder()").replace(
         """
@@ -312,13 +313,14 @@ def test_a_worker_that_ends_with_0_in_the_wrapped_function_is_replaced(job: Job)
         1,
     )
     launcher = job.one_node(script, REPLACED, ranks=3, restarts=0)
-    assert launcher.wait(58) == 0, launcher.log()
+    assert launcher.wait(100) == 0, launcher.log()
     assert "rank 1 with 0 before the function in the wrapper was completed" in launcher.log()
     assert job.events().count("iteration 1 of 2") == 2
     assert set(re.findall(r"iteration 2 of 3 as (\d)", job.events())) == {"0", "1", "2"}
     assert job.events().count("ends") == 3
 
 
+@pytest.mark.timeout(150)
 def test_a_worker_that_ends_with_0_in_the_wrapped_function_has_failed(job: Job) -> None:
     script = """
     import inprocess
@@ -334,7 +336,7 @@ def test_a_worker_that_ends_with_0_in_the_wrapped_function_has_failed(job: Job) 
     inprocess.Wrapper()(train)()
     """
     launcher = job.one_node(script, ranks=2, restarts=1)
-    assert launcher.wait(58) == 0, launcher.log()
+    assert launcher.wait(100) == 0, launcher.log()
     assert "ranks [1] have ended with 0 before the function in the wrapper was completed" in launcher.log()
     assert sorted(line for line in job.events().splitlines() if "ends" in line) == [
         f"cycle 1 rank {rank} ends" for rank in (0, 1)
@@ -350,6 +352,7 @@ def test_without_the_wrapper_0_is_success(job: Job) -> None:
     assert "cycle 1" not in job.events()
 
 
+@pytest.mark.timeout(150)
 def test_a_sigterm_that_workers_obey_with_0_in_the_wrapped_function_is_success(job: Job) -> None:
     script = """
     import inprocess
@@ -365,7 +368,7 @@ def test_a_sigterm_that_workers_obey_with_0_in_the_wrapped_function_is_success(j
     for rank in (0, 1):
         job.wait_event(f"rank {rank} trains")
     launcher.signal(signal.SIGTERM)
-    assert launcher.wait(58) == 0, launcher.log()
+    assert launcher.wait(100) == 0, launcher.log()
     assert "is started" not in launcher.log()
 
 
