@@ -18,9 +18,12 @@ from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
 from inprocess.deferred_log import DeferredLog
+from inprocess.exception import RestartAbort
 from inprocess.group_store import GroupStore
 from inprocess.hooks import Hooks
 from inprocess.ipc.interpreter import interpreter
+from inprocess.ipc.open_call import close_call, open_call
+from inprocess.ipc.process_one import reap_adopted, warn_if_process_one
 from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.ipc.uncopied import Uncopied
 from inprocess.joining import newcomer_from_environment
@@ -109,9 +112,14 @@ class Wrapper(Settings):
 
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-            with CallWrapper(self) as call:
-                result: _R | None = call(function, args, kwargs)
-                return result
+            try:
+                with CallWrapper(self) as call:
+                    result: _R | None = call(function, args, kwargs)
+            except RestartAbort:  # a decision, not a loss: what the program does with it counts
+                close_call()
+                raise
+            close_call()
+            return result
 
         return wrapped
 
@@ -126,6 +134,7 @@ class CallWrapper(Uncopied):
     def __init__(self, wrapper: Wrapper) -> None:
         require_main_thread()
         require_no_process_group()
+        open_call()
         self.wrapper = wrapper
         self.state = State.from_env()
         ranks_of_environment().export_local()
@@ -143,6 +152,7 @@ class CallWrapper(Uncopied):
     def _set_up(self, settings: Settings) -> None:
         enter = self._cleanup.enter_context
         enter(DeferredLog())
+        warn_if_process_one()
         enter(frozen_heap())  # takes a while, so before time limits count
         watch_gloo_waits()
         self.atomic_lock = AtomicLock()
@@ -258,6 +268,7 @@ class CallWrapper(Uncopied):
     def shutdown(self) -> None:
         """Release everything: threads, the monitor process, the store. Idempotent."""
         self._cleanup.close()
+        reap_adopted()  # the server of the store
 
     def __enter__(self) -> CallWrapper:
         return self

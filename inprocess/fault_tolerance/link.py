@@ -5,6 +5,7 @@
     exit of the interpreter   closes the connection, before anything else: the monitor does not watch that
 
 A new monitor gets the same board, so open sections are not announced again. The training never waits for a connection.
+A later client of the same process takes the place of an earlier one, which the monitor then refuses.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import select
 import socket
 import threading
 import time
+import uuid
 import weakref
 from dataclasses import replace
 from typing import Any, Self
@@ -78,7 +80,8 @@ class MonitorConnection:
             )
         stacks = StackReporter()
         stacks.install()
-        link = MonitorLink(path, messages.Init(rank_info, stacks.signal_number), stacks.fd)
+        hello = messages.Init(rank_info, stacks.signal_number, client=uuid.uuid4().hex)
+        link = MonitorLink(path, hello, stacks.fd)
         try:
             board, fd = make_board(FaultToleranceConfig.from_kwargs(**link.open()))
             board.begin(0, board.stamp())
@@ -179,9 +182,10 @@ class MonitorLink:
             self.close_copies()
             return
         self._wake.set()
-        if self._end is not None:
+        end = self._end
+        if end is not None:
             with contextlib.suppress(OSError):
-                self._end.shutdown(socket.SHUT_RDWR)  # reaches the monitor also if a child has a copy
+                end.shutdown(socket.SHUT_RDWR)  # reaches the monitor also if a child has a copy
         if self._keeper is not threading.current_thread():
             self._keeper.join()
         self.close_copies()
@@ -215,7 +219,6 @@ class MonitorLink:
     def _keep(self) -> None:
         """Keeper thread."""
         while self._wait_broken():
-            _log.warning("the connection to the monitor is lost; reconnecting")
             if not self._connect_again():
                 return
 
@@ -242,9 +245,13 @@ class MonitorLink:
                 _log.warning("reconnected to the monitor")
                 return True
             except LinkError as refusal:
-                error = refusal
-                break
+                if not self._closing:
+                    _log.warning("this client is not watched any more: %s", refusal)
+                    self._release()
+                return False
             except (OSError, EOFError, PacketError) as problem:
+                if error is None:
+                    _log.warning("the connection to the monitor is lost; reconnecting")
                 error = problem
             if select.select([self._wake], [], [], pause_s)[0]:
                 return False
@@ -252,6 +259,16 @@ class MonitorLink:
         if not self._closing:
             _log.error("this rank has no monitor any more: %s", error)
         return False
+
+    def _release(self) -> None:
+        """Close the connection and the board: no monitor needs them any more."""
+        with self._lock:
+            end, self._end = self._end, None
+            board_fd, self._board_fd = self._board_fd, None
+        if end is not None:
+            end.close()
+        if board_fd is not None:
+            os.close(board_fd)
 
     def _replace(self) -> None:
         end, _ = self._introduce(_REQUEST_TIMEOUT_S)

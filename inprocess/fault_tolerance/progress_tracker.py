@@ -6,12 +6,15 @@ import logging
 import os
 import re
 
+from inprocess.exception import TimeoutError
 from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.waiting import bounded_call
 
 __all__ = ["TrainingProgressTracker"]
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d+)\Z")
+_READ_TIMEOUT_S = 15.0
 
 
 class TrainingProgressTracker:
@@ -45,18 +48,18 @@ class TrainingProgressTracker:
         return self._file is not None and self._max_cycles > 0
 
     def read_iteration(self) -> int:
-        """Return the newest step, or the number in the file: 0 if there is none, the last one if it cannot be read."""
+        """Return the newest step, or the number in the file: 0 if there is none, the last one if it cannot be read.
+
+        A file system that does not answer counts as one that cannot be read.
+        """
         if self._file is None:
             return 0
+        path = self._file
         try:
-            if os.path.isdir(self._file):
-                found = [_STEP.match(name) for name in os.listdir(self._file)]
-                return max((int(match[1]) for match in found if match), default=0)
-            with open(self._file) as file:
-                return int(file.read().strip())
+            return bounded_call(lambda: _iteration_in(path), _READ_TIMEOUT_S, "the reading of the file")
         except FileNotFoundError:
             return 0
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TimeoutError) as error:
             _log.warning("%s has no iteration: %s", os.fspath(self._file), error)
             return getattr(self, "_iteration", 0)
 
@@ -77,3 +80,11 @@ class TrainingProgressTracker:
     def should_terminate_early(self) -> bool:
         """Whether to give up: the last cycles have made no progress."""
         return self.enabled and self.no_progress_cycles >= self._max_cycles
+
+
+def _iteration_in(path: str) -> int:
+    if os.path.isdir(path):
+        found = [_STEP.match(name) for name in os.listdir(path)]
+        return max((int(match[1]) for match in found if match), default=0)
+    with open(path) as file:
+        return int(file.read().strip())

@@ -50,6 +50,9 @@ class RankMonitorClient:
     stacks of this process. They raise only `RankMonitorClientError`; so does every method except `load_state_dict` and
     `send_workload_control_request` before initialization and in a forked child. None waits for a monitor that does not
     answer, except once for a few seconds; the training then goes on without a monitor, and the log says so.
+
+    A client that is initialized while another one of this process is replaces that, except under the in-process wrapper
+    with `sections=`, where that is an error. A client that is deleted ends monitoring.
     """
 
     def __init__(self) -> None:
@@ -60,6 +63,7 @@ class RankMonitorClient:
         self.rank_info: RankInfo | None = None
         self._recorder: Recorder | None = None
         self._connection: MonitorConnection | None = None
+        self._deleted: weakref.finalize[..., RankMonitorClient] | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._acknowledged = False
         self._earlier_hook: Any = None
@@ -103,6 +107,9 @@ class RankMonitorClient:
         self.hb_timeouts, self.section_timeouts = board.limits()
         if self._loaded is not None:
             self._install(*with_learned(self.hb_timeouts, self.section_timeouts, self._loaded))
+        assert self._connection is not None
+        self._deleted = weakref.finalize(self, _end_monitoring, self._recorder, self._connection)
+        self._deleted.atexit = False  # the connection is closed earlier, when the interpreter begins to exit
         self._confirm()
         if self.cfg.install_exception_hook:
             self._earlier_hook, sys.excepthook = sys.excepthook, exit_after
@@ -111,10 +118,9 @@ class RankMonitorClient:
         """End monitoring: the rank is not watched any more. Idempotent. It may be initialized again."""
         recorder, self._recorder = self._recorder, None
         connection, self._connection = self._connection, None
-        if recorder is not None and recorder.same_process:
-            recorder.detach()
-        if connection is not None:
-            connection.close()
+        if self._deleted is not None:
+            self._deleted.detach()
+        _end_monitoring(recorder, connection)
         if self._earlier_hook is not None:
             if sys.excepthook is exit_after:
                 sys.excepthook = self._earlier_hook
@@ -298,6 +304,13 @@ class RankMonitorClient:
         if self._connection is not None:
             with errors("the monitor refuses the update"):
                 self._connection.confirm(self._initialized().events())
+
+
+def _end_monitoring(recorder: Recorder | None, connection: MonitorConnection | None) -> None:
+    if recorder is not None and recorder.same_process:
+        recorder.detach()
+    if connection is not None:
+        connection.close()
 
 
 class SectionContext:

@@ -1,16 +1,21 @@
-"""Unix sockets between processes of one user: mode 0600, and the kernel reports the user of each peer."""
+"""Unix sockets between processes of one user: mode 0600, and the kernel reports the user of each peer.
+
+Their paths may have any length: the 107 bytes of the kernel are enough for the name behind a descriptor of the folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import socket
 import stat
 import struct
 import tempfile
+from collections.abc import Iterator
 
-__all__ = ["connect", "listen", "peer_pid", "private_directory", "remove_socket"]
+__all__ = ["connect", "listen", "peer_pid", "private_directory", "remove_socket", "short_path"]
 
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST_PATH = 107
@@ -18,12 +23,12 @@ _LONGEST_PATH = 107
 
 def listen(path: str) -> socket.socket:
     """Return a non-blocking socket that listens at a path, for this user; a stale socket is removed. OSError."""
-    _check_path(path)
     remove_socket(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         os.fchmod(listener.fileno(), 0o600)  # before it has a name, so that others can never connect
-        listener.bind(path)
+        with short_path(path) as short:
+            listener.bind(short)
         listener.listen(128)
         listener.setblocking(False)
     except BaseException:
@@ -34,16 +39,33 @@ def listen(path: str) -> socket.socket:
 
 def connect(path: str, timeout_s: float) -> socket.socket:
     """Return a connection whose operations take `timeout_s` at most. OSError; PermissionError for another user's."""
-    _check_path(path)
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         end.settimeout(timeout_s)
-        end.connect(path)
+        with short_path(path) as short:
+            end.connect(short)
         peer_pid(end)
     except BaseException:
         end.close()
         raise
     return end
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """Yield a path of the same socket that is short enough for the kernel, valid while the context lasts. OSError."""
+    if len(os.fsencode(path)) <= _LONGEST_PATH:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        short = f"/proc/self/fd/{fd}/{name}"
+        if len(os.fsencode(short)) > _LONGEST_PATH:
+            raise OSError(errno.ENAMETOOLONG, "the name of a unix socket is too long", path)
+        yield short
+    finally:
+        os.close(fd)
 
 
 def peer_pid(end: socket.socket) -> int:
@@ -94,8 +116,3 @@ def _is_private(path: str) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
-
-
-def _check_path(path: str) -> None:
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise OSError(f"the path of a unix socket has at most {_LONGEST_PATH} bytes: {path}")

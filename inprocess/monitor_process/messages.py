@@ -220,12 +220,13 @@ class Leaving:
 class Init:
     """A rank's first message: who it is. With a descriptor, if it writes its stacks there on `stack_signal`.
 
-    `again`: the client was connected before, and the connection broke.
+    `again`: the client was connected before, and the connection broke. `client` is different for each client.
     """
 
     rank: RankInfo
     stack_signal: int | None = None
     again: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,13 @@ class SetCycle:
     """The launcher's number of the present cycle, for the log."""
 
     cycle: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndWithLauncher:
+    """End this process, the worker of the monitor's rank and the leader of its group, when the launcher dies."""
+
+    pid: int
 
 
 # -- to a launcher's inbox ---------------------------------------------------------------------------------------------
@@ -287,6 +295,7 @@ Message = (
     | QueryStanding
     | CloseConnection
     | SetCycle
+    | EndWithLauncher
     | InboxItem
 )
 MonitorChannel = Channel[Message]

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import receive, send
 from inprocess.monitor_process.messages import CODEC, Ok, QueryStanding
 from inprocess.sections.report import Standing
@@ -53,7 +54,8 @@ class NeighborMonitors:
             end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 end.setblocking(False)
-                end.connect(path)
+                with unix_sockets.short_path(path) as short:
+                    end.connect(short)
                 send(end, CODEC, QueryStanding())
             except OSError:
                 end.close()

@@ -7,7 +7,9 @@
                                               NeighborMonitors: other monitors of the node
                                               DeviceHealth per rank, a thread each
 
-It watches one rank, as the launcher uses it, or all ranks of a node, and ends when the launcher does.
+It watches one rank, as the launcher uses it, or all ranks of a node, and ends when the launcher does. A launcher that
+dies, instead of sending Shutdown, leaves its worker to the monitor, which ends it: SIGTERM, and SIGKILL for its process
+group after the grace.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from inprocess.monitor_process.neighbors import NeighborMonitors, OnAnswers
 from inprocess.monitor_process.rank_socket import RankSocket
 from inprocess.monitor_process.session import SessionServices
 from inprocess.monitor_process.state_machine import RankMonitorStateMachine, RestarterLog
+from inprocess.monitor_process.watched import WatchedProcess
 
 __all__ = ["NodeMonitor", "control_socket_path"]
 
@@ -58,6 +61,7 @@ class NodeMonitor:
         self._defect_found = Wakeup()
         self._restart_check_s = time.monotonic() + task.restart_check_interval_s
         self._cycle: int | None = None
+        self._worker: WatchedProcess | None = None
         self._ending = False
 
     def run(self) -> None:
@@ -66,7 +70,7 @@ class NodeMonitor:
             stack.callback(self._close)
             wake = self._catch_signals(stack)
             self._selector.register(wake, selectors.EVENT_READ, lambda: self._signalled(wake))
-            self._selector.register(self._channel, selectors.EVENT_READ, self._end)  # it sends Shutdown, or has ended
+            self._selector.register(self._channel, selectors.EVENT_READ, self._end_with_launcher)
             self._selector.register(self._defect_found, selectors.EVENT_READ, self._kill_on_defect)
             control_path = control_socket_path(os.getpid())
             control = stack.enter_context(unix_sockets.listen(control_path))
@@ -169,11 +173,44 @@ class NodeMonitor:
             case messages.SetCycle(cycle):
                 self._cycle = cycle
                 _log.info("cycle %d", cycle)
+            case messages.EndWithLauncher(pid):
+                return self._take_worker(pid)
             case messages.Shutdown():
                 self._end()
             case _:
                 return messages.Failed(f"unexpected message {type(message).__name__} on the control socket")
         return messages.Ok()
+
+    # -- the worker of a launcher that dies ----------------------------------------------------------------------------
+
+    def _take_worker(self, pid: int) -> messages.Message:
+        try:
+            worker = WatchedProcess(pid)
+        except OSError as error:
+            return messages.Failed(f"process {pid}: {error}")
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = worker
+        return messages.Ok()
+
+    def _end_with_launcher(self) -> None:
+        """The launcher has sent Shutdown, or has died: then its worker must not go on alone."""
+        has_died = False
+        try:
+            if self._channel.receive() is None:
+                return
+        except EOFError:
+            has_died = True
+        worker = self._worker
+        if has_died and worker is not None and not worker.gone:
+            grace_s = self._task.termination_grace_s
+            _log.error("the launcher has died; its worker %d is ended: it has %g s", worker.pid, grace_s)
+            worker.terminate(signal.SIGTERM, grace_s)
+            worker.wait_gone(grace_s)
+            with contextlib.suppress(OSError):  # what it has started, and itself
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.send(signal.SIGKILL)
+        self._end()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -204,6 +241,8 @@ class NodeMonitor:
             health.stop()
         self._health = {}
         self._neighbors.close()
+        if self._worker is not None:
+            self._worker.close()
         for sock in self._sockets:
             sock.close()
         for key in list(self._selector.get_map().values()):

@@ -5,7 +5,8 @@
                     └──QueryStanding──▶ answered, and closed
 
 One rank has a session at a time, and only the end of its connection or of its process, whichever is seen first, ends
-the session. A rank that connects before the one it replaces has ended waits a while.
+the session. A rank that connects before the one it replaces has ended waits a while. A later client of the same process
+replaces the earlier one at once: that is of a function that has been left.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class _Connection:
     deadline: float  # for the next phase; without meaning once it is WATCHED
     phase: _Phase = _Phase.NEW
     rank: RankInfo | None = None
+    client: str = ""
     stacks: tuple[int, int] | None = None  # the signal, and a descriptor that this object owns
 
 
@@ -78,6 +80,7 @@ class RankSocket:
         self._session: Session | None = None
         self._ending: list[WatchedProcess] = []  # were told to end, and disconnected before they did
         self._dismissed: deque[int] = deque(maxlen=16)  # may live a while; their clients must not come back
+        self._replaced: deque[str] = deque(maxlen=256)  # clients that must not come back
         self._listener = unix_sockets.listen(path)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -161,6 +164,17 @@ class RankSocket:
             self._selector.register(session.process, selectors.EVENT_READ, self._owner_died)
             self._answer(waiting, messages.Ok(self._services.task.settings))
 
+    def _replace_others_of(self, connection: _Connection) -> None:
+        """Drop the earlier connections of this process, and have this one begin the next session."""
+        earlier = [c for c in self._connections if c.pid == connection.pid and c.client and c is not connection]
+        if not earlier:
+            return
+        self._connections.remove(connection)
+        self._connections.insert(0, connection)
+        for each in earlier:
+            self._replaced.append(each.client)
+            self._drop(each, "another client of its process has taken its place")
+
     def _owner_died(self) -> None:
         if self._owner is not None:
             self._drop(self._owner, "its process has ended")
@@ -216,12 +230,16 @@ class RankSocket:
         match packet.message:
             case messages.Init(_, _, again=True) if connection.pid in self._dismissed:
                 self._refuse(connection, "the launcher stops this worker")
-            case messages.Init(rank, stack_signal) if phase is _Phase.NEW:
-                connection.rank = rank
+            case messages.Init(_, _, again=True, client=client) if client in self._replaced:
+                self._refuse(connection, "another client of its process has taken its place")
+            case messages.Init(rank, stack_signal, again, client) if phase is _Phase.NEW:
+                connection.rank, connection.client = rank, client
                 if packet.fds and stack_signal is not None:
                     connection.stacks = stack_signal, os.dup(packet.fds[0])
                 connection.phase = _Phase.WAITING
                 connection.deadline = time.monotonic() + self._services.task.slot_wait_s
+                if not again:
+                    self._replace_others_of(connection)
                 self._begin_session()
             case messages.Attach() if phase is _Phase.GREETED and packet.fds and session is not None:
                 self._attach(connection, session, packet.fds[0])

@@ -53,6 +53,10 @@ class MonitorControl:
         """Set the number of the present cycle."""
         self._request(messages.SetCycle(cycle))
 
+    def end_with_launcher(self, pid: int) -> None:
+        """Have the monitor end this worker, in place of one named before, when the launcher dies."""
+        self._request(messages.EndWithLauncher(pid))
+
     def shutdown(self) -> None:
         """End the monitor."""
         self._request(messages.Shutdown())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
 from typing import Any
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -22,8 +25,10 @@ from inprocess.fault_tolerance.launcher.cycle import CycleEnd, LauncherResources
 from inprocess.fault_tolerance.launcher.inboxes import Interrupted
 from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_survivors
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting, MeetingError, StoreLost
+from inprocess.fault_tolerance.launcher.open_calls import OpenCalls
 from inprocess.fault_tolerance.launcher.survivors import Survivors
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
+from inprocess.ipc.process_one import reap_adopted
 from inprocess.joining import JOIN, JOINED_FILE
 
 __all__ = ["LauncherAgent"]
@@ -42,6 +47,8 @@ class LauncherAgent(LocalElasticAgent):
         self._workers = WorkerProcesses({})
         self._survivors: Survivors | None = None
         self._cycle = 0
+        self._open_calls = OpenCalls(spec.local_world_size)
+        self._is_ending = False  # a signal has asked the workers to end, wherever they are
         self._is_polled = not isinstance(spec.entrypoint, str)  # functions send their results before they end
 
     @property
@@ -61,6 +68,7 @@ class LauncherAgent(LocalElasticAgent):
             return LauncherExit(1, f"the node that hosts the rendezvous does not answer: {error}")
         finally:
             self._end_workers()
+            self._open_calls.close()
             self._shutdown()
             if outcome is not None and outcome.ends_job:
                 rounds.shutdown()
@@ -75,8 +83,12 @@ class LauncherAgent(LocalElasticAgent):
         assert meeting is not None
         self._start(meeting)
         end = self._watch(meeting)
-        if end.is_ours:
-            meeting.ask_restart(end.reason)
+        try:
+            if end.is_ours:
+                meeting.ask_restart(end.reason)
+        except StoreLost:
+            if end.outcome is None:  # else this node ends anyway
+                raise
         self._end_workers()
         if end.outcome is not None:
             return end.outcome
@@ -96,9 +108,9 @@ class LauncherAgent(LocalElasticAgent):
                 with self._resources.signals.raising():
                     self._rendezvous(group)
                     assert rounds.meeting is not None
-                    self._cycle = rounds.meeting.agree_on_cycle(self._cycle)
+                    self._cycle = rounds.meeting.agree_on_cycle(self._cycle, len(group.workers))
                 break
-            except MeetingError as error:
+            except (MeetingError, DistStoreError) as error:
                 _log.warning("joining the rendezvous again: %s", error)
             except Interrupted as interrupted:
                 rounds.leave()
@@ -111,8 +123,8 @@ class LauncherAgent(LocalElasticAgent):
                 return self._closed(earlier)
             except RendezvousTimeoutError:
                 return LauncherExit(1, "there are not enough nodes for another cycle")
-            except RendezvousError as error:
-                raise StoreLost(str(error)) from error
+            except (RendezvousError, DistNetworkError) as error:
+                raise StoreLost(_causes(error)) from error
         self._remaining_restarts = group.spec.max_restarts - self._cycle
         return None
 
@@ -124,16 +136,19 @@ class LauncherAgent(LocalElasticAgent):
     def _start(self, meeting: Meeting) -> None:
         group = self._worker_group
         self._resources.monitors.begin_cycle(self._cycle)
+        self._open_calls.close()
         _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
         for local_rank, pid in self._start_workers(group).items():
             group.workers[local_rank].id = pid
+            self._resources.monitors.end_with_us(local_rank, pid)
         assert self._pcontext is not None
         workers = self._workers = WorkerProcesses(self._pcontext.pids())
         torchs_close = self._pcontext._close
 
         def close(death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
             workers.stop(self._resources.options.workers_stop_timeout_s)
-            torchs_close(death_sig, 1)  # closes files and the like; the workers have ended
+            if not workers.running:  # torch waits without limit for those that hang in the kernel
+                torchs_close(death_sig, 1)  # closes files and the like
 
         # When torch is asked for the workers' state it stops the others itself, with a timeout of its own.
         setattr(self._pcontext, "_close", close)  # noqa: B010 - a method is replaced
@@ -145,9 +160,10 @@ class LauncherAgent(LocalElasticAgent):
                 group.workers,
                 meeting,
                 fewest=options.min_workers,
-                silence_s=self._resources.rounds.silence_s,
+                silence_s=self._resources.silence_s,
                 error_files=self._pcontext.error_files,
-                replace=self._replace_worker,
+                left_early=self._left_early,
+                replace_worker=self._replace_worker,
                 most_replacements=options.max_replacements,
             )
 
@@ -159,7 +175,9 @@ class LauncherAgent(LocalElasticAgent):
         lost = self._worker_group.workers[local_rank]
         initial_rank = int(lost.global_rank) + int(lost.world_size) * (number + 1)
         variables = {JOIN: str(initial_rank), JOINED_FILE: joined}
+        self._open_calls.forget(local_rank)
         lost.id = start_worker(self._pcontext, self._workers, local_rank, variables)
+        self._resources.monitors.end_with_us(local_rank, self._workers.pids[local_rank])
         return joined
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
@@ -167,6 +185,7 @@ class LauncherAgent(LocalElasticAgent):
         for local_rank, env in envs.items():
             env.update(self._resources.inbox.environment)
             env.update(self._resources.monitors.environment(local_rank))
+            env.update(self._open_calls.environment(local_rank))
         super()._setup_local_watchdog(envs)
 
     def _watch(self, meeting: Meeting) -> CycleEnd:
@@ -179,14 +198,14 @@ class LauncherAgent(LocalElasticAgent):
             if number is not None:
                 return self._end_gracefully(number, meeting, is_done)
             self._resources.monitors.restart_ended()
-            if not is_done:
-                end = self._look()
-                if end is not None and end.is_ours:
-                    return end
-                if end is not None:
-                    is_done = True
-                    meeting.report_done()
             try:
+                if not is_done:
+                    end = self._look()
+                    if end is not None and end.is_ours:
+                        return end
+                    if end is not None:
+                        is_done = True
+                        meeting.report_done()
                 if is_done and meeting.all_done():
                     return CycleEnd("success", LauncherExit(0, self._success(), ends_job=True))
                 if meeting.has_words():
@@ -200,9 +219,11 @@ class LauncherAgent(LocalElasticAgent):
                     if self._resources.rounds.num_nodes_waiting() > 0:
                         return CycleEnd("a node has left and a spare waits", is_ours=True)
             except (StoreLost, RendezvousError) as error:
+                if self._resources.signals.has_any():
+                    continue  # the workers are told of the signal first
                 if is_done:
                     return CycleEnd("success", LauncherExit(0, "all workers of this node have ended with 0"))
-                raise StoreLost(str(error)) from error
+                raise StoreLost(_causes(error)) from error
 
     def _wait(self, timeout_s: float | None) -> None:
         wait_readable([self._resources.signals.fd, *self._resources.monitors.fds, *self._workers.fds], timeout_s)
@@ -211,7 +232,11 @@ class LauncherAgent(LocalElasticAgent):
         """Return how the workers of this node have ended, `is_ours` if the cycle has failed; None while they run."""
         if self._survivors is not None:
             return self._survivors.look()
-        if not self._workers.take_ended() and self._workers.fds and not self._is_polled:
+        ended = self._workers.take_ended()
+        early = [local_rank for local_rank, code in sorted(ended.items()) if code == 0 and self._left_early(local_rank)]
+        if early:
+            return self._ended_early(early)
+        if not ended and self._workers.fds and not self._is_polled:
             return None
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state == WorkerState.HEALTHY:
@@ -219,6 +244,22 @@ class LauncherAgent(LocalElasticAgent):
         if result.is_failed():  # torch has stopped the others
             return CycleEnd(_describe(result), failures=result.failures, is_ours=True)
         return CycleEnd("all workers of this node have ended with 0")
+
+    def _left_early(self, local_rank: int) -> bool:
+        """Whether a worker that has ended was in a call of the wrapper, and was not asked to end."""
+        return self._open_calls.is_open(local_rank) and not self._is_ending
+
+    def _ended_early(self, local_ranks: list[int]) -> CycleEnd:
+        assert self._pcontext is not None
+        files, workers = self._pcontext.error_files, self._worker_group.workers
+        failures = {
+            int(workers[local_rank].global_rank): ProcessFailure(
+                local_rank, self._workers.pids[local_rank], 0, files[local_rank]
+            )
+            for local_rank in local_ranks
+        }
+        text = f"ranks {sorted(failures)} have ended with 0 before the function in the wrapper was completed"
+        return CycleEnd(text, failures=failures, is_ours=True)
 
     def _success(self) -> str:
         lost = sorted(self._survivors.failures) if self._survivors is not None else []
@@ -237,6 +278,7 @@ class LauncherAgent(LocalElasticAgent):
         options = self._resources.options
         wait_s = options.term_timeout_s if number == signal.SIGTERM else options.workers_stop_timeout_s
         _log.warning("%s is passed on to the workers, which have %g s to end", number.name, wait_s)
+        self._is_ending = True
         self._workers.signal(number)
         deadline = time.monotonic() + wait_s
         end: CycleEnd | None = None
@@ -246,14 +288,23 @@ class LauncherAgent(LocalElasticAgent):
             if self._resources.signals.take() is not None:  # a second signal shortens the wait
                 deadline = min(deadline, time.monotonic() + options.workers_stop_timeout_s)
             self._resources.monitors.restart_ended()
-            end = self._look()
+            end = self._look_alone()
         if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
-            if not is_done:
-                meeting.report_done()
-            is_over = self._wait_for_others(meeting, deadline)
+            is_over = False
+            with contextlib.suppress(StoreLost):  # the others notice by themselves
+                if not is_done:
+                    meeting.report_done()
+                is_over = self._wait_for_others(meeting, deadline)
             return CycleEnd("done", LauncherExit(0, f"{number.name}: the workers have ended with 0", ends_job=is_over))
         outcome = LauncherExit(128 + number, f"{number.name}: not all workers have ended with 0")
         return CycleEnd(outcome.reason, outcome, is_ours=meeting.nodes > 1)
+
+    def _look_alone(self) -> CycleEnd | None:
+        """Do as `_look` does, whether the store answers or not."""
+        try:
+            return self._look()
+        except StoreLost:
+            return None if self._workers.fds else CycleEnd("all workers of this node have ended")
 
     def _failed(self) -> int:
         """Return how many workers of this node were left behind."""
@@ -285,6 +336,17 @@ class LauncherAgent(LocalElasticAgent):
                 f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
             )
         self._resources.monitors.end_cycle()
+        reap_adopted({*workers.pids.values(), *self._resources.monitors.pids})
+
+
+def _causes(error: BaseException) -> str:
+    """Return the text of an error and of those that caused it: torch's own says little."""
+    texts = []
+    found: BaseException | None = error
+    while found is not None:
+        texts.append(str(found))
+        found = found.__cause__
+    return ": ".join(dict.fromkeys(texts))
 
 
 def _describe(result: RunResult) -> str:

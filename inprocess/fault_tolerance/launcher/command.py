@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
 from inprocess.fault_tolerance.launcher.agent import LauncherAgent
@@ -22,13 +22,14 @@ from inprocess.fault_tolerance.launcher.leftovers import GpuMemory
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
-from inprocess.fault_tolerance.launcher.rendezvous import Rounds, rounds_over
+from inprocess.fault_tolerance.launcher.rendezvous import Rounds, rounds_of
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
 __all__ = ["run"]
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 600.0
+_SILENCE_S = 15.0
 # Torch raises an exception for each signal in this list, wherever its code is, also between the starts of two workers.
 # Here signals are events, so torch gets a signal that is never sent.
 _SIGNALS_FOR_TORCH = "SIGRTMAX"
@@ -62,14 +63,18 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
         monitors = RankMonitors(options.config, config.nproc_per_node)
         stack.callback(monitors.close)
         inbox = stack.enter_context(ControlInbox())
+        silence_s = _silence_s(config)
         try:
             with signals.raising():
-                rounds = _rounds(config)
+                rounds = _rounds(config, silence_s, signals)
         except Interrupted as interrupted:
             return LauncherExit(128 + interrupted.number, f"{interrupted.number.name} before the first rendezvous")
+        except RendezvousError as error:
+            return LauncherExit(1, f"the rendezvous cannot be joined: {error}")
         resources = LauncherResources(
             options=options,
             rounds=rounds,
+            silence_s=silence_s,
             monitors=monitors,
             inbox=inbox,
             signals=signals,
@@ -89,7 +94,7 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
         return outcome
 
 
-def _rounds(config: LaunchConfig) -> Rounds:
+def _rounds(config: LaunchConfig, silence_s: float, signals: SignalInbox) -> Rounds:
     is_static = config.rdzv_backend == "static"
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
@@ -100,13 +105,19 @@ def _rounds(config: LaunchConfig) -> Rounds:
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    timeout_s = float(config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S))
-    handler = registry.get_rendezvous_handler(parameters)
-    rounds = rounds_over(handler, config.max_nodes > config.min_nodes, timeout_s)
+    return rounds_of(
+        parameters,
+        has_spares=config.max_nodes > config.min_nodes,
+        timeout_s=float(config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S)),
+        silence_s=silence_s,
+        has_signal=signals.has_any,
+    )
+
+
+def _silence_s(config: LaunchConfig) -> float:
+    """Return how long a node, or the host of the rendezvous, may be silent before it counts as lost."""
     interval, attempts = (config.rdzv_configs.get(f"keep_alive_{name}") for name in ("interval", "max_attempt"))
-    if interval is not None and attempts is not None:
-        rounds.silence_s = float(interval) * float(attempts)
-    return rounds
+    return _SILENCE_S if interval is None or attempts is None else float(interval) * float(attempts)
 
 
 def _spec(config: LaunchConfig, rounds: Rounds, command: Any, arguments: list[str]) -> dict[str, Any]:

@@ -20,10 +20,14 @@ __all__ = ["CycleEnd", "LauncherResources", "decide"]
 
 @dataclass(frozen=True)
 class LauncherResources:
-    """What the agent works with. Created and closed by the command."""
+    """What the agent works with. Created and closed by the command.
+
+    A node, or the host of the rendezvous, that has not answered for `silence_s` is lost.
+    """
 
     options: LauncherOptions
     rounds: Rounds
+    silence_s: float
     monitors: RankMonitors
     inbox: ControlInbox
     signals: SignalInbox

@@ -59,6 +59,10 @@ class SignalInbox:
             self._wake.set()
         return first
 
+    def has_any(self) -> bool:
+        """Whether a signal was not taken yet."""
+        return bool(self._received)
+
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
         """Raise signals as `Interrupted`, including one that has arrived before."""

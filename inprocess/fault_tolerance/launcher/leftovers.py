@@ -22,6 +22,8 @@ from pathlib import Path
 
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.launcher.workers import wait_readable
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.process import end_process
 
 __all__ = ["GpuMemory", "end_leftovers", "log_survivors"]
 
@@ -163,11 +165,28 @@ class GpuMemory:
                 return {}
             command.append(f"--id={visible}")
         try:
-            answer = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
-            )
-            pairs = [line.split(",") for line in answer.stdout.splitlines() if line.strip()]
+            pairs = [line.split(",") for line in _output_of(command).splitlines() if line.strip()]
             return {gpu.strip(): float(used) for gpu, used in pairs}
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             _log.debug("the memory in use on GPUs is unknown: %s", error)
             return {}
+
+
+def _output_of(command: list[str]) -> str:
+    """Return what a command writes. OSError, ValueError, SubprocessError.
+
+    `subprocess.run` waits without limit for a command that it has killed. One that waits for a defective GPU in the
+    kernel does not end then.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+    )
+    try:
+        output, _ = process.communicate(timeout=_QUERY_TIMEOUT_S)
+    finally:
+        end_process(process, Deadline(0.0))
+        if process.stdout is not None:
+            process.stdout.close()
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output.decode()

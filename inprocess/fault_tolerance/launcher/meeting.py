@@ -4,23 +4,24 @@
     words          how many of these two were announced:
       restart        workers of a node have failed: all nodes end theirs and meet again
       stop           the job is over, with this exit code
-    done           how many nodes' workers have all ended with 0
-    lost           how many workers have failed and were left behind, less those replaced (policy "in-process")
     replacements   how many processes were started in place of lost workers (policy "in-process")
     alive/<node>   incremented while the node's launcher runs (policy "in-process")
-    over/<node>    not 0: the node counts as done, by itself or because it does not answer
     left           how many nodes know that the job is over
+    ...            the workers of each node: see `node_table`
 
 If several nodes announce the same word the first one counts, so all nodes read the same. Values are JSON.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from inprocess.fault_tolerance.launcher.node_table import NodeTable
 
 __all__ = ["LauncherExit", "Meeting", "MeetingError", "StoreLost"]
 
@@ -57,11 +58,17 @@ class Meeting:
     node: int
     nodes: int
 
-    def agree_on_cycle(self, mine: int) -> int:
-        """Return the number of this cycle, the same on all nodes.
+    @functools.cached_property
+    def table(self) -> NodeTable:
+        """The workers of all nodes."""
+        return NodeTable(self._ask, self.node, self.nodes)
+
+    def agree_on_cycle(self, mine: int, workers: int) -> int:
+        """Return the number of this cycle, the same on all nodes; enter this node's `workers` in the table.
 
         Waits for them, a minute at most. MeetingError if a node does not come, or has asked for a restart.
         """
+        self.table.enter(workers)
         if self.nodes == 1:
             return mine
         keys = [f"cycle/{node}" for node in range(self.nodes)]
@@ -97,17 +104,13 @@ class Meeting:
         return None if said is None else LauncherExit(int(said["code"]), str(said["reason"]), ends_job=True)
 
     def report_done(self) -> None:
-        """Report that the workers of this node have ended with 0. Once per node."""
+        """Report that the workers of this node have ended with 0, all that are not lost."""
         if self.nodes > 1:
-            self._count_done(self.node)
+            self.table.report(replace(self.table.own, is_done=True))
 
     def all_done(self) -> bool:
         """Whether the workers of all nodes have ended with 0."""
-        return self.nodes == 1 or int(self._ask("add", "done", 0)) >= self.nodes
-
-    def report_lost(self, count: int) -> int:
-        """Report that `count` more workers have failed and are left behind. Returns the sum of all nodes."""
-        return int(self._ask("add", "lost", count))
+        return self.nodes == 1 or self.table.all_over()
 
     def number_replacement(self) -> int:
         """Return the number of a replacement worker: 0 for the first of all nodes, then 1, ..."""
@@ -118,20 +121,9 @@ class Meeting:
         self._ask("add", f"alive/{self.node}", 1)
 
     def alive(self) -> dict[int, int]:
-        """Return the counts of the other nodes that are not done. Up to two round trips per node."""
-        others = [node for node in range(self.nodes) if node != self.node]
-        waiting = [node for node in others if int(self._ask("add", f"over/{node}", 0)) == 0]
-        return {node: int(self._ask("add", f"alive/{node}", 0)) for node in waiting}
-
-    def give_up(self, node: int) -> bool:
-        """Count a node that does not answer as done. False if another node was first, or it was done."""
-        return self._count_done(node)
-
-    def _count_done(self, node: int) -> bool:
-        if int(self._ask("add", f"over/{node}", 1)) > 1:
-            return False
-        self._ask("add", "done", 1)
-        return True
+        """Return the counts of the other nodes that are not done. A round trip per node."""
+        others = [node for node in self.table.waited_for() if node != self.node]
+        return {node: int(self._ask("add", f"alive/{node}", 0)) for node in others}
 
     def leave(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until all nodes know of the end: this process may host the store."""

@@ -34,11 +34,17 @@ class RankMonitors:
         folder = unix_sockets.private_directory()
         self._paths = [os.path.join(folder, f"rank-{os.getpid()}-{local_rank}.sock") for local_rank in range(count)]
         self._handles: list[MonitorHandle] = []
+        self._workers: dict[int, int] = {}  # local rank -> process id
 
     @property
     def fds(self) -> list[int]:
         """Process descriptors of the monitors."""
         return [handle.sentinel for handle in self._handles]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the monitors."""
+        return [handle.pid for handle in self._handles]
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment variable by which the worker with this local rank finds its monitor."""
@@ -56,8 +62,17 @@ class RankMonitors:
                 future.result()
         self._tell(lambda control: control.set_cycle(cycle))
 
+    def end_with_us(self, local_rank: int, pid: int) -> None:
+        """Have a worker ended by its monitor if this process dies: it must not go on alone."""
+        self._workers[local_rank] = pid
+        try:
+            self._handles[local_rank].control.end_with_launcher(pid)
+        except _FAULTS as error:
+            _log.debug("worker %d would outlive its launcher: %s", pid, error)  # it has ended, or its monitor has
+
     def end_cycle(self) -> None:
         """The workers have ended: have monitors close their connections, for the next workers."""
+        self._workers = {}
         self._tell(lambda control: control.close_worker_connection())
 
     def restart_ended(self) -> None:
@@ -71,6 +86,8 @@ class RankMonitors:
                 self._handles[local_rank] = self._start(local_rank)
                 with contextlib.suppress(*_FAULTS):
                     self._handles[local_rank].control.set_cycle(self._cycle)
+                if local_rank in self._workers:
+                    self.end_with_us(local_rank, self._workers[local_rank])
 
     def close(self) -> None:
         """End all monitors. Idempotent."""

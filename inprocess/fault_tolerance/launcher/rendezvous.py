@@ -3,31 +3,42 @@
 `DynamicRounds` wraps the dynamic ones (c10d, etcd-v2). When a round has as many nodes as the job needs, torch keeps the
 others waiting without disturbing the round, and admits them when a node leaves or its heartbeat stops: these are the
 hot spares. `StaticRounds` wraps the static one, which has only one round, and lets all nodes meet again.
+
+All that these ask the store has a limit (see `bounded_store`), in the main thread and in that of torch's heartbeats.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by its documented name
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
+    registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from inprocess.exception import TimeoutError
+from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore, interruptible
 from inprocess.fault_tolerance.launcher.meeting import Meeting, StoreLost
 
-__all__ = ["DynamicRounds", "Rounds", "StaticRounds", "rounds_over"]
+__all__ = ["DynamicRounds", "Rounds", "StaticRounds", "rounds_of"]
 
 _PREFIX = "inprocess.fault_tolerance"
 _POLL_S = 0.1
-_SILENCE_S = 15.0
+_CONNECT_S = 60  # torch's default
 _SPARES_NOTICE_S = 2.5  # they check every second
 
 
@@ -37,7 +48,6 @@ class Rounds(RendezvousHandler):
     def __init__(self, inner: RendezvousHandler) -> None:
         self.inner = inner
         self.meeting: Meeting | None = None
-        self.silence_s = _SILENCE_S  # a node that has not answered for this long is lost
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
@@ -101,7 +111,7 @@ class DynamicRounds(Rounds):
         from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
         inner: Any = self.inner
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError, RendezvousError):
             inner._stop_heartbeats()
             inner._op_executor.run(torchs._RendezvousExitOp(), time.monotonic() + _SPARES_NOTICE_S)
 
@@ -110,12 +120,14 @@ class StaticRounds(Rounds):
     """Rounds of a `StaticTCPRendezvous`: node k is always node k.
 
     A launcher that replaces one that has died joins the round after the present one, and asks the others to join it,
-    too. `timeout_s` is how long a node waits for the others.
+    too. `timeout_s` is how long a node waits for the others, `bounded` makes the store that is asked of torch's.
     """
 
-    def __init__(self, inner: StaticTCPRendezvous, timeout_s: float) -> None:
+    def __init__(self, inner: StaticTCPRendezvous, timeout_s: float, bounded: Callable[[Any], BoundedStore]) -> None:
         super().__init__(inner)
         self._timeout_s = timeout_s
+        self._bounded = bounded
+        self._base: BoundedStore | None = None
         self._next = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -124,19 +136,21 @@ class StaticRounds(Rounds):
         RendezvousClosedError if the job has ended meanwhile, RendezvousTimeoutError if a node does not join, StoreLost
         if node 0 does not answer.
         """
-        first = self.inner.next_rendezvous()
         deadline = time.monotonic() + self._timeout_s
-        earlier = self.meeting
-        while True:
-            number = max(self._next, self._current(first.store))
-            self._next = number + 1
-            store = PrefixStore(f"round_{number}", first.store)
-            meeting = Meeting(PrefixStore(_PREFIX, store), first.rank, first.world_size)
-            try:
-                if meeting.nodes == 1 or self._join(first.store, meeting, number, earlier, deadline):
+        try:
+            # Node 0 waits for the others here, and they wait for node 0.
+            first = interruptible(self.inner.next_rendezvous, "launcher-rendezvous")
+            base = self._base = self._base or self._bounded(first.store)
+            earlier = self.meeting
+            while True:
+                number = max(self._next, self._current(base))
+                self._next = number + 1
+                store = PrefixStore(f"round_{number}", base)
+                meeting = Meeting(PrefixStore(_PREFIX, store), first.rank, first.world_size)
+                if meeting.nodes == 1 or self._join(base, meeting, number, earlier, deadline):
                     break
-            except RuntimeError as error:
-                raise StoreLost(str(error)) from error
+        except RuntimeError as error:
+            raise StoreLost(str(error)) from error
         self.meeting = meeting
         return RendezvousInfo(store, first.rank, first.world_size, _store_info(first))
 
@@ -169,8 +183,33 @@ def _store_info(info: RendezvousInfo) -> RendezvousStoreInfo:
     return found
 
 
-def rounds_over(handler: RendezvousHandler, has_spares: bool, timeout_s: float) -> Rounds:
-    """Return the rounds for a handler of torch's."""
-    if isinstance(handler, StaticTCPRendezvous):
-        return StaticRounds(handler, timeout_s)
+def rounds_of(
+    parameters: RendezvousParameters,
+    *,
+    has_spares: bool,
+    timeout_s: float,
+    silence_s: float,
+    has_signal: Callable[[], bool],
+) -> Rounds:
+    """Return the rounds for the parameters of torch's rendezvous.
+
+    A store that does not answer for `silence_s` is lost; `has_signal` is as in `BoundedStore`. Torch's errors. Main
+    thread; may wait for the host for a minute, and signal handlers may raise meanwhile.
+    """
+
+    def bounded(store: Any) -> BoundedStore:
+        return BoundedStore(store, silence_s, has_signal)
+
+    if parameters.backend != "c10d":
+        handler = registry.get_rendezvous_handler(parameters)
+        if isinstance(handler, StaticTCPRendezvous):
+            return StaticRounds(handler, timeout_s, bounded)
+        return DynamicRounds(handler, has_spares)
+    limit_s = float(parameters.get_as_int("read_timeout", _CONNECT_S) or _CONNECT_S) + silence_s
+    try:
+        _, inner = interruptible(lambda: create_backend(parameters), "launcher-rendezvous", limit_s)
+    except TimeoutError as error:
+        raise RendezvousConnectionError(f"the host of the rendezvous does not answer: {parameters.endpoint}") from error
+    store = bounded(inner)
+    handler = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     return DynamicRounds(handler, has_spares)

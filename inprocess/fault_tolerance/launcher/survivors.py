@@ -1,13 +1,14 @@
 """The restart policy "in-process": a worker that fails is left behind, the others go on.
 
-    a worker ends with 0          it is done
+    a worker ends with 0          it is done, unless it was in a call of the wrapper that is not completed
     a worker ends otherwise       it is lost; if fewer than --ft-min-workers of the job are left, the cycle has failed,
                                   else a replacement is started, at most --ft-max-replacements times per node
     all workers have ended        the node is done; when all nodes are, the job has succeeded
 
 The other workers must go on by themselves: their `inprocess.Wrapper` restarts without the lost rank. The wrapper in the
 replacement joins them at the next restart; only then does it count as a worker that is left, and does its exit code
-matter. A node whose launcher does not answer any more is lost with all its workers.
+matter. A node whose launcher does not answer is lost with all its workers; if it comes back, those that still run count
+again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker
@@ -36,9 +38,10 @@ class Survivors:
     """The workers of this node in one cycle, and how many of all nodes are left. For the launcher's thread.
 
     All methods raise StoreLost. `fewest` is how many workers of the job must be left. A node that has not answered for
-    `silence_s` is lost. `error_files` are those of torch's workers, by local rank. `replace(local_rank, number)` starts
-    the `number`-th replacement of the job, and returns the path of a file that exists once it has joined; it is called
-    at most `most_replacements` times.
+    `silence_s` is lost. `error_files` are those of torch's workers, by local rank. `replace_worker(local_rank, number)`
+    starts the `number`-th replacement of the job, and returns the path of a file that exists once it has joined; it is
+    called at most `most_replacements` times. `left_early(local_rank)` tells whether a worker that has ended was in a
+    call of the wrapper.
     """
 
     def __init__(
@@ -50,7 +53,8 @@ class Survivors:
         fewest: int,
         silence_s: float,
         error_files: Mapping[int, str],
-        replace: Callable[[int, int], str],
+        left_early: Callable[[int], bool],
+        replace_worker: Callable[[int, int], str],
         most_replacements: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,22 +66,25 @@ class Survivors:
         self._fewest = fewest
         self._silence_s = silence_s
         self._error_files = error_files
-        self._replace = replace
+        self._left_early = left_early
+        self._start_process = replace_worker
         self._replacements_left = most_replacements
         self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
         self._is_complete = False  # a worker has ended with 0, so there is no restart any more
         self._clock = clock
-        self._next_check_s = clock()
-        self._seen: dict[int, tuple[int, float]] = {}  # node -> its count, and when that changed
+        self._checked_s = self._next_check_s = clock()
+        self._seen: dict[int, tuple[int | None, float]] = {}  # node -> its count, and how long that has not changed
 
     def look(self) -> CycleEnd | None:
         """Return how the cycle ends on this node; None while workers run. Ends what failed workers have left behind."""
         ended = sorted(self._processes.take_ended().items())
         self._count_joined()
-        lost = [(local_rank, code) for local_rank, code in ended if code != 0 and local_rank not in self._waiting]
-        self._is_complete |= any(code == 0 and local_rank not in self._waiting for local_rank, code in ended)
+        failed = {local_rank for local_rank, code in ended if code != 0 or self._left_early(local_rank)}
+        counting = [(local_rank, code) for local_rank, code in ended if local_rank not in self._waiting]
+        lost = [(local_rank, code) for local_rank, code in counting if local_rank in failed]
+        self._is_complete |= len(lost) < len(counting)
         for local_rank, code in ended:
-            if self._waiting.pop(local_rank, None) is not None and code != 0 and not self._is_complete:
+            if self._waiting.pop(local_rank, None) is not None and local_rank in failed and not self._is_complete:
                 _log.warning("the replacement in the place of local rank %d ended with %d", local_rank, code)
         if self._is_complete:
             self._end_waiting()
@@ -87,12 +94,18 @@ class Survivors:
             self.failures[int(self._workers[local_rank].global_rank)] = failure
         if lost:
             end_leftovers([self._processes.pids[local_rank] for local_rank, _ in lost])
-            names = ", ".join(f"rank {self._workers[local_rank].global_rank} with {code}" for local_rank, code in lost)
-            end = self._lose(len(lost), f"workers have ended: {names}")
+            names = ", ".join(
+                f"rank {self._workers[local_rank].global_rank} with {code}"
+                + (" before the function in the wrapper was completed" if code == 0 else "")
+                for local_rank, code in lost
+            )
+            self._report_lost(len(lost))
+            self._come_back()
+            end = self._count_left(f"workers have ended: {names}")
             if end is not None:
                 return end
-        for local_rank, code in ended:
-            if code != 0:
+        for local_rank, _ in ended:
+            if local_rank in failed:
                 self._start_replacement(local_rank)
         if self._processes.fds:
             return None
@@ -105,7 +118,7 @@ class Survivors:
             return  # there is no worker to join
         self._replacements_left -= 1
         try:
-            self._waiting[local_rank] = self._replace(local_rank, self._meeting.number_replacement())
+            self._waiting[local_rank] = self._start_process(local_rank, self._meeting.number_replacement())
         except OSError as error:
             _log.error("no replacement can be started for local rank %d: %s", local_rank, error)
             return
@@ -121,7 +134,7 @@ class Survivors:
         """Count replacements that have joined as workers that are left."""
         for local_rank in [local_rank for local_rank, path in self._waiting.items() if os.path.exists(path)]:
             del self._waiting[local_rank]
-            self._meeting.report_lost(-1)
+            self._report_lost(-1)
 
     def watch_nodes(self, is_waiting: bool) -> CycleEnd | None:
         """Report that this node is alive, once a second, and notice nodes that are not.
@@ -132,23 +145,35 @@ class Survivors:
         now = self._clock()
         if self._meeting.nodes == 1 or now < self._next_check_s:
             return None
-        self._next_check_s = now + _ALIVE_INTERVAL_S
+        # This process may have been stopped itself, and others go on a little later: no pause counts much.
+        passed_s = min(now - self._checked_s, self._silence_s / 3)
+        self._checked_s, self._next_check_s = now, now + _ALIVE_INTERVAL_S
         self._meeting.say_alive()
+        self._come_back()
         if not is_waiting and self._meeting.node != 0:
             return None
         for node, count in self._meeting.alive().items():
-            earlier = self._seen.get(node)
-            if earlier is None or earlier[0] != count:
-                self._seen[node] = count, now
-            elif now - earlier[1] >= self._silence_s and self._meeting.give_up(node):
-                text = f"node {node} has not answered for {self._silence_s:g} s"
-                end = self._lose(len(self._workers), text)  # all nodes have as many
+            earlier, silent_s = self._seen.get(node, (None, 0.0))
+            self._seen[node] = count, silent_s + passed_s if count == earlier else 0.0
+            if self._seen[node][1] >= self._silence_s:
+                self._meeting.table.give_up(node)
+                end = self._count_left(f"node {node} has not answered for {self._silence_s:g} s")
                 if end is not None:
                     return end
         return None
 
-    def _lose(self, count: int, reason: str) -> CycleEnd | None:
-        left = self._world_size - self._meeting.report_lost(count)
+    def _report_lost(self, count: int) -> None:
+        table = self._meeting.table
+        table.report(replace(table.own, lost=table.own.lost + count))
+
+    def _come_back(self) -> None:
+        """Have the others count this node again, if they have given it up."""
+        if self._meeting.table.come_back():
+            _log.warning("this node did not answer for a while and was given up; its workers count again")
+
+    def _count_left(self, reason: str) -> CycleEnd | None:
+        """Return the end of the cycle if too few workers are left, for this reason."""
+        left = self._meeting.table.left()
         if left < self._fewest:
             text = (
                 f"{reason}; {left} of {self._world_size} workers are left, fewer than --ft-min-workers={self._fewest}"

@@ -22,7 +22,7 @@ from inprocess.ipc.packets import MAX_BYTES, PacketError, receive, send
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.messages import CODEC, RankInfo
 from tests.inprocess.fault_tolerance.workers import Node
-from tests.support import LeakCheck
+from tests.support import LeakCheck, free_port
 
 LIMITS = {"a": 60.0, "b": 60.0, "short": 0.4}
 
@@ -339,6 +339,76 @@ def test_two_clients_wait_for_each_other(node: Node) -> None:
     first.process.kill()  # while its section is open
     assert node.worker(script).line() == "in"
     assert "ends with open section(s) ['a']" in node.log()
+
+
+def test_a_later_client_of_a_process_replaces_the_earlier_one(node: Node) -> None:
+    node.monitor(slot_wait_s=0.5, rank_section_timeouts=LIMITS)
+    worker = node.worker("""
+        clients = [RankMonitorClient() for _ in range(4)]
+        for number, each in enumerate(clients):
+            each.init_workload_monitoring()
+            each.start_section("a")
+            say("watched", number)
+        while any(each._connection.link.connected for each in clients[:-1]):
+            time.sleep(0.01)
+        for each in clients[:-1]:
+            each.end_section("a")  # is no error
+        clients[-1].start_section("short")
+        threading.Event().wait()
+    """)
+    for number in range(4):
+        assert worker.line() == f"watched {number}"
+    assert worker.wait() == -signal.SIGKILL
+    (report,) = node.reports()
+    assert set(report["open"]) == {"a", "short"}
+    assert node.log().count("another client of its process has taken its place") >= 3
+
+
+def test_a_client_that_is_deleted_ends_monitoring(node: Node) -> None:
+    node.monitor(slot_wait_s=0.5, rank_section_timeouts=LIMITS)
+    worker = node.worker("""
+        def threads():
+            return sum(thread.name == "monitor-link" for thread in threading.enumerate())
+        def iteration():
+            client = RankMonitorClient()
+            client.init_workload_monitoring()
+            client.start_section("short")
+        for _ in range(40):  # more than there are free signals
+            iteration()
+        say(threads(), client.is_initialized)
+        wait()
+    """)
+    assert worker.line() == "0 False"
+    node.wait_log("is not watched any more")
+    assert "cannot read the stacks" not in node.log()
+    worker.go()
+    assert worker.wait() == 0
+
+
+def test_each_iteration_of_a_wrapped_function_may_make_a_client(node: Node) -> None:
+    """The documented use, with the monitor of a launcher."""
+    node.monitor(slot_wait_s=0.5, rank_section_timeouts=LIMITS)
+    env = {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    worker = node.worker(
+        """
+        from datetime import timedelta
+        import inprocess
+        kept = []
+        def train(call: inprocess.CallWrapper):
+            client = RankMonitorClient()
+            kept.append(client)  # as a global object of the program may
+            client.init_workload_monitoring()
+            client.start_section("a")
+            if call.iteration < 3:
+                raise ValueError("again")
+            say("iteration", call.iteration)
+            client.shutdown_workload_monitoring()
+        inprocess.Wrapper(abort=None, last_call_wait=timedelta(0))(train)()
+        """,
+        **env,
+    )
+    assert worker.line() == "iteration 3"
+    assert worker.wait() == 0
 
 
 def test_a_forked_child_neither_speaks_nor_holds_the_place(node: Node) -> None:

@@ -19,6 +19,27 @@ def test_a_job_without_faults(job: Job) -> None:
     assert job.left() == []
 
 
+def test_the_directory_for_temporary_files_may_have_a_long_path(job: Job) -> None:
+    folder = job.folder / ("a" * 120)
+    folder.mkdir()
+    script = """
+        client = monitored()
+        from inprocess.fault_tolerance import WorkloadAction, WorkloadControlRequest
+        client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.Continue, "arrives"))
+        with client.section("step"):
+            if rank == 1 and cycle == 0:
+                hang()
+            if cycle == 0:
+                others("never")
+    """
+    env = {"TMPDIR": str(folder)}
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--ft-rank-section-timeouts=step:1"]
+    launcher = job.launch(script, *options, env=env)
+    assert launcher.wait() == 0
+    assert "arrives" in launcher.log()
+    assert job.left() == []
+
+
 def test_a_worker_that_hangs_in_a_section_is_killed_and_all_start_again(job: Job) -> None:
     script = """
         client = monitored()
@@ -107,6 +128,30 @@ GRACEFUL = """
     say("saved; its child runs:", child.poll() is None)
     sys.exit(0)
 """
+
+
+def test_workers_end_with_a_launcher_that_is_killed(job: Job) -> None:
+    """Also what they have started, and workers that were started in the place of others."""
+    script = """
+        asked = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: say("asked") or asked.set())
+        child = subprocess.Popen(["sleep", "600"])
+        say("pid", os.getpid(), "child", child.pid)
+        while rank == 0 or not asked.wait(0.1):
+            time.sleep(0.1)
+    """
+    options = ["--ft-restart-policy=in-process", "--ft-termination-grace-time=2"]
+    launcher = job.one_node(script, *options, ranks=3, restarts=0)
+    job.wait_event("rank 0 pid")
+    job.wait_event("rank 1 pid")
+    os.kill(int(job.wait_event(r"rank 2 pid (\d+)")[1]), signal.SIGKILL)
+    job.wait_event(r"rank 2 pid (?s:.*) rank 2 pid")
+    launcher.wait_log("it joins at the next restart")
+    launcher.signal(signal.SIGKILL)
+    for rank in range(3):
+        job.wait_event(f"rank {rank} asked")
+    job.wait_for(lambda: str(job.left()), r"^\[\]$", 30)
+    assert launcher.wait() == -signal.SIGKILL
 
 
 def test_sigterm_lets_workers_finish_and_the_code_is_0(job: Job) -> None:

@@ -10,7 +10,9 @@ from tests.support import free_port
 from tests.support.selection import full_only
 
 
-def start_nodes(job: Job, script: str, count: int, *options: str, nodes: str = "2") -> list[Launcher]:
+def start_nodes(
+    job: Job, script: str, count: int, *options: str, nodes: str = "2", conf: str = "keep_alive_max_attempt=4"
+) -> list[Launcher]:
     """Launchers with a dynamic rendezvous. The first hosts its store."""
     port = free_port()
     common = [
@@ -24,10 +26,10 @@ def start_nodes(job: Job, script: str, count: int, *options: str, nodes: str = "
     ]
     found = []
     for number in range(count):
-        conf = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
         host = "true" if number == 0 else "false"
         env = {"TEST_NODE": str(number)}
-        found.append(job.launch(script, *common, f"--rdzv-conf=is_host={host},{conf}", env=env))
+        all_conf = f"is_host={host},keep_alive_interval=1,last_call_timeout=1,{conf}"
+        found.append(job.launch(script, *common, f"--rdzv-conf={all_conf}", env=env))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
-from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job
+from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job, Launcher
 from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
 from tests.support.selection import full_only
 
@@ -167,6 +167,39 @@ def test_a_node_that_dies_is_lost_with_its_workers(job: Job) -> None:
     assert job.events().count("ends") == 1
 
 
+def freeze_second_node(job: Job) -> tuple[Launcher, Launcher]:
+    """Two launchers with a worker each; that of rank 1 is stopped until the other one has given its node up."""
+    first, second = start_nodes(job, PROLOGUE + SURVIVORS.format(fails="()"), 2, *POLICY)
+    for rank in (0, 1):
+        job.wait_event(rf"cycle 0 rank {rank} pid")
+    second.signal(signal.SIGSTOP)
+    first.wait_log("has not answered for 4 s; the other 1 of 2 workers go on")
+    return first, second
+
+
+@pytest.mark.timeout(120)
+def test_the_workers_of_a_node_that_comes_back_are_lost_once(job: Job) -> None:
+    first, second = freeze_second_node(job)
+    kill_rank(job, 1)  # as its wrapper does when the others have gone on without it
+    second.signal(signal.SIGCONT)
+    second.wait_log("rank 1 with -9; the other 1 of 2 workers go on")
+    go(job)
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert [line for line in job.events().splitlines() if "ends" in line] == ["cycle 0 rank 0 ends"]
+
+
+@pytest.mark.timeout(120)
+def test_a_node_that_comes_back_with_its_workers_counts_again(job: Job) -> None:
+    first, second = freeze_second_node(job)
+    second.signal(signal.SIGCONT)
+    second.wait_log("its workers count again")
+    kill_rank(job, 0)
+    first.wait_log("rank 0 with -9; the other 1 of 2 workers go on")
+    go(job)
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert [line for line in job.events().splitlines() if "ends" in line] == ["cycle 0 rank 1 ends"]
+
+
 @full_only
 def test_too_few_workers_of_all_nodes(job: Job) -> None:
     script = PROLOGUE + SURVIVORS.format(fails="(1,) and cycle == 0")
@@ -308,6 +341,84 @@ def test_a_replacement_that_comes_before_the_first_meeting_is_the_rank_that_was_
     assert sorted(re.findall(r"iteration 0 of 3 as (\d)", events)) == ["0", "1", "2"]
     assert events.count("ends") == 3
     assert "iteration 1" not in events
+
+
+EARLY = """
+        if call.iteration == 0 and rank == 1:
+            sys.exit(0)
+        if call.iteration == 0:
+            hang()
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_that_ends_with_0_in_the_wrapped_function_is_replaced(job: Job) -> None:
+    script = JOINS.format(numbering="LauncherOrder()").replace(
+        """
+        if call.iteration == 0:
+            hang()
+""",
+        EARLY,
+        1,
+    )
+    launcher = job.one_node(script, REPLACED, ranks=3, restarts=0)
+    assert launcher.wait(100) == 0, launcher.log()
+    assert "rank 1 with 0 before the function in the wrapper was completed" in launcher.log()
+    assert job.events().count("iteration 1 of 2") == 2
+    assert set(re.findall(r"iteration 2 of 3 as (\d)", job.events())) == {"0", "1", "2"}
+    assert job.events().count("ends") == 3
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_that_ends_with_0_in_the_wrapped_function_has_failed(job: Job) -> None:
+    script = """
+    import inprocess
+
+    def train(call: inprocess.CallWrapper):
+        others("there")
+        if cycle == 0 and rank == 1:
+            sys.exit(0)
+        if cycle == 0:
+            hang()
+        say("ends")
+
+    inprocess.Wrapper()(train)()
+    """
+    launcher = job.one_node(script, ranks=2, restarts=1)
+    assert launcher.wait(100) == 0, launcher.log()
+    assert "ranks [1] have ended with 0 before the function in the wrapper was completed" in launcher.log()
+    assert sorted(line for line in job.events().splitlines() if "ends" in line) == [
+        f"cycle 1 rank {rank} ends" for rank in (0, 1)
+    ]
+
+
+def test_without_the_wrapper_0_is_success(job: Job) -> None:
+    script = SURVIVORS.format(fails="()") + "\n    sys.exit(0)\n"
+    launcher = job.one_node(script.replace("wait_for(name):", "wait_for(name):\n        if rank == 1: return"), ranks=2)
+    job.wait_event("cycle 0 rank 1 ends")
+    go(job)
+    assert launcher.wait() == 0
+    assert "cycle 1" not in job.events()
+
+
+@pytest.mark.timeout(150)
+def test_a_sigterm_that_workers_obey_with_0_in_the_wrapped_function_is_success(job: Job) -> None:
+    script = """
+    import inprocess
+
+    def train():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        say("trains")
+        hang()
+
+    inprocess.Wrapper()(train)()
+    """
+    launcher = job.one_node(script, REPLACED, ranks=2)
+    for rank in (0, 1):
+        job.wait_event(f"rank {rank} trains")
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait(100) == 0, launcher.log()
+    assert "is started" not in launcher.log()
 
 
 def test_a_tree_goes_on_without_the_replacement(job: Job) -> None:

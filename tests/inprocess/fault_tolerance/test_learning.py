@@ -1,8 +1,12 @@
 """Limits that ranks learn together."""
 
 import json
+import os
 from pathlib import Path
 
+import pytest
+
+from inprocess.fault_tolerance import progress_tracker
 from inprocess.fault_tolerance.learned_limits import exchange_measured
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 from inprocess.fault_tolerance.timeouts_calc import TimeoutsCalc
@@ -106,6 +110,17 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
     tracker.analyze_previous_cycle()
     assert not tracker.should_terminate_early()
     assert not TrainingProgressTracker(None).should_terminate_early()
+
+
+def test_a_file_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_tracker, "_READ_TIMEOUT_S", 0.1)
+    file = tmp_path / "iteration"
+    file.write_text("7")
+    tracker = TrainingProgressTracker(str(file))
+    file.unlink()
+    os.mkfifo(file)  # like a file on a server that is down: `open` waits
+    assert tracker.read_iteration() == 7
+    os.close(os.open(file, os.O_RDWR))  # the reader ends
 
 
 def test_progress_of_a_checkpoint_root(tmp_path: Path) -> None:

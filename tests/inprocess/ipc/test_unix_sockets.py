@@ -117,3 +117,33 @@ def test_another_user_cannot_connect_where_it_can_see_the_socket() -> None:
             with pytest.raises(BlockingIOError):
                 listener.accept()
             unix_sockets.connect(path, 10).close()
+
+
+@pytest.mark.parametrize("length", [50, 107, 108, 200, 2000])
+def test_paths_may_have_any_length(tmp_path: Path, length: int) -> None:
+    folder = tmp_path
+    while len(str(folder)) < length - 10:
+        folder /= "a" * min(100, length - 10 - len(str(folder)))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = str(folder / "rank.sock")
+    before = len(os.listdir("/proc/self/fd"))
+    with unix_sockets.listen(path) as listener, unix_sockets.connect(path, 10.0) as end:
+        assert mode(path) == 0o600
+        other, _ = listener.accept()
+        with other:
+            other.send(b"word")
+            assert end.recv(10) == b"word"
+            assert unix_sockets.peer_pid(other) == os.getpid()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with unix_sockets.listen(path):  # in place of the earlier one
+        pass
+    unix_sockets.remove_socket(path)
+    assert not os.path.lexists(path)
+
+
+def test_a_name_that_is_too_long_is_in_the_error(tmp_path: Path) -> None:
+    path = str(tmp_path / ("n" * 120))
+    with pytest.raises(OSError, match=r"n{120}"):
+        unix_sockets.listen(path)
+    with pytest.raises(OSError, match=r"n{120}"):
+        unix_sockets.connect(path, 1.0)
