@@ -7,7 +7,7 @@ remover    a thread of the earlier one, which deletes what is of no use any more
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,14 +18,14 @@ from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending
 from ckpt.storage.names import INDEX, REFERENCES, SaveId
-from ckpt.storage.object_root import ObjectRoot
-from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.outcomes import Abandoned, Published
+from ckpt.storage.store_root import StoreRoot
+from ckpt.storage.stores.interface import About, Store
+from ckpt.storage.stores.memory import MemoryStore
 from tests.support.selection import FULL
 
 _SEEDS = 3000 if FULL else 300
 _RANKS = 2
-_OPERATIONS = ("create", "replace", "put", "get", "about", "below", "names", "delete")
 
 
 class _Scheduler:
@@ -83,19 +83,45 @@ class _Scheduler:
         return results
 
 
-class _ScheduledStore(ObjectStore):
-    def __init__(self, store: Any, scheduler: _Scheduler) -> None:
-        super().__init__("memory:///scheduled", store)
-        for name in _OPERATIONS:
-            setattr(self, name, self._scheduled(getattr(self, name), name, scheduler))
+class _ScheduledStore(Store):
+    """A store whose operations wait for the turn of the actor that calls them."""
 
-    @staticmethod
-    def _scheduled(function: Callable[..., Any], name: str, scheduler: _Scheduler) -> Callable[..., Any]:
-        def call(key: Any, *rest: Any) -> Any:
-            scheduler.pass_through(f"{name} {key}")
-            return function(key, *rest)
+    def __init__(self, store: Store, scheduler: _Scheduler) -> None:
+        self.url = store.url
+        self._store = store
+        self._scheduler = scheduler
 
-        return call
+    def create(self, key: str, data: bytes) -> About | None:
+        self._scheduler.pass_through(f"create {key}")
+        return self._store.create(key, data)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._scheduler.pass_through(f"put {key}")
+        self._store.put(key, data)
+
+    def read(self, key: str, offset: int, nbytes: int) -> memoryview | None:
+        self._scheduler.pass_through(f"read {key}")
+        return self._store.read(key, offset, nbytes)
+
+    def about(self, key: str) -> About | None:
+        self._scheduler.pass_through(f"about {key}")
+        return self._store.about(key)
+
+    def below(self, prefix: str) -> Iterator[About]:
+        self._scheduler.pass_through(f"below {prefix}")
+        return self._store.below(prefix)
+
+    def names(self, prefix: str) -> tuple[list[str], list[About]]:
+        self._scheduler.pass_through(f"names {prefix}")
+        return self._store.names(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:  # a process may end between two of them
+            self._scheduler.pass_through(f"delete {key}")
+            self._store.delete([key])
+
+    def now(self) -> float:
+        return self._store.now()
 
 
 def _write(pending: Pending) -> None:
@@ -108,7 +134,7 @@ def _write(pending: Pending) -> None:
 
 
 def _save(
-    root: ObjectRoot,
+    root: StoreRoot,
     token: int,
     step: int,
     number: int,
@@ -135,10 +161,8 @@ def test_any_order_of_requests(first: int) -> None:
 
 
 def _play(seed: int) -> None:
-    import obstore.store
-
-    scheduler, memory = _Scheduler(seed), obstore.store.MemoryStore()
-    roots = [ObjectRoot(_ScheduledStore(memory, scheduler)) for _ in range(3)]
+    scheduler, memory = _Scheduler(seed), MemoryStore()
+    roots = [StoreRoot(_ScheduledStore(memory, scheduler)) for _ in range(3)]
     token = roots[0].ownership.claim(0)
     assert _save(roots[0], token, 1, 0, None) == Published()
     branch = Branch(1, roots[0].save_of(1))
@@ -180,7 +204,7 @@ def _play(seed: int) -> None:
     if begun and mine is not None and mine.reason is not None:
         assert "left behind by an earlier run" in mine.reason.message, why
     if mine is not None and mine.state == "superseded":
-        names, _ = ObjectStore("memory:///x", memory).names(f"saves/{mine.save.name}/")
+        names, _ = memory.names(f"saves/{mine.save.name}/")
         assert names == ["parts"], why
     assert root.steps() in ([1, 2], [2]), why
     for step in root.steps():
