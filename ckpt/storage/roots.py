@@ -14,9 +14,10 @@ from ckpt.storage.step_documents import step_around
 __all__ = ["absolute", "is_object_url", "open_root", "own_directory", "own_root"]
 
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
-_OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "directory://", "memory://")
+_OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "directory://", "memory://", "sftp://")
 _SAME_SCHEMES = (("s3a://", "s3://"), ("azure://", "az://"))
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*")
+_SERVER = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:\d+)?")
 _IN_SAVE = re.compile(r"(?P<root>.*?)/saves/step_\d{8,18}-o\d+-[0-9a-f]{16}(/.*)?")
 
 
@@ -47,11 +48,16 @@ def _checked_url(url: str) -> str:
         raise StorageError(f"{url}: the URL of a root has no {', '.join(map(repr, found))}; choose another prefix")
     if scheme == "directory" and bucket:
         raise StorageError(f"{url}: give the absolute path, directory:///{place}")
-    if place != place.strip() or any(name in ("", ".", "..") for name in names) or not _BUCKET.fullmatch(bucket):
+    if place != place.strip() or any(name in ("", ".", "..") for name in names) or not _is_place(scheme, bucket):
         raise StorageError(
             f"{url}: the URL of a root is SCHEME://BUCKET/PREFIX, without empty parts, '.', '..' or spaces around it"
         )
     return f"{scheme}://{place}"
+
+
+def _is_place(scheme: str, name: str) -> bool:
+    """Return whether a name is one of a bucket, or of a server."""
+    return (_SERVER if scheme == "sftp" else _BUCKET).fullmatch(name) is not None
 
 
 def open_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:

@@ -32,5 +32,11 @@ def _opened(url: str, options: StorageOptions, pid: int) -> Store:
             from ckpt.storage.stores.bucket import open_bucket  # needs obstore
 
             return open_bucket(url, options)
+        case "sftp":
+            from ckpt.storage.stores.sftp import open_sftp  # needs paramiko
+
+            return open_sftp(url, options)
         case scheme:
-            raise StorageError(f"{url}: there is no store for {scheme!r}; give s3://, gs://, az:// or directory://")
+            raise StorageError(
+                f"{url}: there is no store for {scheme!r}; give s3://, gs://, az://, sftp:// or directory://"
+            )

@@ -27,13 +27,16 @@ from tests.support.object_server import Bucket, slow_down
 _REASON = Reason(1, "StorageError", "for a reason")
 
 
-@pytest.fixture(params=["directory", "store in a directory", "moto", "ceph", "memory"])
+@pytest.fixture(params=["directory", "store in a directory", "sftp", "moto", "ceph", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Root]:
     match request.param:
         case "directory":
             yield open_root(tmp_path / "root")
         case "store in a directory":
             yield open_root(f"directory://{tmp_path}/root")
+        case "sftp":
+            server = request.getfixturevalue("sftp_server")
+            yield open_root(server.url(tmp_path / "root"), StorageOptions.of(server.options, 60.0))
         case "moto":
             yield open_root(request.getfixturevalue("bucket").url)
         case "ceph":
@@ -428,16 +431,19 @@ def test_saves_in_this_process(root: Root) -> None:
     def state(value: float) -> dict[str, Any]:
         return {"w": torch.arange(30_000.0) * value, "small": torch.tensor([value]), "value": value}
 
-    with ckpt.Checkpointer(root.path, keep_last=2, threads=2, file_bytes=50_000) as checkpointer:
+    options = dict(root.options.given) if root.options else None
+    with ckpt.Checkpointer(
+        root.path, keep_last=2, threads=2, file_bytes=50_000, storage_options=options
+    ) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save_request(state(float(step)), step).execute_sync()
         assert checkpointer.all_steps() == [2, 3]
     restored = state(0.0)
-    with ckpt.Checkpointer(root.path, read_only=True) as checkpointer:
+    with ckpt.Checkpointer(root.path, read_only=True, storage_options=options) as checkpointer:
         assert checkpointer.restore(restored) == 3
     assert torch.equal(restored["w"], state(3.0)["w"])
     assert restored["value"] == 3.0
-    assert torch.equal(ckpt.load(root.path, 2)["w"], state(2.0)["w"])
+    assert torch.equal(ckpt.load(root.path, 2, storage_options=options)["w"], state(2.0)["w"])
 
 
 @pytest.fixture(params=["store in a directory", "moto"])

@@ -7,14 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckpt
 from ckpt.errors import StorageError
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.stores.directory import DirectoryStore
 from ckpt.storage.stores.interface import Store, StoreClock, check_create, is_denied
 from ckpt.storage.stores.opening import open_store
+from tests.support.sftp_server import SftpServer
 
-_KINDS = ["memory", "directory", "moto", "ceph"]
+_KINDS = ["memory", "directory", "sftp", "moto", "ceph"]
 
 
 @pytest.fixture(params=_KINDS)
@@ -24,6 +27,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
             url = f"memory:///{tmp_path.name}"
         case "directory":
             url = f"directory://{tmp_path}/store"
+        case "sftp":
+            server = request.getfixturevalue("sftp_server")
+            return open_store(server.url(tmp_path / "store"), StorageOptions.of(server.options, 20.0))
         case "moto":
             url = request.getfixturevalue("bucket").url
         case _:
@@ -56,7 +62,7 @@ def test_an_object_is_created_once(store: Store) -> None:
     assert abs(found.modified_s - store.now()) < 30
     assert abs(store.now() - time.time()) < 5
     store.delete(["a/b"])
-    again = store.create("a/b", b"third")
+    again = store.create("a/b", b"the third")
     assert again is not None
     assert again.tag != made.tag
 
@@ -184,6 +190,45 @@ def test_the_clock_of_a_store_that_has_none() -> None:
     store = open_store("memory:///clock", StorageOptions())
     assert abs(StoreClock().now(store) - time.time()) < 5
     assert _keys(store) == []
+
+
+# -- SSH servers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_connection_is_made_again(sftp_server: SftpServer, tmp_path: Path) -> None:
+    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(sftp_server.options, 30.0))
+    store.put("a", b"first")
+    sftp_server.close()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(store.get, "a", 100)
+        sftp_server.start()
+        assert reading.result(40) == b"first"
+    assert store.create("b", b"x") is not None
+
+
+def test_a_server_that_is_not_known_is_refused(sftp_server: SftpServer, tmp_path: Path) -> None:
+    (tmp_path / "known").touch()
+    options = sftp_server.options | {"known_hosts": str(tmp_path / "known")}
+    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(options, 1.0))
+    with pytest.raises(StorageError, match="known_hosts"):
+        store.put("a", b"x")
+    with pytest.raises(StorageError, match="SFTP has no option 'region'"):
+        open_store(sftp_server.url(tmp_path), StorageOptions.of({"region": "x"}, 1.0))
+
+
+def test_a_job_on_an_ssh_server(sftp_server: SftpServer, tmp_path: Path) -> None:
+    """Writers are other processes: they get the options with the task."""
+    url = sftp_server.url(tmp_path / "root")
+    state = {"w": torch.arange(300_000.0), "n": 0}
+    with ckpt.Checkpointer(url, keep_last=2, storage_options=sftp_server.options) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state | {"n": step}, step)
+        assert checkpointer.all_steps() == [2, 3]
+    restored = {"w": torch.zeros(300_000), "n": 0}
+    with ckpt.Checkpointer(url, storage_options=sftp_server.options) as checkpointer:
+        assert checkpointer.restore(restored) == 3
+    assert torch.equal(restored["w"], state["w"])
+    assert ckpt.load(f"directory://{tmp_path}/root", 2)["n"] == 2, "the layout is the same"
 
 
 # -- directories -------------------------------------------------------------------------------------------------------
