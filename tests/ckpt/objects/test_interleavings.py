@@ -5,6 +5,7 @@ later      claims, decides what it finds, begins another step 2 after step 1, pu
 remover    a thread of the earlier one, which deletes what is of no use any more
 """
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +25,21 @@ from ckpt.storage.stores.interface import About, Store
 from ckpt.storage.stores.memory import MemoryStore
 from tests.support.selection import FULL
 
-_SEEDS = 3000 if FULL else 300
+_SEEDS = 3000 if FULL else 800
 _RANKS = 2
+
+
+class _EndedError(BaseException):
+    """The process of an actor has ended, before a request."""
 
 
 class _Scheduler:
     """Lets one actor at a time make one request; which one is drawn. For threads that `run` has started."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ends: int | None = None) -> None:
+        """`ends`: after how many requests actor 0 ends, as by SIGKILL."""
         self._random = random.Random(seed)
+        self._left = ends
         self._switches = self._random.choice((0.5, 0.1, 0.03))  # rare ones find what is late by many requests
         self._last: int | None = None
         self._turn = threading.Condition()
@@ -49,6 +56,11 @@ class _Scheduler:
             self._waiting[actor] = True
             self._choose()
             assert self._turn.wait_for(lambda: not self._waiting[actor], 30)
+            if actor == 0 and self._left is not None:
+                if self._left == 0:
+                    self.order.append("0 ends")
+                    raise _EndedError
+                self._left -= 1
             self.order.append(f"{actor}:{what}")
 
     def _choose(self) -> None:
@@ -68,7 +80,7 @@ class _Scheduler:
             try:
                 self.pass_through("start")
                 results[number] = actors[number]()
-            except CheckpointError as error:
+            except (CheckpointError, _EndedError) as error:
                 results[number] = error
             finally:
                 with self._turn:
@@ -168,6 +180,7 @@ def _play(seed: int) -> None:
     branch = Branch(1, roots[0].save_of(1))
     tokens: list[int] = []
     begun: list[bool] = []
+    kept: list[bool] = []
 
     def earlier() -> Any:
         outcome = _save(roots[0], token, 2, 1, None, lambda: begun.append(True))
@@ -182,6 +195,7 @@ def _play(seed: int) -> None:
     def later() -> Any:
         tokens.append(roots[1].ownership.claim(token))
         take_over(roots[1], tokens[0], branch, 0.0, lambda text: None)
+        kept.append(1 in roots[1].steps())
         outcome = _save(roots[1], tokens[0], 2, 2, branch)
         roots[1].clean_records()
         return outcome
@@ -207,6 +221,7 @@ def _play(seed: int) -> None:
         names, _ = memory.names(f"saves/{mine.save.name}/")
         assert names == ["parts"], why
     assert root.steps() in ([1, 2], [2]), why
+    assert 1 in root.steps() or kept == [False], f"the step that the later owner continues is gone: {why}"
     for step in root.steps():
         assert {"zarr.json", "state.json", INDEX} <= root.source_of(step).scan()[0].keys(), why
     if isinstance(outcomes[0], FencedError):
@@ -214,3 +229,76 @@ def _play(seed: int) -> None:
     roots[1].clean()
     assert not [record for record in root._records.all() if record.by is not None], why
     assert [save.step for save in root.pending()] == [], why
+
+
+@pytest.mark.parametrize("first", range(0, _SEEDS, 50))
+def test_any_order_of_requests_of_a_process_that_comes_too_late(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It publishes and removes steps that a later owner removes, whose records are forgotten at once, not in an hour.
+
+    Or it ends at any of its requests. No step may be published of which the objects are gone.
+    """
+    monkeypatch.setattr("ckpt.storage.store_root._KEEP_RECORDS_S", -10.0)
+    for seed in range(first, first + 50):
+        _play_late(seed)
+
+
+def _play_late(seed: int) -> None:
+    ends = random.Random(-seed).choice((None, random.Random(-seed).randrange(40)))
+    scheduler, memory = _Scheduler(seed, ends), MemoryStore()
+    roots = [StoreRoot(_ScheduledStore(memory, scheduler)) for _ in range(3)]
+    token = roots[0].ownership.claim(0)
+    assert _save(roots[0], token, 1, 0, None) == Published()
+    pending = roots[0].pending_save(SaveId(2, token, f"{1:016x}"))
+    pending.begin(_RANKS, "plan", None, [])
+    _write(pending)
+    tokens: list[int] = []
+
+    def earlier() -> None:
+        publish(pending, lambda: None)
+        roots[0].remove_step(1, token)
+        roots[0].clean_records()
+
+    def later() -> None:
+        tokens.append(roots[1].ownership.claim(token))
+        take_over(roots[1], tokens[0], Branch(1, None), 0.0, lambda text: None)
+        for step in (1, 2):
+            roots[1].remove_step(step, tokens[0])
+            roots[1].clean_records()
+        assert _save(roots[1], tokens[0], 3, 2, None) == Published()
+        roots[1].clean_records()
+
+    outcomes = scheduler.run(earlier, later, roots[2].clean_records)
+    why = f"seed {seed}: {outcomes}\n" + "\n".join(scheduler.order)
+    assert outcomes[1] is None, why
+    for _ in range(2):
+        roots[1].clean()
+    root = roots[2]
+    assert root.steps()[-1] == 3, why
+    for step in root.steps():
+        assert {"intent.json", "zarr.json", "state.json", INDEX} <= root.source_of(step).scan()[0].keys(), why
+    assert root.pending() == [], why
+    assert not [record for record in root._records.all() if record.by is not None], why
+    assert {about.key.split("/")[1] for about in memory.below("saves/")} == set(root.saves().values()), why
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_process_that_ends_while_it_forgets_a_step_leaves_it_removed(number: int) -> None:
+    class Ending(MemoryStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            for key in keys:
+                if not left:
+                    raise _EndedError
+                left.pop()
+                super().delete([key])
+
+    left = [True] * 100
+    root = StoreRoot(Ending())
+    token = root.ownership.claim(0)
+    assert _save(root, token, 1, 0, None) == Published()
+    assert root.remove_step(1, token)
+    (record,) = root._records.all()
+    assert record.number == 2
+    del left[number:]
+    with contextlib.suppress(_EndedError):
+        root._records.forget([record.save])
+    assert [each.state for each in root._records.all()] == ["removed"]
