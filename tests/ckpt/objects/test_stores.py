@@ -11,6 +11,7 @@ import torch
 
 import ckpt
 from ckpt.errors import StorageError
+from ckpt.storage import stores
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.stores.directory import DirectoryStore
 from ckpt.storage.stores.interface import Store, StoreClock, check_create, is_denied
@@ -35,6 +36,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
         case _:
             url = request.getfixturevalue("ceph_bucket").url
     return open_store(url, StorageOptions.of(None, 20.0))
+
+
+def test_a_backend_is_one_small_file() -> None:
+    assert len(Store.__abstractmethods__) <= 8
+    files = [path for path in Path(stores.__path__[0]).glob("*.py") if path.name != "__init__.py"]
+    assert {path.stem for path in files} >= {"bucket", "directory", "interface", "memory", "opening", "sftp"}
+    for path in files:
+        assert len(path.read_text().splitlines()) <= 450, path
 
 
 def _keys(store: Store, prefix: str = "") -> list[str]:
