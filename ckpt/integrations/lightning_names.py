@@ -10,10 +10,10 @@ import os
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt.storage import files
-from ckpt.storage.object_store import ObjectStore
-from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import is_object_url
+from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.opening import open_store
 
 __all__ = ["exists", "is_link", "located", "names_in", "read_name", "remove_name", "resolved", "root_of", "write_name"]
 
@@ -113,10 +113,10 @@ def _content(place: str) -> bytes:
     found = store.get(key, _MAX_BYTES)
     if found is None:
         raise FileNotFoundError(place)
-    return found.data
+    return found
 
 
-def _object(place: str) -> tuple[ObjectStore, str]:
+def _object(place: str) -> tuple[Store, str]:
     """Return the object store of a root, and the key of a name in it. The options are those of the environment."""
     root, _, name = place.rpartition("/")
-    return object_store(root, StorageOptions.of(None, _TIMEOUT_S)), name
+    return open_store(root, StorageOptions.of(None, _TIMEOUT_S)), name

@@ -1,7 +1,7 @@
 """Steps in the layout of the other kind of root: files that another program has copied one by one.
 
     directory        step_00000003/zarr.json ...                     a rename publishes it
-    object store     saves/<save>/zarr.json ..., records/<save>.json   the record publishes it
+    store            saves/<save>/zarr.json ..., records/<save>/000.json   the newest record publishes it
 
 A directory that was copied into a bucket, or the other way round, has the files of its steps and no step. That must not
 look like a root where training has not begun.
@@ -10,6 +10,7 @@ look like a root where training has not begun.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterable
 
@@ -25,6 +26,7 @@ from ckpt.storage.step_source import LocalStep, StepSource
 __all__ = ["copied_from_objects", "refuse_copied_steps"]
 
 _SHOWN = 5
+_RECORD = re.compile(r"(\d{3,9})\.json")
 _MAX_RECORD_BYTES = 1 << 20
 
 
@@ -47,11 +49,10 @@ def copied_from_objects(root: str) -> dict[int, StepSource]:
     StorageError if the directory cannot be listed, or a record cannot be read.
     """
     saves = [save for name in _names(root, "saves") if (save := parse_save_name(name)) is not None]
-    records = _names(root, "records") if saves else []
+    has_records = bool(saves) and bool(_names(root, "records"))
     found: dict[int, SaveId] = {}
     for save in sorted(saves, key=lambda save: (save.step, save.owner, save.nonce)):
-        document = f"records/{save.name}.json"
-        is_published = _is_published(root, document) if records else _has_root(root, save)
+        is_published = _is_published(root, save) if has_records else _has_root(root, save)
         if is_published:
             found[save.step] = save
     return {step: LocalStep(os.path.join(root, "saves", save.name)) for step, save in found.items()}
@@ -67,7 +68,9 @@ def _names(root: str, folder: str) -> Iterable[str]:
         raise StorageError(f"cannot list {path}: {error.strerror}") from error
 
 
-def _is_published(root: str, record: str) -> bool:
+def _is_published(root: str, save: SaveId) -> bool:
+    numbers = [int(match[1]) for name in _names(root, f"records/{save.name}") if (match := _RECORD.fullmatch(name))]
+    record = f"records/{save.name}/{max(numbers, default=0):03d}.json"
     try:
         with storage_errors("read", os.path.join(root, record)):  # else training would start from scratch
             return decode_document(read_regular(root, record, _MAX_RECORD_BYTES), record).get("state") == "published"

@@ -1,4 +1,6 @@
-"""Write files, durably where that is asked for. Only this module and `directories` change the file system.
+"""Write files, durably where that is asked for.
+
+Only this module, `directories` and `stores.directory` change the file system.
 
 Durable means that the data survives a loss of power, as far as the file system keeps its promises. POSIX needs an
 fsync of the file for its content, and one of each directory in which a name is new. A rename is atomic for other

@@ -6,7 +6,8 @@
       HeldStep        one published step while it is read
         StepSource    its files
 
-`root.CheckpointRoot` is in a directory, `object_root.ObjectRoot` in a bucket; `roots.open_root` tells them apart.
+`root.CheckpointRoot` is in a directory, `store_root.StoreRoot` in a store: a bucket, or any other backend of the eight
+operations in `stores.interface`. `roots.open_root` tells them apart.
 """
 
 from __future__ import annotations

@@ -14,14 +14,15 @@ from ckpt.storage.step_documents import step_around
 __all__ = ["absolute", "is_object_url", "open_root", "own_directory", "own_root"]
 
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
-_OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "memory://")
+_OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "directory://", "memory://", "sftp://")
 _SAME_SCHEMES = (("s3a://", "s3://"), ("azure://", "az://"))
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*")
+_SERVER = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:\d+)?")
 _IN_SAVE = re.compile(r"(?P<root>.*?)/saves/step_\d{8,18}-o\d+-[0-9a-f]{16}(/.*)?")
 
 
 def is_object_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is the URL of an object store."""
+    """Return whether a path is the URL of a store: of a bucket, or of another one with the same layout."""
     return os.fspath(path).startswith(_OBJECT_SCHEMES)
 
 
@@ -45,11 +46,18 @@ def _checked_url(url: str) -> str:
     found = sorted({character for character in place if character in "#?%\\" or not character.isprintable()})
     if found:
         raise StorageError(f"{url}: the URL of a root has no {', '.join(map(repr, found))}; choose another prefix")
-    if place != place.strip() or any(name in ("", ".", "..") for name in names) or not _BUCKET.fullmatch(bucket):
+    if scheme == "directory" and bucket:
+        raise StorageError(f"{url}: give the absolute path, directory:///{place}")
+    if place != place.strip() or any(name in ("", ".", "..") for name in names) or not _is_place(scheme, bucket):
         raise StorageError(
             f"{url}: the URL of a root is SCHEME://BUCKET/PREFIX, without empty parts, '.', '..' or spaces around it"
         )
     return f"{scheme}://{place}"
+
+
+def _is_place(scheme: str, name: str) -> bool:
+    """Return whether a name is one of a bucket, or of a server."""
+    return (_SERVER if scheme == "sftp" else _BUCKET).fullmatch(name) is not None
 
 
 def open_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
@@ -59,9 +67,9 @@ def open_root(path: str | os.PathLike[str], options: StorageOptions | None = Non
     """
     if not is_object_url(path):
         return CheckpointRoot(local_path(path))
-    from ckpt.storage.object_root import object_root  # needs obstore
+    from ckpt.storage.store_root import store_root  # needs obstore
 
-    return object_root(absolute(path), options or StorageOptions.of(None, _TIMEOUT_S))
+    return store_root(absolute(path), options or StorageOptions.of(None, _TIMEOUT_S))
 
 
 def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import obstore
-
 import ckpt
 from ckpt.errors import CheckpointError
 from ckpt.mirroring.step_copy import StepCopy, Throttle
@@ -36,12 +34,13 @@ from ckpt.storage.documents import canonical_json
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.object_root import ObjectRoot
-from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_source import LocalStep
+from ckpt.storage.store_root import StoreRoot
+from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.memory import MemoryStore
 from ckpt.validation import validate
 from tests.ckpt.fuzz.mutations import put, without_checksum
 from tests.ckpt.fuzz.states import every_type
@@ -91,13 +90,13 @@ class File(Protocol):
 
 @dataclass(frozen=True)
 class _Object:
-    store: ObjectStore
+    store: Store
     key: str
 
     def read_bytes(self) -> bytes:
         found = self.store.get(self.key, 1 << 30)
         assert found is not None
-        return found.data
+        return found
 
     def write_bytes(self, data: bytes, /) -> None:
         self.store.put(self.key, data)
@@ -276,14 +275,15 @@ def _of_root(root: Path) -> Iterator[Document]:
 
 def _of_store() -> Iterator[Document]:
     """Yield the documents of a root in an object store, beside those of a step."""
-    store = ObjectStore("memory:///hostile", obstore.store.MemoryStore())
-    root = ObjectRoot(store, StorageOptions.of(None, 60.0), None, store)
+    store = MemoryStore("memory:///hostile")
+    root = StoreRoot(store, StorageOptions.of(None, 60.0), None, store)
     root.make()
     token = root.ownership.claim(0)
     pending, abandoned = _begun(root, 9), _begun(root, 8)
     abandoned.abandon(Reason(0, "StorageError", "full"))
+    record, intent = f"records/{abandoned.save.name}/000.json", f"saves/{pending.save.name}/intent.json"
     readers = (lambda: _look(root), lambda: abandoned.outcome(), lambda: pending.parts_present())
-    for key in (f"records/{abandoned.save.name}.json", f"owner/{token}.json", f"saves/{pending.save.name}/intent.json"):
+    for key in (record, f"owner/{token}.json", intent):
         yield _sealed_document(_Object(store, key), readers)
 
 

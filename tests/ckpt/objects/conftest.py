@@ -1,4 +1,4 @@
-"""S3 servers for the tests of a process, and a bucket with a proxy of its own for each test.
+"""S3 and SSH servers for the tests of a process, and a bucket with a proxy of its own for each test.
 
 `bucket` is in moto, `ceph_bucket` in Ceph; `any_bucket` is one of each, for tests of what they must have in common.
 """
@@ -13,6 +13,7 @@ pytest.importorskip("obstore", reason="needs obstore")
 
 from tests.support.ceph_server import CephServer, missing_ceph
 from tests.support.object_server import Bucket, S3Server, Server, bucket_of
+from tests.support.sftp_server import SftpServer, missing_sshd
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,15 @@ def ceph_server() -> Iterator[CephServer]:
     if (missing := missing_ceph()) is not None:
         pytest.skip(missing)
     with CephServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftpServer]:
+    pytest.importorskip("paramiko", reason="needs paramiko")
+    if (missing := missing_sshd()) is not None:
+        pytest.skip(missing)
+    with SftpServer(tmp_path_factory.mktemp("sshd") / "server") as server:
         yield server
 
 

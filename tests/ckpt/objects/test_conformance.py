@@ -1,4 +1,4 @@
-"""What every root guarantees, in a directory, in buckets of two S3 servers and in memory: one suite for all."""
+"""What every root guarantees, in a directory and in every kind of store: one suite for all."""
 
 import threading
 import time
@@ -15,22 +15,28 @@ from ckpt.native import crc32c
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId, parse_save_name
-from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, Published, Reason
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.records import Records
 from ckpt.storage.roots import open_root
+from ckpt.storage.stores.opening import open_store
 from inprocess.ipc.process import Process
 from tests.support.object_server import Bucket, slow_down
 
 _REASON = Reason(1, "StorageError", "for a reason")
 
 
-@pytest.fixture(params=["directory", "moto", "ceph", "memory"])
+@pytest.fixture(params=["directory", "store in a directory", "sftp", "moto", "ceph", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Root]:
     match request.param:
         case "directory":
             yield open_root(tmp_path / "root")
+        case "store in a directory":
+            yield open_root(f"directory://{tmp_path}/root")
+        case "sftp":
+            server = request.getfixturevalue("sftp_server")
+            yield open_root(server.url(tmp_path / "root"), StorageOptions.of(server.options, 60.0))
         case "moto":
             yield open_root(request.getfixturevalue("bucket").url)
         case "ceph":
@@ -425,20 +431,93 @@ def test_saves_in_this_process(root: Root) -> None:
     def state(value: float) -> dict[str, Any]:
         return {"w": torch.arange(30_000.0) * value, "small": torch.tensor([value]), "value": value}
 
-    with ckpt.Checkpointer(root.path, keep_last=2, threads=2, file_bytes=50_000) as checkpointer:
+    options = dict(root.options.given) if root.options else None
+    with ckpt.Checkpointer(
+        root.path, keep_last=2, threads=2, file_bytes=50_000, storage_options=options
+    ) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save_request(state(float(step)), step).execute_sync()
         assert checkpointer.all_steps() == [2, 3]
     restored = state(0.0)
-    with ckpt.Checkpointer(root.path, read_only=True) as checkpointer:
+    with ckpt.Checkpointer(root.path, read_only=True, storage_options=options) as checkpointer:
         assert checkpointer.restore(restored) == 3
     assert torch.equal(restored["w"], state(3.0)["w"])
     assert restored["value"] == 3.0
-    assert torch.equal(ckpt.load(root.path, 2)["w"], state(2.0)["w"])
+    assert torch.equal(ckpt.load(root.path, 2, storage_options=options)["w"], state(2.0)["w"])
 
 
-def test_records_of_what_is_gone_are_deleted_after_an_hour(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = open_root(bucket.url)
+@pytest.fixture(params=["store in a directory", "moto"])
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+    """A root in a store."""
+    moto = request.param == "moto"
+    return open_root(request.getfixturevalue("bucket").url if moto else f"directory://{tmp_path}/root")
+
+
+def test_a_token_is_above_those_of_saves_whose_claims_are_lost(stored: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = stored.ownership.claim(0)
+    _published(stored, token, 1)
+    pending = _save(stored, token, 2)
+    store = stored._store  # type: ignore[attr-defined]
+    store.delete([each.key for each in store.below("owner/")])
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    later = stored.ownership.claim(0)
+    assert later > token
+    assert stored.pending_save(pending.save, later).publish() == Published()
+    with pytest.raises(FencedError):
+        pending.check_token()
+
+
+def test_a_step_that_was_published_after_everything_of_it_was_gone(
+    stored: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process was stopped before it created the record, for an hour, and ended right after it."""
+    token = stored.ownership.claim(0)
+    pending = _save(stored, token, 1)
+    store = stored._store  # type: ignore[attr-defined]
+    store.delete([each.key for each in store.below("saves/")])
+    with monkeypatch.context() as ended:
+        ended.setattr(Records, "keeps", lambda self, save: True)
+        assert pending.publish() == Published()
+    assert stored.steps() == [1]
+    stored.clean_records()
+    assert stored.steps() == []
+    assert stored.is_gone(pending.save) is True
+
+
+def test_a_late_change_of_a_step_that_is_forgotten_brings_nothing_back(stored: Root) -> None:
+    """An earlier owner, stopped for more than an hour, goes on with removing a step that the later one has removed."""
+    token = stored.ownership.claim(0)
+    name = _published(stored, token, 1)
+    records = Records(stored._store)  # type: ignore[attr-defined]
+    (known,) = records.all()
+    later = stored.ownership.claim(token)
+    assert stored.remove_step(1, later)
+    records.forget([known.save])
+    assert stored.save_of(1) is None
+    assert records.change(known, "removed", by=token) is not None
+    stored.clean_records()
+    assert (stored.steps(), stored.moved_aside()) == ([], [])
+    newest = records.of(known.save)
+    assert newest is not None
+    assert (newest.save.name, newest.state, newest.by) == (name, "removed", None)
+
+
+def test_of_two_that_change_a_step_one_succeeds(stored: Root) -> None:
+    token = stored.ownership.claim(0)
+    _published(stored, token, 1)
+    records, other = (Records(stored._store) for _ in range(2))  # type: ignore[attr-defined]
+    ((mine,), (theirs,)) = records.all(), other.all()
+    superseded = records.change(mine, "superseded")
+    assert superseded is not None
+    assert other.change(theirs, "removed") is None
+    assert [each.state for each in other.all()] == ["superseded"]
+    assert superseded.outcome == records.outcome(mine.save) == Published(), "the outcome of the save is final"
+    assert records.change(superseded, "published") is not None
+    assert [(each.state, each.number) for each in other.all()] == [("published", 2)]
+
+
+def test_records_of_what_is_gone_are_deleted_after_an_hour(stored: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = stored
     token = root.ownership.claim(0)
     _published(root, token, 1)
     _published(root, token, 2)
@@ -452,14 +531,15 @@ def test_records_of_what_is_gone_are_deleted_after_an_hour(bucket: Bucket, monke
     monkeypatch.setattr(type(root._store), "now", lambda store: real + 3700)  # type: ignore[attr-defined]
     root.clean_records()
     assert [each.save.step for each in root._records.all()] == [2]  # type: ignore[attr-defined]
+    assert {each.key.split("-")[0] for each in root._store.below("records/")} == {"records/step_00000002"}  # type: ignore[attr-defined]
     assert root.steps() == [2]
     assert root.pending() == [kept.save]
 
 
 def test_a_step_that_is_published_again_too_late_is_moved_aside_again(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    stored: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = open_root(bucket.url)
+    root = stored
     token = root.ownership.claim(0)
     name = _published(root, token, 1)
     assert root.move_aside(1, token, "superseded")
@@ -481,7 +561,7 @@ def test_a_step_that_is_published_again_too_late_is_moved_aside_again(
 def test_processes_of_other_hosts_are_alive_while_they_renew(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this host cannot look up in /proc is told by the age of objects, by the clock of the store."""
     root = open_root(bucket.url)
-    store = object_store(bucket.url, StorageOptions.of(None, 60.0))
+    store = open_store(bucket.url, StorageOptions.of(None, 60.0))
     elsewhere = Process("another-host", 71, 512)
     with monkeypatch.context() as there:
         there.setattr(Process, "here", classmethod(lambda cls: elsewhere))

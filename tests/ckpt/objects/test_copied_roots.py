@@ -1,5 +1,6 @@
 """Roots whose files another program has copied between a directory and a bucket: never a new beginning."""
 
+import itertools
 import json
 import logging
 import shutil
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.object_store import ObjectStore
-from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
+from ckpt.storage.roots import open_root
+from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.opening import open_store
 from tests.support.object_server import Bucket
 from tools.inspect_ckpt.__main__ import main
 
@@ -27,8 +29,8 @@ def _saved(root: Any, steps: tuple[int, ...] = (1, 2, 3)) -> None:
             checkpointer.save(_state(step), step)
 
 
-def _store(url: str) -> ObjectStore:
-    return object_store(url, StorageOptions.of(None, 30.0))
+def _store(url: str) -> Store:
+    return open_store(url, StorageOptions.of(None, 30.0))
 
 
 def _upload(folder: Path, url: str) -> None:
@@ -45,7 +47,7 @@ def _download(url: str, folder: Path) -> None:
         found = store.get(each.key, 1 << 30)
         assert found is not None
         (folder / each.key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / each.key).write_bytes(found.data)
+        (folder / each.key).write_bytes(found)
 
 
 @pytest.fixture(params=["a directory in a bucket", "a bucket in a directory"])
@@ -148,6 +150,40 @@ def test_only_what_was_published_is_taken_in(bucket: Bucket, tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "copy/records")
     with pytest.raises(ckpt.StorageError, match="files of step 1, 2, 3, 5 in the layout of an object store"):
         ckpt.load(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("first", ["bucket", "directory"])
+def test_a_root_in_a_store_that_is_copied_is_the_same_root(first: str, bucket: Bucket, tmp_path: Path) -> None:
+    """From a bucket to a directory and back, or the other way round: each time a job resumes, and retention goes on."""
+    urls = [f"{bucket.url}-a", f"directory://{tmp_path}/b", f"{bucket.url}-c"]
+    if first == "directory":
+        urls = [f"directory://{tmp_path}/a", f"{bucket.url}-b", f"directory://{tmp_path}/c"]
+    with ckpt.Checkpointer(urls[0]) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(_state(step), step)
+        checkpointer.restore(_state(0), 2)
+        checkpointer.save(_state(4), 4)  # step 3 is superseded
+        checkpointer.pin(1)
+    for number, (source, target) in enumerate(itertools.pairwise(urls)):
+        for each in _store(source).below(""):
+            data = _store(source).get(each.key, 1 << 30)
+            assert data is not None
+            _store(target).put(each.key, data)
+        before, after = open_root(source), open_root(target)
+        assert (after.saves(), after.superseded(), after.pinned_steps()) == (
+            before.saves(),
+            before.superseded(),
+            before.pinned_steps(),
+        )
+        state = _state(0)
+        with ckpt.Checkpointer(target, keep=ckpt.Latest(2)) as checkpointer:
+            newest = 4 + number
+            assert checkpointer.restore(state) == newest
+            assert str(state) == str(_state(newest))
+            with pytest.raises(ckpt.StorageError, match="pinned"):
+                checkpointer.delete(1)
+            checkpointer.save(_state(newest + 1), newest + 1)
+            assert checkpointer.all_steps() == [1, newest, newest + 1]
 
 
 def test_one_step_that_was_copied(bucket: Bucket, tmp_path: Path) -> None:

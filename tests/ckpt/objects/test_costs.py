@@ -104,7 +104,7 @@ def _ranges(requests: list[Request]) -> list[tuple[str, int, int]]:
     found = []
     for each in requests:
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", each.headers.get("range", ""))
-        if match is not None:
+        if match is not None and "/packs/" in each.path:
             found.append((each.path, int(match[1]), int(match[2]) + 1))
     return found
 

@@ -5,9 +5,10 @@ later      claims, decides what it finds, begins another step 2 after step 1, pu
 remover    a thread of the earlier one, which deletes what is of no use any more
 """
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,21 +19,27 @@ from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending
 from ckpt.storage.names import INDEX, REFERENCES, SaveId
-from ckpt.storage.object_root import ObjectRoot
-from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.outcomes import Abandoned, Published
+from ckpt.storage.store_root import StoreRoot
+from ckpt.storage.stores.interface import About, Store
+from ckpt.storage.stores.memory import MemoryStore
 from tests.support.selection import FULL
 
-_SEEDS = 3000 if FULL else 300
+_SEEDS = 3000 if FULL else 800
 _RANKS = 2
-_OPERATIONS = ("create", "replace", "put", "get", "about", "below", "names", "delete")
+
+
+class _EndedError(BaseException):
+    """The process of an actor has ended, before a request."""
 
 
 class _Scheduler:
     """Lets one actor at a time make one request; which one is drawn. For threads that `run` has started."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ends: int | None = None) -> None:
+        """`ends`: after how many requests actor 0 ends, as by SIGKILL."""
         self._random = random.Random(seed)
+        self._left = ends
         self._switches = self._random.choice((0.5, 0.1, 0.03))  # rare ones find what is late by many requests
         self._last: int | None = None
         self._turn = threading.Condition()
@@ -49,6 +56,11 @@ class _Scheduler:
             self._waiting[actor] = True
             self._choose()
             assert self._turn.wait_for(lambda: not self._waiting[actor], 30)
+            if actor == 0 and self._left is not None:
+                if self._left == 0:
+                    self.order.append("0 ends")
+                    raise _EndedError
+                self._left -= 1
             self.order.append(f"{actor}:{what}")
 
     def _choose(self) -> None:
@@ -68,7 +80,7 @@ class _Scheduler:
             try:
                 self.pass_through("start")
                 results[number] = actors[number]()
-            except CheckpointError as error:
+            except (CheckpointError, _EndedError) as error:
                 results[number] = error
             finally:
                 with self._turn:
@@ -83,19 +95,45 @@ class _Scheduler:
         return results
 
 
-class _ScheduledStore(ObjectStore):
-    def __init__(self, store: Any, scheduler: _Scheduler) -> None:
-        super().__init__("memory:///scheduled", store)
-        for name in _OPERATIONS:
-            setattr(self, name, self._scheduled(getattr(self, name), name, scheduler))
+class _ScheduledStore(Store):
+    """A store whose operations wait for the turn of the actor that calls them."""
 
-    @staticmethod
-    def _scheduled(function: Callable[..., Any], name: str, scheduler: _Scheduler) -> Callable[..., Any]:
-        def call(key: Any, *rest: Any) -> Any:
-            scheduler.pass_through(f"{name} {key}")
-            return function(key, *rest)
+    def __init__(self, store: Store, scheduler: _Scheduler) -> None:
+        self.url = store.url
+        self._store = store
+        self._scheduler = scheduler
 
-        return call
+    def create(self, key: str, data: bytes) -> About | None:
+        self._scheduler.pass_through(f"create {key}")
+        return self._store.create(key, data)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._scheduler.pass_through(f"put {key}")
+        self._store.put(key, data)
+
+    def read(self, key: str, offset: int, nbytes: int) -> memoryview | None:
+        self._scheduler.pass_through(f"read {key}")
+        return self._store.read(key, offset, nbytes)
+
+    def about(self, key: str) -> About | None:
+        self._scheduler.pass_through(f"about {key}")
+        return self._store.about(key)
+
+    def below(self, prefix: str) -> Iterator[About]:
+        self._scheduler.pass_through(f"below {prefix}")
+        return self._store.below(prefix)
+
+    def names(self, prefix: str) -> tuple[list[str], list[About]]:
+        self._scheduler.pass_through(f"names {prefix}")
+        return self._store.names(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:  # a process may end between two of them
+            self._scheduler.pass_through(f"delete {key}")
+            self._store.delete([key])
+
+    def now(self) -> float:
+        return self._store.now()
 
 
 def _write(pending: Pending) -> None:
@@ -108,7 +146,7 @@ def _write(pending: Pending) -> None:
 
 
 def _save(
-    root: ObjectRoot,
+    root: StoreRoot,
     token: int,
     step: int,
     number: int,
@@ -135,15 +173,14 @@ def test_any_order_of_requests(first: int) -> None:
 
 
 def _play(seed: int) -> None:
-    import obstore.store
-
-    scheduler, memory = _Scheduler(seed), obstore.store.MemoryStore()
-    roots = [ObjectRoot(_ScheduledStore(memory, scheduler)) for _ in range(3)]
+    scheduler, memory = _Scheduler(seed), MemoryStore()
+    roots = [StoreRoot(_ScheduledStore(memory, scheduler)) for _ in range(3)]
     token = roots[0].ownership.claim(0)
     assert _save(roots[0], token, 1, 0, None) == Published()
     branch = Branch(1, roots[0].save_of(1))
     tokens: list[int] = []
     begun: list[bool] = []
+    kept: list[bool] = []
 
     def earlier() -> Any:
         outcome = _save(roots[0], token, 2, 1, None, lambda: begun.append(True))
@@ -158,6 +195,7 @@ def _play(seed: int) -> None:
     def later() -> Any:
         tokens.append(roots[1].ownership.claim(token))
         take_over(roots[1], tokens[0], branch, 0.0, lambda text: None)
+        kept.append(1 in roots[1].steps())
         outcome = _save(roots[1], tokens[0], 2, 2, branch)
         roots[1].clean_records()
         return outcome
@@ -180,9 +218,10 @@ def _play(seed: int) -> None:
     if begun and mine is not None and mine.reason is not None:
         assert "left behind by an earlier run" in mine.reason.message, why
     if mine is not None and mine.state == "superseded":
-        names, _ = ObjectStore("memory:///x", memory).names(f"saves/{mine.save.name}/")
+        names, _ = memory.names(f"saves/{mine.save.name}/")
         assert names == ["parts"], why
     assert root.steps() in ([1, 2], [2]), why
+    assert 1 in root.steps() or kept == [False], f"the step that the later owner continues is gone: {why}"
     for step in root.steps():
         assert {"zarr.json", "state.json", INDEX} <= root.source_of(step).scan()[0].keys(), why
     if isinstance(outcomes[0], FencedError):
@@ -190,3 +229,76 @@ def _play(seed: int) -> None:
     roots[1].clean()
     assert not [record for record in root._records.all() if record.by is not None], why
     assert [save.step for save in root.pending()] == [], why
+
+
+@pytest.mark.parametrize("first", range(0, _SEEDS, 50))
+def test_any_order_of_requests_of_a_process_that_comes_too_late(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It publishes and removes steps that a later owner removes, whose records are forgotten at once, not in an hour.
+
+    Or it ends at any of its requests. No step may be published of which the objects are gone.
+    """
+    monkeypatch.setattr("ckpt.storage.store_root._KEEP_RECORDS_S", -10.0)
+    for seed in range(first, first + 50):
+        _play_late(seed)
+
+
+def _play_late(seed: int) -> None:
+    ends = random.Random(-seed).choice((None, random.Random(-seed).randrange(40)))
+    scheduler, memory = _Scheduler(seed, ends), MemoryStore()
+    roots = [StoreRoot(_ScheduledStore(memory, scheduler)) for _ in range(3)]
+    token = roots[0].ownership.claim(0)
+    assert _save(roots[0], token, 1, 0, None) == Published()
+    pending = roots[0].pending_save(SaveId(2, token, f"{1:016x}"))
+    pending.begin(_RANKS, "plan", None, [])
+    _write(pending)
+    tokens: list[int] = []
+
+    def earlier() -> None:
+        publish(pending, lambda: None)
+        roots[0].remove_step(1, token)
+        roots[0].clean_records()
+
+    def later() -> None:
+        tokens.append(roots[1].ownership.claim(token))
+        take_over(roots[1], tokens[0], Branch(1, None), 0.0, lambda text: None)
+        for step in (1, 2):
+            roots[1].remove_step(step, tokens[0])
+            roots[1].clean_records()
+        assert _save(roots[1], tokens[0], 3, 2, None) == Published()
+        roots[1].clean_records()
+
+    outcomes = scheduler.run(earlier, later, roots[2].clean_records)
+    why = f"seed {seed}: {outcomes}\n" + "\n".join(scheduler.order)
+    assert outcomes[1] is None, why
+    for _ in range(2):
+        roots[1].clean()
+    root = roots[2]
+    assert root.steps()[-1] == 3, why
+    for step in root.steps():
+        assert {"intent.json", "zarr.json", "state.json", INDEX} <= root.source_of(step).scan()[0].keys(), why
+    assert root.pending() == [], why
+    assert not [record for record in root._records.all() if record.by is not None], why
+    assert {about.key.split("/")[1] for about in memory.below("saves/")} == set(root.saves().values()), why
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_process_that_ends_while_it_forgets_a_step_leaves_it_removed(number: int) -> None:
+    class Ending(MemoryStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            for key in keys:
+                if not left:
+                    raise _EndedError
+                left.pop()
+                super().delete([key])
+
+    left = [True] * 100
+    root = StoreRoot(Ending())
+    token = root.ownership.claim(0)
+    assert _save(root, token, 1, 0, None) == Published()
+    assert root.remove_step(1, token)
+    (record,) = root._records.all()
+    assert record.number == 2
+    del left[number:]
+    with contextlib.suppress(_EndedError):
+        root._records.forget([record.save])
+    assert [each.state for each in root._records.all()] == ["removed"]

@@ -89,7 +89,7 @@ def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch:
             monkeypatch.setenv(name, value)
         with (
             ckpt.Checkpointer(url) as checkpointer,
-            pytest.raises(ckpt.StorageError, match="ignores conditions of puts"),
+            pytest.raises(ckpt.StorageError, match="ignores the condition of puts"),
         ):
             checkpointer.save(_state(1), 1)
         assert ckpt.Checkpointer(url, read_only=True).all_steps() == []

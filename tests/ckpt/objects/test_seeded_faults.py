@@ -18,9 +18,9 @@ import torch
 import ckpt
 from ckpt.errors import CheckpointError
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
+from ckpt.storage.stores.opening import open_store
 from ckpt.validation.checks import validate
 from tests.support import RankGroup, launch_ranks
 from tests.support.object_server import Bucket, Request, slow_down
@@ -123,7 +123,7 @@ def test_what_is_published_stays_whole_and_nothing_else_is_seen(seed: int, bucke
         assert root.pending() == [], "a save is undecided"
         published = {root.save_of(step) for step in checkpointer.all_steps()}
         assert len(published) <= 2
-    keys = [about.key for about in object_store(bucket.url, StorageOptions.of(bucket.options, 20.0)).below("saves/")]
+    keys = [about.key for about in open_store(bucket.url, StorageOptions.of(bucket.options, 20.0)).below("saves/")]
     left = {key.split("/")[1] for key in keys}
     assert all(parse_save_name(name) is not None for name in left)
     assert left == published, "objects of dead saves are left"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
+from ckpt.storage.stores.opening import open_store
 from tests.support.loads import as_another_program
 from tests.support.object_server import Bucket, Request
 
@@ -124,7 +124,7 @@ def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(any_bucket
         assert held.arrived.wait(20)
         later.save(_state(4), 4)  # publishes the complete save of the earlier owner, and removes it
         assert later.all_steps() == [4]
-        store = object_store(any_bucket.url, StorageOptions.of(any_bucket.options, 20.0))
+        store = open_store(any_bucket.url, StorageOptions.of(any_bucket.options, 20.0))
         # What the owner does: first the objects, an hour later the record.
         for prefix in ("saves/", "records/"):
             store.delete([each.key for each in store.below(prefix) if "step_00000002-" in each.key])
@@ -140,9 +140,9 @@ _EARLIER = {"user_agent": "earlier"}
 
 
 class _Stopped:
-    """Holds a request of the earlier owner that changes this record, and its repetitions, until `release`.
+    """Holds a request of the earlier owner that creates a record of this step, and its repetitions, until `release`.
 
-    `number` is that of the change, counted from 0.
+    `number` is that of the record, counted from 0 after those that are there.
     """
 
     def __init__(self, bucket: Bucket, step: int, number: int) -> None:
@@ -150,14 +150,14 @@ class _Stopped:
         self._released = threading.Event()
         self._text = f"/records/step_{step:08d}-"
         self._before = number
-        self._seen: set[str | None] = set()
+        self._seen: set[str] = set()
         bucket.proxy.rule = self
 
     def __call__(self, request: Request) -> None:
         is_mine = request.headers.get("user-agent") == _EARLIER["user_agent"]
         if request.method != "PUT" or self._text not in request.path or not is_mine:
             return
-        self._seen.add(request.headers.get("if-match"))
+        self._seen.add(request.path)
         if len(self._seen) > self._before:
             self.arrived.set()
             assert self._released.wait(40), "the test did not release the request"

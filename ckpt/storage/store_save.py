@@ -1,4 +1,4 @@
-"""A save in an object store. See `object_root` for its objects and what decides about it."""
+"""A save in a store. See `store_root` for its objects and what decides about it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, encode_d
 from ckpt.storage.interface import NO_LINEAGE, Pending, Root
 from ckpt.storage.names import SaveId, pack_file, part_name, part_rank, parts_directory
 from ckpt.storage.node_lock import NodeLock
-from ckpt.storage.object_records import Record, Records
-from ckpt.storage.object_step import ObjectStep
-from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.outcomes import Abandoned, Published, Reason, SaveOutcome
 from ckpt.storage.pack_writers import PackWriter
+from ckpt.storage.records import Record, Records
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent
+from ckpt.storage.store_step import StoreStep
+from ckpt.storage.stores.interface import Store
 
-__all__ = ["ObjectPackWriter", "ObjectSave"]
+__all__ = ["StorePackWriter", "StoreSave"]
 
 
-class ObjectPackWriter(PackWriter):
+class StorePackWriter(PackWriter):
     """Writes the pack of one rank below a prefix: each file is one object, put straight from memory.
 
     `write` may be called from several threads at once. What it has written is durable.
     """
 
-    def __init__(self, store: ObjectStore, prefix: str, rank: int, written: dict[str, bytes]) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, written: dict[str, bytes]) -> None:
         """The documents that it writes are entered in `written`."""
         super().__init__(store.place(prefix), rank)
         self._objects = store
@@ -56,10 +56,10 @@ class _WorkLock:
         self._lock.release()
 
 
-class ObjectSave(Pending):
+class StoreSave(Pending):
     """A save below a prefix. See `Pending`."""
 
-    def __init__(self, root: Root, store: ObjectStore, records: Records, save: SaveId, token: int | None) -> None:
+    def __init__(self, root: Root, store: Store, records: Records, save: SaveId, token: int | None) -> None:
         self.root = root
         self.save = save
         self._prefix = f"saves/{save.name}"
@@ -114,15 +114,15 @@ class ObjectSave(Pending):
 
     def join(self) -> None:
         """See `Pending.join`."""
-        if self._records.of(self.save) is not None:
+        if self._records.outcome(self.save) is not None:
             raise StorageError(f"save {self.save.name} was abandoned before this rank could write its part")
 
     def take_recycled(self, plan: str, names: Iterable[str]) -> None:
         """See `Pending.take_recycled`: there are none."""
 
-    def pack_writer(self, rank: int, *, threads: int, reuse: bool) -> ObjectPackWriter:
+    def pack_writer(self, rank: int, *, threads: int, reuse: bool) -> StorePackWriter:
         """See `Pending.pack_writer`."""
-        return ObjectPackWriter(self._store, self._prefix, rank, self._own)
+        return StorePackWriter(self._store, self._prefix, rank, self._own)
 
     def try_lock(self) -> _WorkLock | None:
         """See `Pending.try_lock`."""
@@ -135,7 +135,7 @@ class ObjectSave(Pending):
 
     def has_begun(self) -> bool:
         """See `Pending.has_begun`."""
-        return self._store.about(self._key(INTENT)) is not None and self._records.of(self.save) is None
+        return self._store.about(self._key(INTENT)) is not None and self._records.outcome(self.save) is None
 
     def begun_s(self) -> float:
         """See `Pending.begun_s`."""
@@ -190,9 +190,9 @@ class ObjectSave(Pending):
             self._store.put(self._key(name), data)
 
     @property
-    def source(self) -> ObjectStep:
+    def source(self) -> StoreStep:
         """See `Pending.source`."""
-        return ObjectStep(self._store, self._prefix)
+        return StoreStep(self._store, self._prefix)
 
     def write_file(self, name: str, data: memoryview) -> None:
         """See `Pending.write_file`."""
@@ -208,22 +208,11 @@ class ObjectSave(Pending):
         if any(record.save.step == self.save.step and record.state == "published" for record in records):
             raise self.already_published()
         outcome = self._decide(Record.published(self.save))
-        if outcome == Published() and self._store.about(self._key(INTENT)) is None:
-            return self._take_back()
+        if outcome == Published() and not self._records.keeps(self.save):
+            return Abandoned(
+                Reason(None, "SaveAbandonedError", "the objects of the save were deleted before it was decided")
+            )
         return outcome
-
-    def _take_back(self) -> Abandoned:
-        """Withdraw the record of a save whose objects are gone.
-
-        This process was stopped for so long before it put the record that a later owner had abandoned the save, deleted
-        its objects, and, an hour later, the record of that.
-        """
-        record = self._records.of(self.save)
-        if record is not None and record.state == "published":
-            self._records.change(record, "removed")
-        return Abandoned(
-            Reason(None, "SaveAbandonedError", "the objects of the save were deleted before it was decided")
-        )
 
     def confirm(self) -> None:
         """See `Pending.confirm`: a record that can be read is durable."""
@@ -234,7 +223,7 @@ class ObjectSave(Pending):
         return self._decide(Record.abandoned(self.save, reason))
 
     def _decide(self, record: Record) -> Published | Abandoned:
-        if self._records.create(record):
+        if self._records.create(record) is not None:
             return record.outcome
         outcome = self.outcome()
         if outcome is None:
@@ -243,8 +232,7 @@ class ObjectSave(Pending):
 
     def outcome(self) -> SaveOutcome:
         """See `Pending.outcome`. One look."""
-        record = self._records.of(self.save)
-        return None if record is None else record.outcome
+        return self._records.outcome(self.save)
 
     def decided(self) -> SaveOutcome:
         """See `Pending.decided`. One look."""
@@ -258,7 +246,6 @@ class ObjectSave(Pending):
 
     def _read(self, name: str) -> bytes | None:
         try:
-            found = self._store.get(self._key(name), MAX_DOCUMENT_BYTES)
+            return self._store.get(self._key(name), MAX_DOCUMENT_BYTES)
         except ValueError as problem:
             raise CheckpointCorruptError(f"{self._place(name)} {problem}") from None
-        return None if found is None else found.data

@@ -1,14 +1,14 @@
-"""A checkpoint root in an object store.
+"""A checkpoint root in a store: a bucket, and every other kind of `stores.interface.Store`.
 
-    records/<save>.json            what was decided about a save: see `object_records`
+    records/<save>/000.json        what was decided about a save: see `records`
     saves/<save>/intent.json       made once, by the coordinator; the token is checked after it
     saves/<save>/packs/...         the same files as in a directory (docs/format.md); nothing is ever renamed or copied
     saves/<save>/parts/000/...
-    owner/...                      the job that may publish: see `object_owner`
-    readers/...                    leases of the processes that read a step: see `object_step`
+    owner/...                      the job that may publish: see `store_owner`
+    readers/...                    leases of the processes that read a step: see `store_step`
     pins/step_00000100             this step is pinned
 
-A save is published by one conditional put of its record. The published steps are the records that say so.
+A save is published when the first of its records is created. The published steps are the records that say so.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFou
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Aside, MovedStep, Root
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
-from ckpt.storage.object_owner import ObjectOwnership
-from ckpt.storage.object_records import Record, Records, State
-from ckpt.storage.object_save import ObjectSave
-from ckpt.storage.object_step import HeldObjects, ObjectStep, readers, remove_stale_readers
-from ckpt.storage.object_store import ObjectStore
-from ckpt.storage.object_urls import object_store
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
+from ckpt.storage.records import Record, Records, State
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import StepSource
+from ckpt.storage.store_owner import StoreOwnership
+from ckpt.storage.store_save import StoreSave
+from ckpt.storage.store_step import HeldObjects, StoreStep, readers, remove_stale_readers
+from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.opening import open_store
 
-__all__ = ["ObjectRoot", "object_root"]
+__all__ = ["StoreRoot", "store_root"]
 
 _KEEP_RECORDS_S = 3600.0
 _LEAST_LOOK_S = 0.2
@@ -45,8 +45,8 @@ _LEASE_TIMEOUT_S = 5.0
 _OF_STEP = re.compile(r"(?P<root>.*)/saves/(?P<save>step_\d{8,18}-o\d+-[0-9a-f]{16})")
 
 
-class ObjectRoot(Root):
-    """A checkpoint root below a prefix of a bucket. See `Root`."""
+class StoreRoot(Root):
+    """A checkpoint root in a store. See `Root`."""
 
     reuses_files = False
     removed_by_all = False
@@ -55,15 +55,15 @@ class ObjectRoot(Root):
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: Store,
         options: StorageOptions | None = None,
         step: SaveId | None = None,
-        impatient: ObjectStore | None = None,
+        impatient: Store | None = None,
     ) -> None:
-        """`step`: this is the place of a step, not of a root; see `hold_itself`. `impatient`: see `ObjectOwnership`."""
+        """`step`: this is the place of a step, not of a root; see `hold_itself`. `impatient`: see `StoreOwnership`."""
         self.path = store.url
         self.options = options
-        self.ownership = ObjectOwnership(store, impatient or store)
+        self.ownership = StoreOwnership(store, impatient or store)
         self._store = store
         self._records = Records(store)
         self._step = step
@@ -101,18 +101,18 @@ class ObjectRoot(Root):
         """See `Root.copied_steps`. One list."""
         folders, objects = self._store.names("")
         names = [match for folder in folders if (match := PUBLISHED_STEP.fullmatch(folder))]
-        found: dict[int, StepSource] = {int(match[1]): ObjectStep(self._store, match[0]) for match in names}
+        found: dict[int, StepSource] = {int(match[1]): StoreStep(self._store, match[0]) for match in names}
         own = PUBLISHED_STEP.fullmatch(self.path.rpartition("/")[2])
         if own is not None and any(each.key == INTENT for each in objects):
-            found[int(own[1])] = ObjectStep(self._store, "")
+            found[int(own[1])] = StoreStep(self._store, "")
         return found
 
-    def source_of(self, step: int) -> ObjectStep:
+    def source_of(self, step: int) -> StoreStep:
         """See `Root.source_of`, as of the last list of the steps."""
         return self._source(self._listed(step))
 
-    def _source(self, record: Record) -> ObjectStep:
-        return ObjectStep(self._store, f"saves/{record.save.name}")
+    def _source(self, record: Record) -> StoreStep:
+        return StoreStep(self._store, f"saves/{record.save.name}")
 
     def published_s(self, step: int) -> float:
         """See `Root.published_s`, as of the last list of the steps."""
@@ -166,8 +166,8 @@ class ObjectRoot(Root):
             raise CheckpointExistsError(
                 f"{name} cannot be published again: step {record.save.step} exists in {self.path}"
             )
-        if not self._records.change(record, "published"):
-            raise StorageError(f"{name} cannot be published again: another process has just changed its record")
+        if self._records.change(record, "published") is None or not self._records.keeps(record.save):
+            raise StorageError(f"{name} cannot be published again: another process has just changed or removed it")
         try:
             self.ownership.check(token)
         except FencedError:  # the later owner may have saved the same step meanwhile
@@ -277,7 +277,9 @@ class ObjectRoot(Root):
         step, token = record.save.step, max(record.save.owner, record.by or 0)
         if self._is_left(step, token):
             self._records.change(record, "superseded")
-        elif (published := self._records.change(record, "published")) is not None and self._is_left(step, token):
+            return
+        published = self._records.change(record, "published")
+        if published is not None and self._records.keeps(record.save) and self._is_left(step, token):
             self._records.change(published, "superseded")
 
     def _is_left(self, step: int, token: int) -> bool:
@@ -320,7 +322,7 @@ class ObjectRoot(Root):
     def pending(self) -> list[SaveId]:
         """See `Root.pending`. Two lists."""
         saves = self._saves()  # before the records: one that is decided meanwhile has its record then
-        decided = {each.key.rpartition("/")[2].removesuffix(".json") for each in self._store.names("records/")[1]}
+        decided = set(self._store.names("records/")[0])
         left = [save for save in saves if save.name not in decided]
         return sorted(left, key=lambda save: (save.step, save.owner, save.nonce))
 
@@ -340,16 +342,16 @@ class ObjectRoot(Root):
         """See `Root.is_gone`."""
         record = self._records.of(save)
         if record is not None:
-            return record.by is None and record.state in ("abandoned", "removed")
+            return record.is_gone
         return False if any(True for _ in self._store.below(f"saves/{save.name}/")) else None
 
     def _saves(self) -> list[SaveId]:
         """Return all saves that have objects."""
         return [save for name in self._store.names("saves/")[0] if (save := parse_save_name(name)) is not None]
 
-    def pending_save(self, save: SaveId, token: int | None = None) -> ObjectSave:
+    def pending_save(self, save: SaveId, token: int | None = None) -> StoreSave:
         """See `Root.pending_save`."""
-        return ObjectSave(self, self._store, self._records, save, token)
+        return StoreSave(self, self._store, self._records, save, token)
 
     def refresh(self) -> None:
         """See `Root.refresh`: a list shows what was put before it."""
@@ -378,12 +380,12 @@ class ObjectRoot(Root):
     def removed(self) -> list[tuple[str, bool]]:
         """See `Root.removed`. The places are names of saves."""
         left = {save.name for save in self._saves()}
-        gone = [each for each in self._records.all() if each.state in ("abandoned", "removed") and each.by is None]
+        gone = [each for each in self._records.all() if each.is_gone]
         return [(each.save.name, each.state == "abandoned") for each in gone if each.save.name in left]
 
-    def source_at(self, place: str) -> ObjectStep:
+    def source_at(self, place: str) -> StoreStep:
         """See `Root.source_at`."""
-        return ObjectStep(self._store, f"saves/{place}")
+        return StoreStep(self._store, f"saves/{place}")
 
     def removed_here(self) -> list[tuple[str, bool]]:
         """See `Root.removed_here`."""
@@ -412,14 +414,14 @@ class ObjectRoot(Root):
         self._undo([each for each in records.values() if each.by is not None])
         self._abandon_late([save for save in saves if save.name not in records])
         left = {save.name for save in saves}
-        gone = [
-            each
-            for name, each in records.items()
-            if each.state in ("abandoned", "removed") and each.by is None and name not in left
-        ]
-        if gone:
-            before = self._store.now() - _KEEP_RECORDS_S
-            self._records.delete([each for each in gone if each.about and each.about.modified_s < before])
+        absent = [each for name, each in records.items() if name not in left]
+        for each in absent:
+            if each.state == "published":
+                self._records.keeps(each.save)  # its process came late, and ended before it could withdraw the record
+        gone = [each for each in absent if each.is_gone]
+        before = self._store.now() - _KEEP_RECORDS_S if gone else 0.0
+        if old := [each.save for each in gone if each.about and each.about.modified_s < before]:
+            self._records.forget(old)
         with contextlib.suppress(StorageError):
             remove_stale_readers(self._store)
 
@@ -439,14 +441,14 @@ class ObjectRoot(Root):
                 self._records.create(Record.abandoned(save, reason))
 
 
-def object_root(url: str, options: StorageOptions) -> ObjectRoot:
+def store_root(url: str, options: StorageOptions) -> StoreRoot:
     """Return the root at a URL, the same for each call of one process. StorageError if it cannot be opened."""
     return _opened(url.rstrip("/"), options, os.getpid())
 
 
 @functools.lru_cache(maxsize=64)
-def _opened(url: str, options: StorageOptions, pid: int) -> ObjectRoot:
+def _opened(url: str, options: StorageOptions, pid: int) -> StoreRoot:
     match = _OF_STEP.fullmatch(url)
     where, step = (url, None) if match is None else (match["root"], parse_save_name(match["save"]))
     impatient = replace(options, timeout_s=min(options.timeout_s, _LEASE_TIMEOUT_S))
-    return ObjectRoot(object_store(where, options), options, step, object_store(where, impatient))
+    return StoreRoot(open_store(where, options), options, step, open_store(where, impatient))

@@ -1,4 +1,4 @@
-"""The files of a published step in an object store, and what holds it while it is read.
+"""The files of a published step in a store, and what holds it while it is read.
 
     readers/<save>/<host>-<pid>-<start>-<random>    a process reads this step; put again and again
 
@@ -18,22 +18,22 @@ from collections.abc import Callable
 from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import keep_renewing
-from ckpt.storage.object_owner import OBJECT_EXPIRY_S, OBJECT_RENEW_S
-from ckpt.storage.object_store import ObjectStore
 from ckpt.storage.ranged_file import RangedFile
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_source import OpenFile, StepSource
+from ckpt.storage.store_owner import STORE_EXPIRY_S, STORE_RENEW_S
+from ckpt.storage.stores.interface import Store
 from inprocess.ipc.process import Process
 
-__all__ = ["HeldObjects", "ObjectStep", "readers", "remove_stale_readers"]
+__all__ = ["HeldObjects", "StoreStep", "readers", "remove_stale_readers"]
 
 
-class ObjectStep(StepSource):
+class StoreStep(StepSource):
     """The objects below the prefix of a save, or below the place of the store itself if it is empty."""
 
     piece_bytes = 16 << 20
 
-    def __init__(self, store: ObjectStore, prefix: str) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         self.path = store.place(prefix)
         self._store = store
         self._prefix = prefix
@@ -51,11 +51,11 @@ class ObjectStep(StepSource):
             raise DamagedFileError("is larger than any document of a checkpoint") from None
         if found is None:
             raise MissingFileError("is missing")
-        return found.data
+        return found
 
     def open(self, name: str) -> OpenFile:
         """See `StepSource.open`. Makes no request: an object that is missing shows when it is read."""
-        return _ObjectFile(self._store, self._key(name))
+        return _StoreFile(self._store, self._key(name))
 
     def scan(self) -> tuple[dict[str, int], set[str]]:
         """See `StepSource.scan`."""
@@ -76,8 +76,8 @@ class ObjectStep(StepSource):
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-class _ObjectFile(RangedFile):
-    def __init__(self, store: ObjectStore, key: str) -> None:
+class _StoreFile(RangedFile):
+    def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
 
@@ -89,7 +89,7 @@ class _ObjectFile(RangedFile):
         return about.nbytes
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        data = self._store.get_range(self._key, offset, nbytes)
+        data = self._store.read(self._key, offset, nbytes)
         if data is None:
             raise MissingFileError("is missing")
         return data
@@ -102,10 +102,10 @@ class HeldObjects(HeldStep):
     """Holds a step. Makes a lease where it can, if so asked; with `renewing` a thread renews it."""
 
     def __init__(
-        self, store: ObjectStore, save: str, is_published: Callable[[], bool], *, lease: bool, renewing: bool
+        self, store: Store, save: str, is_published: Callable[[], bool], *, lease: bool, renewing: bool
     ) -> None:
         """`is_published` asks the store whether the save still is a step."""
-        self.source = ObjectStep(store, f"saves/{save}")
+        self.source = StoreStep(store, f"saves/{save}")
         self.path = self.source.path
         self._store = store
         self._is_published = is_published
@@ -119,7 +119,7 @@ class HeldObjects(HeldStep):
             self.close()
             raise
         if renewing and self._lease is not None:
-            keep_renewing(self, HeldObjects._renew, self._closed, OBJECT_RENEW_S)
+            keep_renewing(self, HeldObjects._renew, self._closed, STORE_RENEW_S)
 
     def check(self) -> None:
         """See `HeldStep.check`."""
@@ -131,7 +131,7 @@ class HeldObjects(HeldStep):
 
     def renew(self) -> None:
         """See `HeldStep.renew`."""
-        if time.monotonic() - self._renewed >= OBJECT_RENEW_S:
+        if time.monotonic() - self._renewed >= STORE_RENEW_S:
             self._renew()
 
     @property
@@ -157,7 +157,7 @@ class HeldObjects(HeldStep):
                 self._store.put(lease, b"")
 
 
-def _make_lease(store: ObjectStore, save: str) -> str | None:
+def _make_lease(store: Store, save: str) -> str | None:
     """Make a lease and return its key; None where nothing may be put."""
     own = Process.here()
     key = f"readers/{save}/{own.host}-{own.pid}-{own.start}-{secrets.token_hex(4)}"
@@ -168,22 +168,22 @@ def _make_lease(store: ObjectStore, save: str) -> str | None:
     return key
 
 
-def readers(store: ObjectStore, save: str | None = None) -> set[str]:
+def readers(store: Store, save: str | None = None) -> set[str]:
     """Return the names of the saves that have a reader with a lease: of all, or of one. One list."""
     found = store.below("readers/" if save is None else f"readers/{save}/")
     return {each.key.split("/")[1] for each in found if _is_alive(store, each.key, each.modified_s)}
 
 
-def remove_stale_readers(store: ObjectStore) -> None:
+def remove_stale_readers(store: Store) -> None:
     """Remove the leases of readers that have ended. For the owner."""
     stale = [each.key for each in store.below("readers/") if not _is_alive(store, each.key, each.modified_s)]
     store.delete(stale)
 
 
-def _is_alive(store: ObjectStore, key: str, modified_s: float) -> bool:
+def _is_alive(store: Store, key: str, modified_s: float) -> bool:
     try:
         host, pid, start, _ = key.rpartition("/")[2].rsplit("-", 3)
         alive = Process(host, int(pid), int(start)).alive
     except ValueError:
         return False
-    return store.now() - modified_s < OBJECT_EXPIRY_S if alive is None else alive
+    return store.now() - modified_s < STORE_EXPIRY_S if alive is None else alive

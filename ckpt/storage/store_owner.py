@@ -1,6 +1,6 @@
-"""The owner of a root in an object store, and the leases of its writers. See `ownership` and `leases`.
+"""The owner of a root in a store, and the leases of its writers. See `ownership` and `leases`.
 
-    owner/1763840000123.json                            a claim, made by a conditional put
+    owner/1763840000123.json                            a claim, created if absent
     owner/1763840000123/renewed                         put again and again by the process that made the claim
     owner/1763840000123/leases/<host>/renewed           the same, by a writer process of a host
     owner/1763840000123/leases/<host>/writer-0-71-512-70-500    a writer of rank 0 (pid, start), and its trainer
@@ -19,34 +19,35 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage.leases import Lease, Leases, Writer
+from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_lock import NodeLock
-from ckpt.storage.object_store import ObjectAbout, ObjectStore
 from ckpt.storage.ownership import MAX_CLAIM_BYTES, OwnerOverview, Ownership, tokens_in
+from ckpt.storage.stores.interface import About, Store, check_create
 from inprocess.ipc.process import Process
 
-__all__ = ["OBJECT_EXPIRY_S", "OBJECT_RENEW_S", "ObjectLeases", "ObjectOwnership"]
+__all__ = ["STORE_EXPIRY_S", "STORE_RENEW_S", "StoreLeases", "StoreOwnership"]
 
 _IDENTITY = "owner/root.json"
-OBJECT_RENEW_S = 10.0
-OBJECT_EXPIRY_S = 45.0
+STORE_RENEW_S = 10.0
+STORE_EXPIRY_S = 45.0
 _POLL_S = 0.5
 _KNOWN_S = 60.0
 _WRITER = re.compile(r"writer-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
 _LEFT = re.compile(r"left-(\d+)-(\d+)-([01])")
 
 
-class ObjectOwnership(Ownership):
-    """The claims of one root in an object store. Any process, any thread."""
+class StoreOwnership(Ownership):
+    """The claims of one root in a store. Any process, any thread."""
 
-    renew_s = OBJECT_RENEW_S
-    expiry_s = OBJECT_EXPIRY_S
+    renew_s = STORE_RENEW_S
+    expiry_s = STORE_EXPIRY_S
 
-    def __init__(self, store: ObjectStore, impatient: ObjectStore) -> None:
+    def __init__(self, store: Store, impatient: Store) -> None:
         """`impatient` is the same store, and gives up soon while it fails: for what is not worth a long wait."""
         super().__init__(store.url)
         self._store = store
         self._impatient = impatient
-        self._leases: dict[int, ObjectLeases] = {}
+        self._leases: dict[int, StoreLeases] = {}
 
     def _identity_data(self) -> bytes | None:
         return self._get(_IDENTITY)
@@ -54,23 +55,28 @@ class ObjectOwnership(Ownership):
     def _create_identity(self, data: bytes) -> None:
         self._store.create(_IDENTITY, data)
 
-    def leases(self, token: int) -> ObjectLeases:
+    def leases(self, token: int) -> StoreLeases:
         """See `Ownership.leases`."""
-        return self._leases.setdefault(token, ObjectLeases(self._store, self._impatient, f"owner/{token:08d}/leases"))
+        return self._leases.setdefault(token, StoreLeases(self._store, self._impatient, f"owner/{token:08d}/leases"))
 
     def has(self, token: int) -> bool:
         """See `Ownership.has`."""
         return self.newest() >= token
 
     def claim(self, seen: int, *, temporary: bool = False, above: int = 0) -> int:
-        """See `Ownership.claim`. StorageError for a store that ignores the conditions of puts."""
-        self._store.check_conditional_puts("owner")
-        return super().claim(seen, temporary=temporary, above=above)
+        """See `Ownership.claim`. StorageError for a store that ignores the condition of puts."""
+        check_create(self._store, "owner")
+        return super().claim(seen, temporary=temporary, above=max(above, self._newest_of_saves()))
+
+    def _newest_of_saves(self) -> int:
+        """Return the largest token of the owners of saves: claims may be lost, and the clock may be set back since."""
+        names = (name for prefix in ("records/", "saves/") for name in self._store.names(prefix)[0])
+        return max((save.owner for name in names if (save := parse_save_name(name)) is not None), default=0)
 
     def claim_as(self, token: int, before: int = 0) -> int:
         """See `Ownership.claim_as`, and `claim`."""
         if max(token, before) not in self._claimed():
-            self._store.check_conditional_puts("owner")
+            check_create(self._store, "owner")
         return super().claim_as(token, before)
 
     def renew(self, token: int) -> None:
@@ -97,7 +103,7 @@ class ObjectOwnership(Ownership):
     def _is_renewed(self, token: int) -> bool:
         found = [self._store.about(key) for key in (f"owner/{token:08d}/renewed", self._key(token))]
         now = self._store.now()
-        return any(each is not None and now - each.modified_s < OBJECT_EXPIRY_S for each in found)
+        return any(each is not None and now - each.modified_s < STORE_EXPIRY_S for each in found)
 
     def _make_leases(self, token: int) -> None:
         pass  # prefixes need not be made
@@ -116,19 +122,18 @@ class ObjectOwnership(Ownership):
 
     def _get(self, key: str) -> bytes | None:
         try:
-            found = self._store.get(key, MAX_CLAIM_BYTES)
+            return self._store.get(key, MAX_CLAIM_BYTES)
         except ValueError as problem:
             raise CheckpointCorruptError(f"{self._store.place(key)} {problem}") from None
-        return None if found is None else found.data
 
     def _key(self, token: int) -> str:
         return f"owner/{token:08d}.json"
 
 
-class ObjectLeases(Leases):
+class StoreLeases(Leases):
     """The leases of the writers of one owner."""
 
-    def __init__(self, store: ObjectStore, impatient: ObjectStore, prefix: str) -> None:
+    def __init__(self, store: Store, impatient: Store, prefix: str) -> None:
         super().__init__(store.place(prefix))
         self._store = store
         self._impatient = impatient
@@ -138,7 +143,7 @@ class ObjectLeases(Leases):
 
     def register(self, rank: int, trainer: Process, trainer_gone: Callable[[], bool], world_size: int = 1) -> Lease:
         """See `Leases.register`."""
-        lease = _ObjectLease(self, rank, trainer, trainer_gone, world_size)
+        lease = _StoreLease(self, rank, trainer, trainer_gone, world_size)
         lease.ensure()
         return lease
 
@@ -158,9 +163,9 @@ class ObjectLeases(Leases):
         """See `Leases.writers`. One list."""
         return self.writers_in(list(self._store.below(f"{self._prefix}/")), self._store.now)
 
-    def writers_in(self, found: list[ObjectAbout], now: Callable[[], float]) -> list[Writer]:
+    def writers_in(self, found: list[About], now: Callable[[], float]) -> list[Writer]:
         """Return the writers that objects tell of. `now` is asked for the time if there are some of other hosts."""
-        by_host: dict[str, list[ObjectAbout]] = {}
+        by_host: dict[str, list[About]] = {}
         for each in found:
             by_host.setdefault(each.key.split("/")[-2], []).append(each)
         return [writer for host, some in by_host.items() for writer in self._writers_of_host(host, some, now)]
@@ -181,7 +186,7 @@ class ObjectLeases(Leases):
 
     def watch_host(self, host: str) -> Any:
         """See `Leases.watch_host`."""
-        return _ObjectHostWatch(self, host)
+        return _StoreHostWatch(self, host)
 
     def of_one_host(self, host: str) -> list[Writer]:
         """Return the writers of a host."""
@@ -196,14 +201,14 @@ class ObjectLeases(Leases):
         """Return the place of this host's leases, by which its processes choose the one that renews them."""
         return f"{self.path}/{Process.here().host}"
 
-    def _put(self, store: ObjectStore, name: str) -> None:
+    def _put(self, store: Store, name: str) -> None:
         store.put(f"{self._prefix}/{Process.here().host}/{name}", b"")
 
-    def _writers_of_host(self, host: str, found: list[ObjectAbout], now: Callable[[], float]) -> Iterable[Writer]:
+    def _writers_of_host(self, host: str, found: list[About], now: Callable[[], float]) -> Iterable[Writer]:
         names = {each.key.rpartition("/")[2]: each for each in found}
         newest = max(each.modified_s for each in found) if found else 0.0
         left = {(int(match[1]), int(match[2])): match[3] == "1" for name in names if (match := _LEFT.fullmatch(name))}
-        fresh = functools.cache(lambda: now() - newest < OBJECT_EXPIRY_S)
+        fresh = functools.cache(lambda: now() - newest < STORE_EXPIRY_S)
 
         def alive(process: Process) -> bool:
             known = process.alive
@@ -219,10 +224,10 @@ class ObjectLeases(Leases):
             yield Writer(rank, process, not is_done and alive(process), key not in left and alive(trainer))
 
 
-class _ObjectHostWatch:
+class _StoreHostWatch:
     """Which ranks have live writers on one host, for a process that asks again and again."""
 
-    def __init__(self, leases: ObjectLeases, host: str) -> None:
+    def __init__(self, leases: StoreLeases, host: str) -> None:
         self._leases = leases
         self._host = host
 
@@ -231,10 +236,10 @@ class _ObjectHostWatch:
         return {writer.rank for writer in self._leases.of_one_host(self._host) if writer.alive}
 
 
-class _ObjectLease(Lease):
+class _StoreLease(Lease):
     """The registration of this process as a writer; see `Lease`."""
 
-    _leases: ObjectLeases
+    _leases: StoreLeases
     _registered = False
 
     def ensure(self) -> None:
@@ -253,7 +258,7 @@ class _ObjectLease(Lease):
                     if not recorded and self._trainer_gone():
                         self._leases.leave(self._rank, self._trainer, done=False)
                         recorded = True
-                    if time.monotonic() - renewed >= (OBJECT_RENEW_S if lock.take() else 2 * OBJECT_RENEW_S):
+                    if time.monotonic() - renewed >= (STORE_RENEW_S if lock.take() else 2 * STORE_RENEW_S):
                         renewed = time.monotonic()
                         if not self._leases.has_claim():
                             return  # there are later owners, one of which has removed what this one had

@@ -1,0 +1,240 @@
+"""What was decided about the saves of a root in a store: numbered records, which are created and never changed.
+
+    records/<save>/000.json    {"save": ..., "state": "published", ...}: the save is published, or abandoned
+    records/<save>/001.json    the step was moved aside or removed, or is published again; and so on
+
+`Store.create` decides: of several processes that create a record, one succeeds. Number 0 is the outcome of the save,
+and that never changes. The record with the highest number is the state of the step: whoever has read record n, and
+decides otherwise, creates n + 1, and fails if another process has done that meanwhile. An owner that moves a step aside
+or removes it creates two: one with its token, and one when it has seen that it still is the owner (see `store_root`).
+
+Records stay for an hour after the objects of their save are deleted, so that no late process finds none and decides
+anew. Then they are deleted, the newest one last. A process that was stopped for longer can still create one: so whoever
+publishes a step looks afterwards whether its objects are there, and else creates the next record, `removed`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ckpt.errors import CheckpointCorruptError
+from ckpt.storage.documents import decode_document, encode_document, well_formed
+from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.outcomes import Abandoned, Published, Reason, unknown_reason
+from ckpt.storage.step_documents import INTENT
+from ckpt.storage.stores.interface import About, Store
+
+__all__ = ["Record", "Records", "State"]
+
+State = Literal["published", "abandoned", "superseded", "damaged", "removed"]
+
+_STATES = ("published", "abandoned", "superseded", "damaged", "removed")
+_MAX_BYTES = 1 << 20
+_READERS = 16
+_ATTEMPTS = 10
+_KEY = re.compile(r"records/(?P<save>[^/]+)/(?P<number>\d{3,9})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was decided about a save, and when (seconds since 1970, by the clock of the process that decided).
+
+    `number` is that of the record among those of the save, and `about` describes its object. `by` is the token of the
+    owner that has moved the step aside or removed it, and has not looked yet whether it still is the owner.
+    """
+
+    save: SaveId
+    state: State
+    reason: Reason | None = None
+    time: float = field(default_factory=time.time)
+    number: int = 0
+    about: About | None = None
+    by: int | None = None
+
+    @classmethod
+    def published(cls, save: SaveId) -> Record:
+        """Return the record that makes a save a step."""
+        return cls(save, "published")
+
+    @classmethod
+    def abandoned(cls, save: SaveId, reason: Reason) -> Record:
+        """Return the record of a save that can never be published."""
+        return cls(save, "abandoned", reason)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the objects of the save may be deleted."""
+        return self.by is None and self.state in ("abandoned", "removed")
+
+    @property
+    def outcome(self) -> Published | Abandoned:
+        """How the save has ended, whatever became of the step later."""
+        if self.state != "abandoned":
+            return Published()
+        return Abandoned(self.reason or unknown_reason(self.save))
+
+    def encoded(self) -> bytes:
+        """Return the record as a document. Each has other bytes, so that its writer can tell it from others."""
+        document: dict[str, Any] = {"save": self.save.name, "step": self.save.step, "owner": self.save.owner}
+        document |= {"state": self.state, "time": self.time, "nonce": secrets.token_hex(8)}
+        if self.by is not None:
+            document["by"] = self.by
+        if self.reason is not None:
+            document["reason"] = self.reason.to_document()
+        return encode_document(document)
+
+
+class Records:
+    """The records of one root. Any thread. What was read is kept as long as the store says that it is the same."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._known: dict[str, Record] = {}  # the newest one of each save
+        self._listed = False
+        self._is_fresh = False
+
+    def outcome(self, save: SaveId) -> Published | Abandoned | None:
+        """Return what was decided about a save; None if nothing is. One read.
+
+        CheckpointCorruptError if the record is damaged.
+        """
+        record = self._read(_key(save, 0))
+        return None if record is None else record.outcome
+
+    def of(self, save: SaveId) -> Record | None:
+        """Return the newest record of a save; None if there is none. One list, and a read if it is a new one.
+
+        CheckpointCorruptError if it is damaged.
+        """
+        found = self._newest(self._store.below(f"records/{save.name}/"))
+        return next(iter(found), None)
+
+    def all(self) -> list[Record]:
+        """Return the newest records of all saves, by step. One list, and a read for each that is not known."""
+        found = self._newest(self._store.below("records/"))
+        with self._lock:
+            self._known = {record.save.name: record for record in found}
+            self._listed = self._is_fresh = True
+        return sorted(found, key=lambda record: (record.save.step, record.save.owner, record.save.nonce))
+
+    def _newest(self, listed: Iterable[About]) -> list[Record]:
+        """Return the newest records of the saves that a list tells of; those are read that are not known."""
+        newest: dict[str, tuple[int, About]] = {}
+        for about in listed:
+            if (match := _KEY.fullmatch(about.key)) is not None:
+                number = int(match["number"])
+                if number >= newest.get(match["save"], (0, about))[0]:
+                    newest[match["save"]] = number, about
+        with self._lock:
+            known = {name: self._known.get(name) for name in newest}
+        found: list[Record] = []
+        new: list[About] = []
+        for name, (_, about) in newest.items():
+            record = known[name]
+            if record is None or record.about is None or (record.about.key, record.about.tag) != (about.key, about.tag):
+                new.append(about)
+            else:
+                found.append(replace(record, about=about))  # with the time that the list tells
+        if len(new) == 1:
+            read = [self._read(new[0].key, new[0])]
+        elif new:
+            with ThreadPoolExecutor(min(_READERS, len(new)), "ckpt-records") as pool:
+                read = list(pool.map(self._read, [about.key for about in new], new))
+        else:
+            read = []
+        return found + [record for record in read if record is not None]
+
+    @property
+    def listed(self) -> bool:
+        """Whether `all` has returned before."""
+        return self._listed
+
+    def once_listed(self) -> list[Record]:
+        """Return what the last call of `all` has returned, with what was put since; list again if that was used before.
+
+        So what follows the commit of a save uses its list, and nothing older.
+        """
+        fresh, self._is_fresh = self._is_fresh, False
+        if not fresh:
+            self.all()
+            self._is_fresh = False
+        return self.known()
+
+    def known(self) -> list[Record]:
+        """Return the records as `all` returned them last, with those put since; no request."""
+        with self._lock:
+            return list(self._known.values())
+
+    def create(self, record: Record) -> Record | None:
+        """Create a record, and return it; None if there is one of this save with its number."""
+        about = self._store.create(_key(record.save, record.number), record.encoded())
+        if about is None:
+            return None
+        put = replace(record, about=about)
+        with self._lock:
+            before = self._known.get(record.save.name)
+            if before is None or before.number <= put.number:
+                self._known = self._known | {record.save.name: put}  # the next list needs no read of it
+        return put
+
+    def change(self, record: Record, state: State, by: int | None = None) -> Record | None:
+        """Create the record after one that was read, with another state; None if another process has done so before."""
+        return self.create(replace(record, state=state, by=by, number=record.number + 1))
+
+    def keeps(self, save: SaveId) -> bool:
+        """Return whether the objects of a step that was just published are there; withdraw the record if they are not.
+
+        That was put too late: the process was stopped before, for so long that the save, its objects and its records
+        are gone. Those are just being deleted, perhaps, so the record that says so is a new one in any case.
+        """
+        if self._store.about(f"saves/{save.name}/{INTENT}") is not None:
+            return True
+        for _ in range(_ATTEMPTS):
+            newest = self.of(save)
+            if newest is None or self.change(newest, "removed") is not None:
+                break
+        return False
+
+    def forget(self, saves: Iterable[SaveId]) -> None:
+        """Delete the records of saves of which nothing else is left, and the newest ones last: see above. One list."""
+        found: dict[str, list[About]] = {save.name: [] for save in saves}
+        for about in self._store.below("records/"):
+            found.get(about.key.split("/")[1], []).append(about)
+        records = [sorted(each, key=_order) for each in found.values() if each]
+        self._store.delete([about.key for each in records for about in each[:-1]])
+        self._store.delete([each[-1].key for each in records])
+
+    def _read(self, key: str, about: About | None = None) -> Record | None:
+        where = self._store.place(key)
+        try:
+            data = self._store.get(key, _MAX_BYTES)
+        except ValueError as problem:
+            raise CheckpointCorruptError(f"{where} {problem}; it is no record of a save") from None
+        if data is None:
+            return None
+        with well_formed(where):
+            document = decode_document(data, where)
+            save, state = parse_save_name(str(document["save"])), document["state"]
+            number = int(key.rpartition("/")[2].removesuffix(".json"))
+            if save is None or state not in _STATES or _key(save, number) != key:
+                raise ValueError(f"it is of save {document['save']!r:.80}, in state {state!r:.40}")
+            reason = Reason.from_document(document["reason"]) if "reason" in document else None
+            by = document.get("by")
+            return Record(save, state, reason, float(document["time"]), number, about, None if by is None else int(by))
+
+
+def _order(about: About) -> int:
+    match = _KEY.fullmatch(about.key)
+    return -1 if match is None else int(match["number"])
+
+
+def _key(save: SaveId, number: int) -> str:
+    return f"records/{save.name}/{number:03d}.json"
