@@ -175,7 +175,7 @@ def test_exceptions_that_cannot_be_copied_or_pickled_or_printed() -> None:
             seen.append((type(state.fn_exception).__name__, [record.summary[:40] for record in state.interruptions]))
             return state
 
-        @Wrapper(finalize=finalize)
+        @Wrapper(finalize=finalize, max_backoff=timedelta(0))
         def train(call: CallWrapper) -> int:
             if call.iteration < len(faults):
                 raise faults[call.iteration]
