@@ -346,21 +346,23 @@ class Agreement:
                 "departed": sorted(departed),
                 "joined": joined,
                 "initial_ranks": self._initial_ranks(terminated) + joined if joined else [],
-                "faults": self._history().to_json(),
+                "faults": self._history(not joined).to_json(),
             }
             self._decide(_ROSTER, json.dumps(document))
         except StaleViewError:
             if not self.store.check([_ROSTER]):  # else another process has just written it, and the job is further on
                 raise
 
-    def _history(self) -> FaultHistory:
-        """Return the history of faults with those of this iteration."""
+    def _history(self, has_fault: bool) -> FaultHistory:
+        """Return the history of faults, with those of this iteration unless its restart takes in processes."""
         self._decide_reason()
         reported = {kind: int(self._peek(_progress_key(kind)) or 0) for kind in (STEP, PINGS)}
         progress = {kind: number for kind, number in reported.items() if number > 0}
         # Of the iteration before: its keys are deleted at the beginning of the one after this.
         key, store = f"{self.iteration - 1}/{_ROSTER}", self.store.base_store
         before = Roster.from_text(store.get(key)).faults if store.check([key]) else FaultHistory()
+        if not has_fault:
+            return before
         return before.after(fault_names(self.find_reason()), progress, time.time())
 
     def report_progress(self, progress: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from inprocess import CallWrapper, Wrapper
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.exception import RepeatedFault
 from inprocess.repetition import FaultBounds, FaultHistory, FaultLimits, fault_names
-from tests.inprocess.restarting import SHORT, outcome, seconds
+from tests.inprocess.restarting import SHORT, UNBOUNDED, outcome, seconds
 from tests.support import rank_values
 
 LIMITS = FaultLimits(max_same_faults=3, max_faults_per_hour=5, max_backoff_s=6.0)
@@ -169,7 +169,7 @@ def test_a_hang_that_comes_back_ends_the_job() -> None:
 
 def test_without_limits_it_goes_on_and_on() -> None:
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(max_same_faults=None, max_faults_per_hour=None, **seconds(max_backoff=0))
+        @Wrapper(**UNBOUNDED)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration < 25:
