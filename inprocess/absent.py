@@ -46,8 +46,8 @@ class AbsentRanks:
         self._longest_silence_s = max(limit_s, soft_s)
         self._most = most
 
-    def look(self, ranks: Sequence[int], waited_s: float) -> float:
-        """Give up those of the absent ranks that make no progress; return the time until the next look, in seconds."""
+    def look(self, ranks: Sequence[int], waited_s: float) -> None:
+        """Give up those of the absent ranks that make no progress, after this one has waited for so long."""
         is_last = self._most is not None and waited_s >= self._most * self._limit_s
         limit = f"{self._option}={self._limit_s:g} s"
         records = []
@@ -66,4 +66,3 @@ class AbsentRanks:
                 waited_s,
                 limit,
             )
-        return self._limit_s / 2

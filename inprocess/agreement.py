@@ -50,7 +50,8 @@ _RECORDS = "records"
 _REASON = "reason"
 _ROSTER = "roster"
 _HAS_HANG = "has_hang"
-_POSITIONS = "positions"
+_POSITIONS, _WITH_POSITION = "positions", "with_position"
+_MOST_STACKS = 8  # of ranks that were not late themselves
 _ACTIVE_RANK_IS_DONE = "active_done"
 _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
@@ -59,7 +60,7 @@ _DEPARTED = "departed"  # in each iteration; and in the whole store, where it is
 _JOINING, _JOINED = "joining", "joined"  # in the whole store, never deleted
 _CHUNK_S = 1.0
 _DECIDE_S = 1.0  # after which another process tries to decide
-OnLate = Callable[[list[int], float], float]  # see `Agreement.wait_roster`
+OnLate = Callable[[list[int], float], object]  # see `Agreement.wait_roster`
 
 
 class IterationStore(Protocol):
@@ -165,7 +166,7 @@ class Agreement:
                 self._decide(_OUTCOME, IterationOutcome.COMPLETED.value)
 
         decide()
-        outcome = self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, timeout_s, chunk_s, on_late)
+        outcome = self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, initial_rank, timeout_s, chunk_s, on_late)
         return IterationOutcome(outcome.decode())
 
     # -- reason --------------------------------------------------------------------------------------------------------
@@ -179,9 +180,10 @@ class Agreement:
         return self.store.check([_HAS_HANG])
 
     def report_position(self, position: Position, stacks: str) -> None:
-        """Report where a rank is when a hang is reported, with its stacks. Before it arrives at the last call."""
-        # Its monitor process may have reported stacks already, of the moment at which it was late.
-        self._decide(_detail_key(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT)), stacks)
+        """Report where a rank is when a hang is reported, before it arrives at the last call. Some send their stacks."""
+        if self.store.arrive(_WITH_POSITION, str(position.rank)) <= _MOST_STACKS:
+            # Its monitor process may have reported stacks already, of the moment at which it was late.
+            self._decide(_detail_key(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT)), stacks)
         self.store.append(_POSITIONS, f"{position}\n")
 
     def reported_hang(self, rank: int) -> InterruptionRecord | None:
@@ -257,15 +259,15 @@ class Agreement:
     ) -> Roster:
         """Return the roster, the same on all ranks. The restart index is the next one then.
 
-        After `timeout_s` it calls `on_late` with the ranks that are absent and the time that it has waited; the result
-        is the time until the next call. Without `on_late`: BarrierTimeout, with the processes that have arrived.
-        StaleViewError if the others are further on.
+        After `timeout_s`, and again after half of that, one of the processes that wait calls `on_late` with the ranks
+        that are absent and the time that it has waited. Without `on_late`: BarrierTimeout, with the processes that have
+        arrived. StaleViewError if the others are further on.
         """
 
         def arrive() -> None:
             self.arrive_at_end(initial_rank)
 
-        text = self._wait_decided(_ROSTER, arrive, _AT_END, timeout_s, chunk_s, on_late)
+        text = self._wait_decided(_ROSTER, arrive, _AT_END, initial_rank, timeout_s, chunk_s, on_late)
         roster = Roster.from_text(text)
         self.conclude(roster)
         return roster
@@ -420,6 +422,7 @@ class Agreement:
         key: str,
         decide: Callable[[], None],
         name: str,
+        initial_rank: int,
         timeout_s: float,
         chunk_s: float,
         on_late: OnLate | None,
@@ -443,9 +446,12 @@ class Agreement:
                     f"iteration {self.iteration}: {len(arrived)} of {self.world_size} ranks came to {name} within "
                     f"{timeout_s:g} s: initial ranks {', '.join(sorted(arrived, key=int)) or 'none'}"
                 )
-            ranks = range(self.world_size or 0)
-            absent = [rank for rank in ranks if str(self.identity_of(rank)) not in arrived]
-            next_look = now + on_late(absent, now - began)
+            next_look = now + timeout_s / 2
+            waiting = arrived - self.store.members(_DEPARTED)
+            if str(initial_rank) == min(waiting, key=int, default=""):  # of many ranks that wait, one looks
+                ranks = range(self.world_size or 0)
+                absent = [rank for rank in ranks if str(self.identity_of(rank)) not in arrived]
+                on_late(absent, now - began)
 
 
 def depart(

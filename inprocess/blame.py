@@ -97,6 +97,6 @@ def blamed(records: Sequence[InterruptionRecord], positions: Iterable[Position])
             f"at {position.line}, in no collective, while rank {ranks} waited in one: {waiting[0].summary}",
             place=position.function,
         )
-        for position in sorted(outside, key=lambda position: position.rank)
+        for position in outside
     ]
     return causes + left

@@ -15,7 +15,6 @@ What the ranks decide together is in `agreement`; no rank decides for others her
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from inprocess.main_thread.thrower import MainThreadThrower, discard_imports
 from inprocess.modes import Modes
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
+from inprocess.phases import Phase
 from inprocess.process_state import (
     handler_errors_logged,
     release_frames,
@@ -57,50 +57,10 @@ from inprocess.settings import Settings
 from inprocess.state import Mode, State
 from inprocess.unblock.process_groups import discard_process_groups
 
-__all__ = ["ITERATION_CODE", "Phase", "RestartProtocol", "Services"]
+__all__ = ["ITERATION_CODE", "RestartProtocol", "Services"]
 
 _log = logging.getLogger(__name__)
 _MOST_BARRIER_TIMEOUTS = 10
-
-
-class Phase(enum.Enum):
-    """Where a rank is in the protocol."""
-
-    ASSIGN = "assign ranks"
-    BEGIN = "begin the iteration"
-    INITIALIZE = "initialize"
-    RUN = "run the function"
-    RESERVE = "wait as a spare"
-    COMPLETE = "wait for the others to complete"
-    RELEASE = "release what the iteration holds"
-    FINALIZE = "finalize"
-    HEALTH = "check health"
-    BARRIER = "wait for the others to end the iteration"
-    END = "end the iteration"
-    LEAVE = "leave"
-    DONE = "done"
-
-    def leads_to(self, phase: Phase) -> bool:
-        """Return whether `phase` may come next."""
-        return phase in _NEXT[self]
-
-
-_FAULT = {Phase.RELEASE, Phase.LEAVE}
-_NEXT: dict[Phase, set[Phase]] = {
-    Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
-    Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
-    Phase.INITIALIZE: {Phase.RUN, Phase.RESERVE} | _FAULT,
-    Phase.RUN: {Phase.COMPLETE} | _FAULT,
-    Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
-    Phase.COMPLETE: {Phase.DONE} | _FAULT,
-    Phase.RELEASE: {Phase.FINALIZE, Phase.LEAVE},
-    Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
-    Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
-    Phase.BARRIER: {Phase.END, Phase.LEAVE},
-    Phase.END: {Phase.ASSIGN, Phase.LEAVE},
-    Phase.LEAVE: {Phase.DONE},
-    Phase.DONE: set(),
-}
 
 
 class Services(Protocol):

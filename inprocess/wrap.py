@@ -63,10 +63,10 @@ class Wrapper(Settings):
     modules.
 
     No progress of the main thread for `soft_timeout` restarts the job, for `hard_timeout` ends this process. A monitor
-    process that is silent for `heartbeat_timeout` means that its node is lost. A rank waits for others at most
-    `barrier_timeout` after a fault, and `completion_timeout` after the function has returned. `last_call_wait` limits
-    how long reports of the same incident are collected. The intervals limit how long the threads sleep; no restart
-    waits for one. Paths may contain ``{rank}``, the initial rank.
+    process that is silent for `heartbeat_timeout` means that its node is lost. Ranks that others wait for,
+    `barrier_timeout` after a fault or `completion_timeout` after the function has returned, are given up if they make
+    no progress. `last_call_wait` limits how long reports of the same incident are collected. The intervals limit how
+    long the threads sleep; no restart waits for one. Paths may contain ``{rank}``, the initial rank.
 
     The same fault (type, and place in the code, on whichever rank) without progress between ends the job when it comes
     for the `max_same_faults`-th time, and so do more than `max_faults_per_hour` faults: each rank raises its exception,

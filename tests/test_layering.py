@@ -57,7 +57,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     | {"settings", "tools"},
     {"waiting"},
     {"unblock"},
-    {"blame", "coordination", "events", "progress_watchdog", "reasons", "repetition", "state"},
+    {"blame", "coordination", "events", "phases", "progress_watchdog", "reasons", "repetition", "state"},
     {"roster"},
     {"agreement"},
     {"absent", "joining"},

@@ -169,11 +169,11 @@ def _beats(agreement: Agreement, silent_s: dict[int, float]) -> None:
 
 def test_who_is_absent_without_progress_is_given_up_not_who_waits(open_store: Open) -> None:
     agreements = three(open_store)
-    _beats(agreements[0], {0: 50.0, 1: 9.0, 2: 4.0})
-    agreements[0].store.arrive("completion", "10")  # it only waits
-    absent = AbsentRanks(agreements[2], "completion_timeout", 0.1, soft_s=8.0, most=None)
-    assert agreements[2].complete(12, 0.1, CHUNK_S, absent.look) is IterationOutcome.INTERRUPTED
-    (reason,) = agreements[2].records()
+    _beats(agreements[0], {0: 4.0, 1: 9.0, 2: 50.0})  # the last one only waits
+    agreements[2].store.arrive("completion", "12")
+    absent = AbsentRanks(agreements[0], "completion_timeout", 0.1, soft_s=8.0, most=None)
+    assert agreements[0].complete(10, 0.1, CHUNK_S, absent.look) is IterationOutcome.INTERRUPTED
+    (reason,) = agreements[0].records()
     assert (reason.rank, reason.interruption) == (1, Interruption.UNRESPONSIVE)
     assert "no progress for 9 s" in reason.summary
     assert "completion_timeout=0.1 s" in reason.summary
@@ -190,10 +190,9 @@ def test_who_makes_progress_is_waited_for(
     looked: Queue[list[int]] = Queue()
     absent = AbsentRanks(agreements[2], "completion_timeout", 0.1, soft_s=8.0, most=None)
 
-    def look(ranks: list[int], waited_s: float) -> float:
-        pause_s = absent.look(ranks, waited_s)
+    def look(ranks: list[int], waited_s: float) -> None:
+        absent.look(ranks, waited_s)
         looked.put(ranks)
-        return pause_s
 
     waiting = pool.submit(agreements[2].complete, 12, 0.1, CHUNK_S, look)
     try:
@@ -211,10 +210,11 @@ def test_at_the_end_of_an_iteration_progress_is_not_waited_for_indefinitely(open
     agreements = three(open_store)
     agreements[0].interrupt(record(0))
     _beats(agreements[0], {1: 0.0})
+    agreements[0].mark_departed(10)  # it died, and cannot look after those that are absent
     agreements[0].arrive_at_end(10)
     absent = AbsentRanks(agreements[2], "barrier_timeout", 0.1, soft_s=8.0, most=10)
     began = time.monotonic()
-    assert agreements[2].wait_roster(12, 0.1, CHUNK_S, absent.look) == Roster(frozenset({1}), frozenset({11}))
+    assert agreements[2].wait_roster(12, 0.1, CHUNK_S, absent.look) == Roster(frozenset({0, 1}), frozenset({10, 11}))
     assert time.monotonic() - began > 1.0
 
 
