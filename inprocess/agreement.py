@@ -136,9 +136,8 @@ class Agreement:
         """Report a fault. False, and no effect, if the iteration was completed before."""
         if record.detail:
             self.store.set(_detail_key(record), record.detail)
-        elif record.interruption is Interruption.SOFT_TIMEOUT:
-            self.store.set(_hang_key(record.rank), record.summary)
         if record.interruption is Interruption.SOFT_TIMEOUT:
+            self.store.set(_hang_key(record.rank), record.summary)
             self.store.set(_HAS_HANG, "1")
         self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
         return self._decide(_OUTCOME, IterationOutcome.INTERRUPTED.value) == IterationOutcome.INTERRUPTED.value
@@ -180,11 +179,14 @@ class Agreement:
         return self.store.check([_HAS_HANG])
 
     def report_position(self, position: Position, stacks: str) -> None:
-        """Report where a rank is when a hang is reported, before it arrives at the last call. Some send their stacks."""
+        """Report where a rank is when a hang is reported, before it arrives at the last call. Not all send stacks."""
         if self.store.arrive(_WITH_POSITION, str(position.rank)) <= _MOST_STACKS:
-            # Its monitor process may have reported stacks already, of the moment at which it was late.
-            self._decide(_detail_key(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT)), stacks)
+            self.report_stacks(position.rank, stacks)
         self.store.append(_POSITIONS, f"{position}\n")
+
+    def report_stacks(self, rank: int, stacks: str) -> None:
+        """Report the stacks of a rank that hangs, unless its monitor process has, at the moment when it was late."""
+        self._decide(_detail_key(InterruptionRecord(rank, Interruption.SOFT_TIMEOUT)), stacks)
 
     def reported_hang(self, rank: int) -> InterruptionRecord | None:
         """Return the report that this rank hangs, if there is one; it does not contain the stacks."""
@@ -230,9 +232,17 @@ class Agreement:
     def _decide_reason(self) -> None:
         if not self.store.check([_REASON]):
             records = self.records()
-            if any(record.interruption is Interruption.SOFT_TIMEOUT for record in records):
-                records = tuple(blamed(records, map(Position.from_str, self._lines_of(_POSITIONS))))
+            hung = [record.rank for record in records if record.interruption is Interruption.SOFT_TIMEOUT]
+            positions = list(map(Position.from_str, self._lines_of(_POSITIONS)))
+            if hung and positions:
+                records = tuple(blamed(records, positions, self._answered_by(hung)))
             self._decide(_REASON, format_reason(self._with_details(records)))
+
+    def _answered_by(self, ranks: Sequence[int]) -> set[int]:
+        """Return those of the ranks that answered the last call themselves."""
+        identities = self.store.multi_get([f"initial_rank/{rank}" for rank in ranks])
+        answered = self.store.members(_AT_LAST_CALL) - self.store.members(_DEPARTED)
+        return {rank for rank, identity in zip(ranks, identities, strict=True) if identity.decode() in answered}
 
     def _lines_of(self, key: str) -> list[str]:
         return (self._peek(key) or b"").decode().splitlines()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass
 from types import FrameType
 
@@ -78,11 +78,17 @@ def _waits(frame: FrameType) -> bool:
     return False
 
 
-def blamed(records: Sequence[InterruptionRecord], positions: Iterable[Position]) -> list[InterruptionRecord]:
-    """Return the records with the hangs of ranks that are in no collective, in place of those that wait in one."""
+def blamed(
+    records: Sequence[InterruptionRecord], positions: Iterable[Position], answered: Set[int] = frozenset()
+) -> list[InterruptionRecord]:
+    """Return the records with the hangs of ranks that are in no collective, in place of those that wait in one.
+
+    `answered` are ranks that would have reported a position outside of collectives.
+    """
     hung = [record for record in records if record.interruption is Interruption.SOFT_TIMEOUT]
     where = {position.rank: position for position in positions}
-    waiting = [record for record in hung if record.rank in where and where[record.rank].waits]
+    # A rank without a position that has answered was not late yet when it looked where it was: it waited.
+    waiting = [r for r in hung if (where[r.rank].waits if r.rank in where else r.rank in answered)]
     outside = [position for position in where.values() if not position.waits]
     if not waiting or not outside:
         return list(records)

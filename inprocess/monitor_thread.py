@@ -162,11 +162,12 @@ class MonitorThread:
             return
         position = position_of(rank, self._main_thread)
         record = self.agreement.reported_hang(rank)
+        stacks = own_stacks()[:DETAIL_CHARS]
         if record is not None:
-            place = "" if position is None else position.function
-            self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS], place=place))
+            self.agreement.interrupt(replace(record, place="" if position is None else position.function))
+            self.agreement.report_stacks(rank, stacks)
         if position is not None and (record is not None or not position.waits):
-            self.agreement.report_position(position, own_stacks()[:DETAIL_CHARS])
+            self.agreement.report_position(position, stacks)
 
     def _interrupt_main_thread(self) -> None:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)

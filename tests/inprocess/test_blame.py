@@ -45,6 +45,12 @@ def test_who_is_late_and_in_no_collective_stays_blamed(positions: list[Position]
     assert [record.rank for record in blamed([late(1), late(2)], positions)] == left
 
 
+def test_who_answered_and_was_late_only_then_has_waited() -> None:
+    assert [record.rank for record in blamed([late(1), late(2)], [at(1, True), at(5)], {2})] == [5]
+    assert [record.rank for record in blamed([late(1), late(2)], [at(1, True), at(5)], set())] == [2]
+    assert [record.rank for record in blamed([late(1), late(2)], [at(1), at(5)], {1, 2})] == [1]
+
+
 def test_the_position_is_that_of_the_function_that_calls_the_standard_library() -> None:
     begun = threading.Event()
     end = threading.Event()
@@ -94,7 +100,7 @@ def test_the_rank_in_the_users_code_is_blamed_not_the_one_that_waits_for_it() ->
         return train(), seen
 
     for ((rank, kind, summary, place),), _ in rank_values(main, 3):
-        assert (rank, kind) == (0, "SOFT_TIMEOUT")
+        assert (rank, kind) == (0, "SOFT_TIMEOUT"), (summary, place)
         assert "spins_in_the_users_code, in no collective, while rank " in summary
         assert "longer than soft_timeout=4 s" in summary
         assert "call.disable_hang_protection()" in summary
