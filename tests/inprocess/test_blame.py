@@ -71,7 +71,10 @@ def test_the_position_is_that_of_the_function_that_calls_the_standard_library() 
     assert position is not None
     assert (position.rank, position.waits) == (3, False)
     assert position.function == f"inprocess/test_blame.py in {waits_here.__qualname__}"
-    assert f"inprocess/test_blame.py:{waits_here.__code__.co_firstlineno}"[:-1] in position.line
+    first = waits_here.__code__.co_firstlineno
+    assert position.line in {
+        f"inprocess/test_blame.py:{first + offset} in {waits_here.__qualname__}" for offset in (1, 2)
+    }
 
 
 def test_the_rank_in_the_users_code_is_blamed_not_the_one_that_waits_for_it() -> None:
